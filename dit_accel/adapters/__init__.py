@@ -1,0 +1,35 @@
+"""Model families: which adapter drives which diffusers transformer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from dit_accel.adapters.generic import GenericAdapter
+
+# Names in a pipeline under which diffusers keeps transformers that denoise; Wan 2.2 has two.
+TRANSFORMER_NAMES = ("transformer", "transformer_2")
+
+
+def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
+    """The pipeline's transformers, by name; empty where it denoises with something else."""
+    found = {name: getattr(pipe, name, None) for name in TRANSFORMER_NAMES}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+def adapter_class(transformer: torch.nn.Module) -> type[GenericAdapter]:
+    """The adapter of a transformer's family, or the one that serves any."""
+    from diffusers import FluxTransformer2DModel
+
+    from dit_accel.adapters.flux import FluxAdapter
+    from dit_accel.adapters.generic import GenericAdapter
+
+    return FluxAdapter if isinstance(transformer, FluxTransformer2DModel) else GenericAdapter
+
+
+def family_of(pipe: Any) -> str:
+    """Model family of a pipeline: ``flux`` or ``any``."""
+    families = {adapter_class(transformer).family for transformer in denoisers(pipe).values()}
+    return families.pop() if len(families) == 1 else "any"

@@ -1,0 +1,146 @@
+"""Any diffusers transformer: scope ``stack``, which needs nothing of the model but its forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import BaseState, StateManager
+from torch.utils import _pytree as pytree
+
+from dit_accel.controller import Controller
+from dit_accel.errors import UnsupportedError
+from dit_accel.schedule import StepMode
+from dit_accel.state import Call
+
+HOOK_NAME = "dit_accel"
+
+
+class GenericAdapter:
+    """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
+
+    Families with an adapter of their own derive from this and add hooks on blocks.
+
+    Args:
+        transformer: a diffusers transformer that a pipeline calls once per step and branch.
+        controller: decides each call's mode.
+        name: the transformer's name in the pipeline.
+    """
+
+    family = "any"
+    scopes = ("stack",)
+
+    def __init__(self, transformer: torch.nn.Module, controller: Controller, name: str) -> None:
+        self.transformer = transformer
+        self.controller = controller
+        self.name = name
+        self._parameters = inspect.signature(type(transformer).forward).parameters
+        if "timestep" not in self._parameters:
+            raise UnsupportedError(
+                f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
+            )
+
+    def layers(self) -> list[str]:
+        """Names of the blocks that the report tells apart."""
+        return [self.name]
+
+    def attach(self, acceleration: Any) -> None:
+        """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
+        register_hook(self.transformer, TransformerHook(self, acceleration))
+
+    def detach(self) -> None:
+        """Undoes :meth:`attach`."""
+        remove_hook(self.transformer)
+
+    def account(self, call: Call, arguments: dict[str, Any]) -> None:
+        """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
+        call.work[self.name] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
+
+    def judged(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
+        return output
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call: run, or forecast where the whole stack is."""
+        arguments = {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        with self.controller.calling(self.name, context, arguments["timestep"], shapes) as call:
+            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
+                leaves = self.controller.forecast(call.branch.outputs, call.coordinate)
+                output = pytree.tree_unflatten(list(leaves), call.branch.structure)
+            else:
+                output = original(*args, **kwargs)
+                leaves, call.branch.structure = pytree.tree_flatten(output)
+                if call.mode is not StepMode.DISPATCH:
+                    self.controller.observe(call, tuple(leaves), lambda leaf: self.judged(leaf, arguments))
+            self.account(call, arguments)
+        return output
+
+
+class TransformerHook(ModelHook):
+    """Routes a transformer's forward through its adapter; knows the branch from diffusers' cache context."""
+
+    _is_stateful = True
+
+    def __init__(self, adapter: GenericAdapter, acceleration: Any) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.acceleration = acceleration
+        self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
+
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # diffusers < 0.38 keeps the context's name in another attribute.
+        context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
+        return self.adapter.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called by diffusers at the end of a pipeline call."""
+        self.adapter.controller.release()
+        return module
+
+
+def register_hook(module: torch.nn.Module, hook: ModelHook) -> None:
+    """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
+    with _beneath_offload(module):
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK_NAME)
+
+
+def remove_hook(module: torch.nn.Module) -> None:
+    """Takes our hook off a module and leaves nothing behind; nothing happens if there is none."""
+    registry = getattr(module, "_diffusers_hook", None)
+    if registry is None or HOOK_NAME not in registry.hooks:
+        return
+    with _beneath_offload(module):
+        registry.remove_hook(HOOK_NAME, recurse=False)
+        if not registry.hooks:
+            del module._diffusers_hook
+            if getattr(module.forward, "__func__", None) is type(module).forward:
+                del module.forward
+
+
+def find_hook(module: torch.nn.Module) -> TransformerHook | None:
+    """Our hook on a transformer, whoever put it there."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return registry.hooks.get(HOOK_NAME) if registry is not None else None
+
+
+@contextmanager
+def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
+    """Within, ``module.forward`` is what accelerate's offload hook wraps.
+
+    diffusers takes offload hooks off and puts them on again at the end of every pipeline call, which would lose a hook
+    on top of them.
+    """
+    if not hasattr(module, "_old_forward"):
+        yield
+        return
+    offloading, module.forward = module.forward, module._old_forward
+    try:
+        yield
+        module._old_forward = module.forward
+    finally:
+        module.forward = offloading

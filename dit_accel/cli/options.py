@@ -1,0 +1,127 @@
+"""Options that several commands share, with their help texts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dit_accel.demo import DEFAULT_MODEL as DEFAULT_MODEL
+from dit_accel.errors import DitAccelError
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Preset
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Offload = Literal["none", "model", "sequential"]
+
+PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the picture shows.")]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a shipped demo model.",
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
+        show_default="FAMILY-balanced for the model's family, else any-balanced",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one key of the preset, e.g. --set forecast.order=2. Repeatable."
+    ),
+]
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Denoising steps.", show_default="the pipeline's")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the starting noise.")]
+HeightOption = Annotated[int | None, typer.Option("--height", min=1, help="Pixels.", show_default="the pipeline's")]
+WidthOption = Annotated[int | None, typer.Option("--width", min=1, help="Pixels.", show_default="the pipeline's")]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of weights and activations.", show_default="bfloat16 on CUDA, else float32"),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="cuda, cuda:1, mps or cpu.", show_default="cuda if there is one, else cpu"),
+]
+OffloadOption = Annotated[
+    Offload,
+    typer.Option("--offload", help="Keep weights in host memory: whole models at a time, or layer by layer (slow)."),
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+class OptionError(DitAccelError, ValueError):
+    """A command line option can't be used as it was given."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+
+
+def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
+    """``["forecast.order=2", …]`` as keyword arguments of ``load_preset``; values are YAML.
+
+    Raises:
+        OptionError: a setting is not KEY=VALUE, or its value is not YAML.
+    """
+    import yaml
+
+    overrides = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise OptionError("--set", f"must be KEY=VALUE, e.g. forecast.order=2, got {setting!r}")
+        try:
+            overrides[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise OptionError("--set", f"the value in {setting!r} is not YAML") from None
+    return overrides
+
+
+def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None) -> Preset:
+    """The preset of that name or path with the overrides applied; without a name the default for the pipeline's family.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+    """
+    from dit_accel.presets import load_preset, preset_names
+
+    if name is None:
+        from dit_accel.adapters import family_of
+
+        family = f"{family_of(pipe)}-balanced"
+        name = family if family in preset_names() else "any-balanced"
+    return load_preset(name, **overrides)
+
+
+def require_picture_suffix(path: Path, option: str) -> None:
+    """Raises OptionError if Pillow can't tell from ``path`` which format to write."""
+    from PIL import Image
+
+    if path.suffix.lower() not in Image.registered_extensions():
+        raise OptionError(option, f"{path} must end in .png, .jpg or .webp")
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Checks, before anything is computed, that the file ``path`` can be written.
+
+    Raises:
+        OptionError: it is a folder, or its folder does not exist or is read-only.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise OptionError(option, f"{path} is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise OptionError(option, f"folder {folder} does not exist; create it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise OptionError(option, f"{path} can't be written: no permission")

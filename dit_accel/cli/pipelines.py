@@ -1,0 +1,244 @@
+"""Pipelines as the commands need them: loaded, called with what the user gave, and timed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dit_accel.cli.options import OptionError
+from dit_accel.demo import demo_arguments, demo_names, demo_path
+from dit_accel.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call made: its pictures, seconds of the whole call, and seconds of its denoising loop."""
+
+    images: list[Image.Image]
+    seconds: float
+    denoising_seconds: float
+
+
+def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
+    """The pipeline, in place and ready to call; silent where the console is.
+
+    Raises:
+        OptionError: no such model or device, or offload without a GPU.
+    """
+    source = _resolve_model(model)
+    with console.status("importing diffusers"):
+        import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()  # it warns of image processors that no pipeline here uses
+        import diffusers
+    place = _resolve_device(device)
+    if offload != "none" and place.type != "cuda":
+        raise OptionError("--offload", f"needs a CUDA device, and the device is {place}")
+    precision = getattr(torch, dtype) if dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    if console.quiet:
+        diffusers.utils.logging.set_verbosity_error()
+    with console.status(f"loading {model}"), warnings.catch_warnings():
+        # Newer diffusers call the argument `dtype` and warn about the name that all versions take.
+        warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+        try:
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=precision)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise OptionError("--model", f"{model} can't be loaded: {reason}") from error
+        if offload == "model":
+            pipe.enable_model_cpu_offload(device=place)
+        elif offload == "sequential":
+            pipe.enable_sequential_cpu_offload(device=place)
+        else:
+            pipe.to(place)
+    pipe.set_progress_bar_config(disable=console.quiet)
+    return pipe
+
+
+def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``pipe(...)``: a demo model's own defaults, and over them the options that were given.
+
+    Args:
+        options: option name without dashes in front (``"num-images"``) to its value; None = not given.
+
+    Raises:
+        OptionError: an option was given that the pipeline does not take or that would do nothing.
+    """
+    accepted = set(inspect.signature(pipe.__call__).parameters)
+    folder = demo_path(model)
+    arguments = demo_arguments(folder) if folder else {}
+    given = {name: value for name, value in options.items() if value is not None}
+    true_guidance = "negative-prompt" in given and "true_cfg_scale" in accepted
+    keys = {
+        "prompt": "prompt",
+        "negative-prompt": "negative_prompt",
+        "steps": "num_inference_steps",
+        "height": "height",
+        "width": "width",
+        "guidance": "true_cfg_scale" if true_guidance else "guidance_scale",
+        "image": "image",
+        "num-images": "num_images_per_prompt",
+    }
+    for name, value in given.items():
+        if keys[name] not in accepted:
+            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {keys[name]}")
+        arguments[keys[name]] = value
+    if true_guidance and arguments.get("true_cfg_scale", 1.0) <= 1.0:
+        raise OptionError(
+            "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
+        )
+    if "guidance" in given and not true_guidance and _ignores_guidance(pipe):
+        raise OptionError(
+            "--guidance",
+            f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to guide by a second branch",
+        )
+    return arguments
+
+
+def require_images(pipe: Any) -> None:
+    """Raises UnsupportedError for pipelines that make video."""
+    if "num_frames" in inspect.signature(pipe.__call__).parameters:
+        raise UnsupportedError(
+            f"{type(pipe).__name__} makes video, and this command writes images; call accelerate_pipeline from Python"
+        )
+
+
+def read_image(path: Path) -> Image.Image:
+    """An RGB picture from a file.
+
+    Raises:
+        OptionError: the file is missing or is no picture.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise OptionError("--image", f"{path} does not exist") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise OptionError("--image", f"{path} can't be read as a picture: {error}") from None
+
+
+def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
+    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
+
+    Raises:
+        UnsupportedError: the pipeline's own check of its inputs refused them.
+        typer.Exit: the device's memory did not suffice (code 1, with advice).
+    """
+    import torch
+
+    generator = torch.Generator("cpu").manual_seed(seed)
+    try:
+        with _loop_timer(pipe) as loop_seconds:
+            started = time.perf_counter()
+            images = pipe(**arguments, generator=generator).images
+            seconds = time.perf_counter() - started
+            return Output(images, seconds, loop_seconds())
+    except ValueError as error:
+        if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+            raise
+        raise UnsupportedError(f"{type(pipe).__name__} refuses its arguments: {error}") from None
+    except torch.OutOfMemoryError as error:
+        advice = "try --offload model, fewer --num-images, or a smaller --height and --width"
+        typer.echo(f"error: out of memory: {advice}\n{str(error).splitlines()[0]}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _loop_timer(pipe: Any) -> Iterator[Any]:
+    """Times from the first call of a transformer to the end of the last; yields a function that gives seconds.
+
+    On CUDA the marks are events in the stream, so that timing adds no synchronisation to the loop.
+    """
+    import torch
+
+    from dit_accel.adapters import denoisers
+
+    marks: list[Any] = []
+
+    def mark(*_: Any) -> None:
+        if torch.cuda.is_available() and pipe._execution_device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(event)
+        else:
+            marks.append(time.perf_counter())
+
+    def seconds() -> float:
+        if isinstance(marks[0], float):
+            return marks[-1] - marks[0]
+        marks[-1].synchronize()
+        return marks[0].elapsed_time(marks[-1]) / 1000
+
+    handles = []
+    for module in denoisers(pipe).values():
+        handles += [module.register_forward_pre_hook(mark), module.register_forward_hook(mark)]
+    try:
+        yield seconds
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _resolve_model(model: str) -> str:
+    """The folder of a demo model or a local pipeline, or ``model`` itself as an id on the hub."""
+    folder = demo_path(model) or Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "model_index.json").is_file():
+            raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
+        return str(folder)
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        names = ", ".join(demo_names()) or "none in this installation"
+        raise OptionError(
+            "--model", f"{model} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})"
+        )
+    return model
+
+
+def _resolve_device(device: str | None) -> torch.device:
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise OptionError("--device", f"{device!r} is no device; use cuda, cuda:1, mps or cpu") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        cause = (
+            f"torch {torch.__version__} finds no GPU"
+            if torch.version.cuda
+            else f"torch {torch.__version__} is a CPU build"
+        )
+        raise OptionError("--device", f"CUDA is not available: {cause}; use --device cpu")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise OptionError("--device", "MPS is not available on this machine; use --device cpu")
+    return place
+
+
+def _ignores_guidance(pipe: Any) -> bool:
+    """Whether guidance_scale would silently do nothing: a FLUX transformer that was trained without it."""
+    from dit_accel.adapters import denoisers
+
+    return any(getattr(module.config, "guidance_embeds", None) is False for module in denoisers(pipe).values())

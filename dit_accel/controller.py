@@ -1,0 +1,228 @@
+"""Decides the mode of every transformer call, and keeps the state of one run and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dit_accel import timing
+from dit_accel.forecast import History, forecast_weights
+from dit_accel.kernels import weighted_sum
+from dit_accel.layout import TokenLayout
+from dit_accel.presets import Preset
+from dit_accel.report import RunReport, StepRecord
+from dit_accel.schedule import ErrorControl, FixedControl, SchedulerClock, StepMode, Tick, TimestepClock, make_control
+from dit_accel.state import BranchState, Call
+from dit_accel.symbols import SparseSymbols
+
+_MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
+
+
+class Controller:
+    """One denoising loop: the pipeline's transformers, their branches, and the report of the last run.
+
+    Args:
+        preset: what to compute when.
+        clock: tells the step.
+        family: model family, for the report.
+    """
+
+    def __init__(self, preset: Preset, clock: SchedulerClock | TimestepClock, family: str) -> None:
+        self.preset = preset
+        self.family = family
+        self.call: Call | None = None
+        self._clock = clock
+        self._layers: dict[str, list[str]] = {}
+        self.reset()
+
+    def add_transformer(self, name: str, layers: list[str]) -> None:
+        """Registers a transformer with the names of its blocks, for the report."""
+        self._layers[name] = layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all caches and the last run; the next call starts a new one."""
+        self._tick: Tick | None = None
+        self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
+        self._forget()
+        self.last_symbols: dict[str, SparseSymbols] = {}
+        self.last_layout: TokenLayout | None = None
+        self._computed = self._plain = 0.0
+        layers = [layer for names in self._layers.values() for layer in names]
+        self.report = RunReport(self.preset.name, self.family, layers, density=[[] for _ in layers])
+
+    def read_report(self) -> RunReport:
+        """The report with all times read, which waits for the GPU."""
+        for record, read in self._timings:
+            record.seconds += read()
+        self._timings.clear()
+        self.report.seconds = sum(step.seconds for step in self.report.steps)
+        return self.report
+
+    def release(self) -> None:
+        """Frees the caches of a finished run and keeps its report."""
+        self._forget()
+
+    @contextmanager
+    def calling(
+        self, transformer: str, context: str | None, timestep: torch.Tensor | float, shapes: tuple
+    ) -> Iterator[Call]:
+        """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
+
+        Args:
+            transformer: its name in the pipeline.
+            context: branch as the pipeline names it, or None: then repeated calls in one step are told apart by order.
+            timestep: what the pipeline passes to the transformer.
+            shapes: shapes of the call's tensors; a change within a run ends that run.
+        """
+        on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
+        elapsed = timing.gpu_stopwatch() if on_gpu else timing.stopwatch()
+        self.call = self._open(transformer, context, timestep, shapes)
+        try:
+            yield self.call
+        except BaseException:
+            self._forget()
+            raise
+        else:
+            self._close(self.call)
+            self._timings.append((self._step_record, elapsed()))
+        finally:
+            self.call = None
+
+    def forecast(self, history: History, coordinate: float) -> tuple[torch.Tensor, ...]:
+        """The feature at ``coordinate``, each of its tensors a new one."""
+        weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate)
+        return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
+
+    def observe(
+        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Records the transformer's output and, in the closed loop, judges what the forecast would have been.
+
+        Args:
+            output: the tensors of the output; batch first.
+            judged: selects the tokens of an output tensor that the pipeline uses.
+        """
+        if call.tick.repeats is not None:
+            return
+        history = call.branch.outputs
+        if self.preset.schedule.control == "error" and len(history):
+            forecast = self.forecast(history, call.coordinate)
+            error = max(_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True))
+            previous = history.coordinates[0]
+            self._controls[call.transformer].observe(call.tick.step, call.coordinates, previous, history.order, error)
+            self._step_record.error = max(error, self._step_record.error or 0.0)
+        if self.preset.schedule.control == "error" or self.preset.forecast.scope == "stack":
+            # A copy, because pipelines may change the transformer's output in place.
+            history.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
+
+    def read_densities(self, call: Call) -> None:
+        """Moves the densities of new symbols to the host, all layers at once, and decides which layers degrade."""
+        if not call.densities:
+            return
+        values = torch.stack(list(call.densities.values())).tolist()
+        for name, (rows, tiles) in zip(call.densities, values, strict=True):
+            site = call.site(name)
+            site.row_density, site.tile_density = rows, tiles
+            site.degraded = rows < self.preset.reuse.degrade_below
+
+    def fall_back(self, site: str, reason: str) -> None:
+        """Notes that a site ran densely though the preset asked for less."""
+        entry = {"site": site, "reason": reason}
+        if entry not in self.report.fallbacks:
+            self.report.fallbacks.append(entry)
+
+    def _forget(self) -> None:
+        self._branches: dict[tuple[str, str], BranchState] = {}
+        self._controls: dict[str, FixedControl | ErrorControl] = {}
+        self._decisions: dict[str, StepMode] = {}
+        self._anonymous_calls: dict[str, int] = {}
+
+    def _open(self, transformer: str, context: str | None, timestep: torch.Tensor | float, shapes: tuple) -> Call:
+        tick = self._clock.read(timestep)
+        if self._tick is None or tick.run is not self._tick.run:
+            self.reset()
+            if tick.repeats is not None:
+                self.report.notes.append(f"every step computed: {tick.repeats}")
+        if self._tick is None or tick.step != self._tick.step:
+            self._start_step(tick)
+        self._tick = tick
+        branch = self._branch(transformer, context, shapes)
+        mode = self._mode(transformer, tick, branch)
+        schedule = self.preset.schedule
+        coordinates = tick.sigmas if self.preset.forecast.coordinate == "sigma" else range(tick.steps)
+        records = mode is StepMode.UPDATE or (
+            mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
+        )
+        return Call(transformer, mode, tick, coordinates, branch, records)
+
+    def _start_step(self, tick: Tick) -> None:
+        self._decisions.clear()
+        self._anonymous_calls.clear()
+        self._step_record = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
+        self._step_work: dict[str, list[tuple[float, float]]] = {}
+        self.report.steps.append(self._step_record)
+        for layer in self.report.density:
+            layer.append(0.0)
+
+    def _branch(self, transformer: str, context: str | None, shapes: tuple) -> BranchState:
+        if context is None:
+            count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
+            context = f"call {count}"
+        key = (transformer, context)
+        if key in self._branches and self._branches[key].shapes != shapes:
+            self._forget()
+            self.report.notes.append(f"shapes changed at step {self._step_record.index}: caches dropped")
+        if key not in self._branches:
+            self._branches[key] = BranchState(shapes, History(self.preset.forecast.order))
+        return self._branches[key]
+
+    def _mode(self, transformer: str, tick: Tick, branch: BranchState) -> StepMode:
+        """The step's mode, decided once a step and transformer; a branch that can't forecast yet computes."""
+        if tick.repeats is not None:
+            return StepMode.FULL
+        if transformer not in self._controls:
+            self._controls[transformer] = make_control(self.preset.schedule)
+        if transformer not in self._decisions:
+            self._decisions[transformer] = self._controls[transformer].mode(tick.step, tick.steps)
+        mode = self._decisions[transformer]
+        ready = len(branch.outputs) if self.preset.forecast.scope == "stack" else branch.updated
+        return StepMode.UPDATE if mode is StepMode.DISPATCH and not ready else mode
+
+    def _close(self, call: Call) -> None:
+        if call.densities and call.branch is next(iter(self._branches.values())):
+            self.last_symbols = {name: call.site(name).symbols for name in call.densities}
+        call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.scope == "layer")
+        work_rank = _MODES_BY_WORK.index
+        if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
+            self._step_record.mode = call.mode.value
+        self._account(call)
+
+    def _account(self, call: Call) -> None:
+        report = self.report
+        for layer, (computed, plain) in call.work.items():
+            self._computed += computed
+            self._plain += plain
+            shares = self._step_work.setdefault(layer, [])
+            shares.append((computed, plain))
+            row = report.density[report.layers.index(layer)]
+            row[-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
+        report.computed_fraction = self._computed / self._plain if self._plain else 1.0
+        if call.mode is not StepMode.DISPATCH:
+            report.cache_bytes = max(report.cache_bytes, self._cache_bytes())
+
+    def _cache_bytes(self) -> int:
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for branch in self._branches.values()
+            for tensor in branch.tensors()
+        }
+        return sum(storages.values())
+
+
+def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> float:
+    """``‖F − F̂‖ / ‖F‖`` of the worst sample; the host reads one number."""
+    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
+    return float(((value - forecast).norm(dim=1) / value.norm(dim=1)).max())

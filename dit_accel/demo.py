@@ -1,0 +1,26 @@
+"""The trained demo models that ship inside the package, found by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODEL = "demo-flux"
+_ASSETS = Path(__file__).parent / "assets"
+
+
+def demo_names() -> list[str]:
+    """Names of the shipped models, sorted."""
+    return sorted(path.parent.name for path in _ASSETS.glob("*/model_index.json"))
+
+
+def demo_path(name: str) -> Path | None:
+    """The diffusers folder of a shipped model, or None if there is none of that name."""
+    return _ASSETS / name if name in demo_names() else None
+
+
+def demo_arguments(folder: Path) -> dict[str, Any]:
+    """Arguments that the pipeline in ``folder`` was trained for, from its ``demo.json``; empty if it has none."""
+    file = folder / "demo.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,0 +1,21 @@
+"""Error types. Every message names the argument, what was required, what came, and the fix."""
+
+
+class DitAccelError(Exception):
+    """Base of all errors that dit-accel raises on purpose."""
+
+
+class PresetError(DitAccelError, ValueError):
+    """A preset, one of its keys or one of its values is not valid."""
+
+
+class UnsupportedError(DitAccelError, ValueError):
+    """A pipeline, module or device can't do what was asked of it."""
+
+
+class ShapeError(DitAccelError, ValueError):
+    """A tensor argument has the wrong shape, dtype or device."""
+
+
+class BackendError(DitAccelError, RuntimeError):
+    """An explicitly requested kernel backend can't run here; explicit requests never fall back."""

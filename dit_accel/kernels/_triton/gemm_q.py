@@ -1,0 +1,103 @@
+"""GEMM-Q: one program a (row-block, head) tile; tiles that are reused end at once.
+
+The tile spans a whole head, so RMSNorm needs no second pass and RoPE's pairs lie in one row:
+``y = x * rsqrt(mean(x^2) + eps) * w``, then ``z0 = y0 cos0 - y1 sin0`` and ``z1 = y1 cos1 + y0 sin1``. Programs go
+through the heads of one row-block before the next, so its tokens are read from L2 by all but the first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
+from dit_accel.layout import block_count
+from dit_accel.symbols import AttentionPlan
+
+
+@triton.jit
+def _gemm_q(
+    x, weight, bias, norm_weight, cos, sin, out, mask64,
+    x_batch, x_token, weight_row, out_batch, out_token, out_head, cos_token, sin_token,
+    heads, blocks, first_block, row_blocks, offset, length, channels, norm_eps,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, K_TILE: tl.constexpr, WHOLE_TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)  # (b * row_blocks + row_block) * H + h
+    head = program % heads
+    row_block = first_block + program // heads % row_blocks
+    batch = program // heads // row_blocks
+    if (tl.load(mask64 + batch * blocks + row_block) >> head & 1) == 0:
+        return
+
+    token = row_block * BLOCK + tl.arange(0, BLOCK)  # in the plan's sequence
+    stream_token = token - offset  # in x and out
+    token_valid = ((stream_token >= 0) & (stream_token < length))[:, None]
+    dim = tl.arange(0, HEAD_DIM)
+    channel = tl.arange(0, K_TILE)
+    x_pointers = x + batch * x_batch + stream_token[:, None] * x_token + channel[None, :]  # [block, k_tile]
+    weight_pointers = weight + (head * HEAD_DIM + dim)[None, :] * weight_row + channel[:, None]  # [k_tile, head_dim]
+    acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for start in tl.range(0, channels, K_TILE, num_stages=STAGES):
+        if WHOLE_TILES:
+            x_tile = tl.load(x_pointers, token_valid, other=0.0)
+            weight_tile = tl.load(weight_pointers)
+        else:
+            x_tile = tl.load(x_pointers, token_valid & (start + channel < channels)[None, :], other=0.0)
+            weight_tile = tl.load(weight_pointers, (start + channel < channels)[:, None], other=0.0)
+        acc = tl.dot(x_tile, weight_tile, acc, input_precision=PRECISION)
+        x_pointers += K_TILE
+        weight_pointers += K_TILE
+
+    if HAS_BIAS:
+        acc += tl.load(bias + head * HEAD_DIM + dim).to(tl.float32)[None, :]
+    if HAS_NORM:
+        mean_square = tl.sum(acc * acc, 1) / HEAD_DIM
+        acc = acc * tl.rsqrt(mean_square + norm_eps)[:, None] * tl.load(norm_weight + dim).to(tl.float32)[None, :]
+    if HAS_ROPE:
+        cos_tile = tl.load(cos + token[:, None] * cos_token + dim[None, :], token_valid, other=0.0)
+        sin_tile = tl.load(sin + token[:, None] * sin_token + dim[None, :], token_valid, other=0.0)
+        even, odd = tl.split(tl.reshape(acc, (BLOCK, HEAD_DIM // 2, 2)))
+        rotated = tl.reshape(tl.join(-odd, even), (BLOCK, HEAD_DIM))
+        acc = acc * cos_tile + rotated * sin_tile
+    out_pointers = out + batch * out_batch + stream_token[:, None] * out_token + head * out_head + dim[None, :]
+    tl.store(out_pointers, acc.to(out.dtype.element_ty), token_valid)
+
+
+def _config(x: torch.Tensor) -> dict[str, int]:
+    if x.dtype == torch.float32:
+        return {"K_TILE": 32, "STAGES": 2, "num_warps": 8}
+    if is_hopper_or_later(x):
+        return {"K_TILE": 64, "STAGES": 4, "num_warps": 8}
+    return {"K_TILE": 32, "STAGES": 3, "num_warps": 8}
+
+
+def gemm_q_into(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    offset: int,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    stream: torch.Tensor,
+) -> None:
+    """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
+    batch, length, channels = x.shape
+    first_block = offset // plan.block
+    row_blocks = block_count(offset + length, plan.block) - first_block
+    cos, sin = (None, None) if rope is None else rope
+    config = _config(x)
+    with on_device(x):
+        _gemm_q[(batch * row_blocks * plan.heads,)](
+            x, weight, bias, norm_weight, cos, sin, stream, plan.mask64,
+            *x.stride()[:2], weight.stride(0), *stream.stride()[:3],
+            0 if rope is None else cos.stride(0), 0 if rope is None else sin.stride(0),
+            plan.heads, plan.blocks, first_block, row_blocks, offset, length, channels, norm_eps,
+            BLOCK=plan.block, HEAD_DIM=stream.shape[-1], WHOLE_TILES=channels % config["K_TILE"] == 0,
+            HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None, HAS_ROPE=rope is not None,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **config,
+        )  # fmt: skip

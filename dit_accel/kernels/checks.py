@@ -1,0 +1,69 @@
+"""Argument checks that the ops share. Each error names the argument, what was required and what came."""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.symbols import AttentionPlan
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRITON_HEAD_DIMS = (16, 32, 64, 128)
+
+
+def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    """``shape`` holds a number for an axis of known length and a name for a free one."""
+    fits = tensor.dim() == len(shape) and all(
+        isinstance(required, str) or required == length for required, length in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise ShapeError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+
+
+def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ShapeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def require_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Both tensors have one dtype and one device."""
+    if tensor.dtype != other.dtype or tensor.device != other.device:
+        raise ShapeError(
+            f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}, "
+            f"got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ShapeError(
+            f"{name} must have stride 1 along its last axis, got strides {list(tensor.stride())}; call .contiguous()"
+        )
+
+
+def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: int | None = None) -> None:
+    """The plan has the batch (and the heads) of the tensor it is used with, and its device."""
+    required = (tensor.shape[0], plan.heads if heads is None else heads)
+    if (plan.batch, plan.heads) != required:
+        raise ShapeError(
+            f"plan must have the batch and heads of {name}, {list(required)}, got {[plan.batch, plan.heads]}; "
+            "lower symbols of the same shape"
+        )
+    if plan.mask64.device != tensor.device:
+        raise ShapeError(f"plan must be on {name}'s device {tensor.device}, got {plan.mask64.device}")
+
+
+def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> None:
+    """Tokens ``offset .. offset + length`` lie inside the plan's sequence."""
+    if offset < 0 or offset + length > plan.tokens:
+        raise ShapeError(
+            f"{name} must lie inside the plan's {plan.tokens} tokens, got tokens {offset} to {offset + length}; "
+            "check offset and plan.tokens"
+        )
+
+
+def require_triton_head_dim(head_dim: int) -> None:
+    if head_dim not in TRITON_HEAD_DIMS:
+        raise UnsupportedError(
+            f"head_dim must be one of {TRITON_HEAD_DIMS} for backend 'triton', got {head_dim}; use backend='reference'"
+        )

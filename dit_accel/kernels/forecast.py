@@ -1,0 +1,91 @@
+"""The forecast's one kernel: a weighted sum of remembered features, ``sum_m w_m F_m``.
+
+TaylorSeer's expansion is such a sum once its finite differences are written out, and so is plain reuse (FORA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_plan,
+    require_same,
+    require_shape,
+    require_unit_stride,
+)
+from dit_accel.kernels.regions import regions
+from dit_accel.symbols import AttentionPlan
+
+
+@torch.no_grad()
+def weighted_sum(
+    history: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``sum_m weights[m] * history[m]``, summed in float32 and rounded once. Forward only: no gradient flows.
+
+    Args:
+        history: M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16 or float32) and device; a stacked
+            ``[M, ...]`` tensor will do.
+        weights: M floats.
+        plan: write only the rows that it reuses; the features are then ``[B, S, H, D]`` over the plan's sequence.
+        out: like a history entry, which it may be; required with a plan (last stride 1), else None = allocated.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``out``; with a plan, rows that compute keep what it held.
+
+    Raises:
+        ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(history, weights, plan, out)
+    first = history[0]
+    out = torch.empty_like(first, memory_format=torch.contiguous_format) if out is None else out
+    if resolve_backend(backend, first) == "triton":
+        from dit_accel.kernels._triton.forecast import weighted_sum_into
+
+        weighted_sum_into(history, weights, plan, out)
+    elif plan is None:
+        out.copy_(_sum_reference(history, weights))
+    else:
+        for region in regions(plan, computed=False):
+            rows = [region.read(features) for features in history]
+            out[region.batch][region.index] = _sum_reference(rows, weights).to(out.dtype)
+    return out
+
+
+def _sum_reference(history: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    total = history[0].float() * weights[0]
+    for features, weight in zip(history[1:], weights[1:], strict=True):
+        total.add_(features, alpha=weight)
+    return total
+
+
+def _require_arguments(history, weights, plan, out) -> None:
+    if not len(history) or len(history) != len(weights):
+        raise ShapeError(f"history and weights must have one length, at least 1, got {len(history)} and {len(weights)}")
+    first = history[0]
+    require_dtype("history[0]", first, FLOAT_DTYPES)
+    for index, features in enumerate(history):
+        require_shape(f"history[{index}]", features, tuple(first.shape))
+        require_same(f"history[{index}]", features, "history[0]", first)
+    if out is not None:
+        require_shape("out", out, tuple(first.shape))
+        require_same("out", out, "history[0]", first)
+    if plan is not None:
+        require_shape("history[0]", first, ("B", plan.tokens, plan.heads, "D"))
+        require_plan(plan, "history[0]", first)
+        if out is None:
+            raise ShapeError("out must be given with a plan, because rows that compute keep what it holds; got None")
+        require_unit_stride("out", out)

@@ -1,0 +1,173 @@
+"""GEMM-O: the output projection, with a cached bias for heads that are reused (FlashOmni, section 3.5, observation 3).
+
+``to_out(O) = b + sum_h O_h W_h``. UPDATE splits the sum by the new symbols and keeps its reused part for every
+remembered update m, ``B_m = b + sum_{h reused} O_h(t_m) W_h``; DISPATCH computes the rest,
+``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m are made under the same symbols: differencing biases made
+under different ones would mix different heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_plan,
+    require_same,
+    require_shape,
+    require_stream,
+    require_triton_head_dim,
+    require_unit_stride,
+)
+from dit_accel.kernels.regions import Region, regions, take
+from dit_accel.symbols import AttentionPlan
+
+
+@torch.no_grad()
+def gemm_o_update(
+    o: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    *,
+    history: Sequence[torch.Tensor] = (),
+    offset: int = 0,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dense output projection, and the bias stack of the DISPATCH steps to come. Forward only: no gradient flows.
+
+    Args:
+        o: attention output ``[B, S, H, D]``, float16, bfloat16 or float32, all heads computed; one stream of the joint
+            sequence, any strides, the last being 1.
+        weight: ``[N, H * D]`` like o; any row stride, so the attention columns of a fused ``proj_out`` will do.
+        bias: ``[N]`` like o, or None.
+        plan: the **new** symbols, over the joint sequence.
+        history: attention outputs of earlier updates, newest first, each shaped like o.
+        offset: token of the plan's sequence at which o begins.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        ``out`` ``[B, S, N]``, the dense linear, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
+        entry per history entry.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(o, weight, plan, offset)
+    if bias is not None:
+        require_shape("bias", bias, (weight.shape[0],))
+        require_same("bias", bias, "o", o)
+        require_unit_stride("bias", bias)
+    for index, entry in enumerate(history):
+        require_shape(f"history[{index}]", entry, tuple(o.shape))
+        require_same(f"history[{index}]", entry, "o", o)
+        require_unit_stride(f"history[{index}]", entry)
+    if resolve_backend(backend, o) == "triton":
+        from dit_accel.kernels._triton.gemm_o import update
+
+        require_triton_head_dim(o.shape[-1])
+        return update(o, weight, bias, plan, history, offset)
+    return _update_reference(o, weight, bias, plan, history, offset)
+
+
+@torch.no_grad()
+def gemm_o_dispatch(
+    o: torch.Tensor,
+    weight: torch.Tensor,
+    plan: AttentionPlan,
+    stack: torch.Tensor,
+    weights: Sequence[float],
+    *,
+    offset: int = 0,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """The output projection of the heads that compute, on top of the forecast bias. Forward only: no gradient flows.
+
+    Args:
+        o: attention output ``[B, S, H, D]`` like that of :func:`gemm_o_update`. Rows that are reused are not read: they
+            may hold anything.
+        weight: ``[N, H * D]`` like o.
+        plan: the symbols that the stack was made under.
+        stack: ``[M, B, S, N]`` like o, contiguous, from :func:`gemm_o_update`; it holds the linear's bias.
+        weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
+        offset: token of the plan's sequence at which o begins.
+        out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(o, weight, plan, offset)
+    shape = (o.shape[0], o.shape[1], weight.shape[0])
+    require_shape("stack", stack, ("M", *shape))
+    require_same("stack", stack, "o", o)
+    if len(weights) != stack.shape[0] or not len(weights):
+        raise ShapeError(f"weights must hold {stack.shape[0]} floats, one for each stack entry, got {len(weights)}")
+    if out is not None:
+        require_shape("out", out, shape)
+        require_same("out", out, "o", o)
+    for name, tensor in (("stack", stack), ("out", out)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+    out = o.new_empty(shape) if out is None else out
+    if resolve_backend(backend, o) == "triton":
+        from dit_accel.kernels._triton.gemm_o import dispatch_into
+
+        require_triton_head_dim(o.shape[-1])
+        dispatch_into(o, weight, plan, stack, weights, offset, out)
+    else:
+        _dispatch_reference(o, weight, plan, stack, weights, offset, out)
+    return out
+
+
+def _update_reference(o, weight, bias, plan, history, offset) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, length = o.shape[:2]
+    out = F.linear(o.flatten(2), weight, bias)
+    stack = o.new_zeros(1 + len(history), batch, length, weight.shape[0])
+    if bias is not None:
+        stack += bias
+    for region in regions(plan, computed=False, offset=offset, length=length):
+        for biases, features in zip(stack, (o, *history), strict=True):
+            biases[region.batch][region.tokens] = _project(features, weight, bias, region)
+    return out, stack
+
+
+def _dispatch_reference(o, weight, plan, stack, weights, offset, out) -> None:
+    total = stack[0].float() * weights[0]
+    for biases, factor in zip(stack[1:], weights[1:], strict=True):
+        total.add_(biases, alpha=factor)
+    for region in regions(plan, computed=True, offset=offset, length=o.shape[1]):
+        total[region.batch][region.tokens] += _project(o, weight, None, region)
+    out.copy_(total)
+
+
+def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
+    """One region's share of the linear: ``[tokens, N]``. All its heads go through one product and round once."""
+    features = region.read(o).flatten(1)  # [tokens, heads * D]
+    columns = take(weight.unflatten(1, o.shape[2:]), region.heads, 1).flatten(1)  # [N, heads * D]
+    return F.linear(features, columns, bias)
+
+
+def _require_arguments(o, weight, plan, offset) -> None:
+    require_shape("o", o, ("B", "S", plan.heads, "D"))
+    require_dtype("o", o, FLOAT_DTYPES)
+    require_unit_stride("o", o)
+    require_plan(plan, "o", o)
+    require_stream(plan, "o", o.shape[1], offset)
+    require_shape("weight", weight, ("N", o.shape[2] * o.shape[3]))
+    require_same("weight", weight, "o", o)
+    require_unit_stride("weight", weight)

@@ -1,0 +1,137 @@
+"""GEMM-Q: the query projection of the (row-block, head) tiles that compute (FlashOmni, section 3.5, observation 2).
+
+``q_h = RoPE(RMSNorm(x W_h^T + b_h))``; both the norm and the rotation stay inside one token of one head, so a row that
+is reused needs no query at all.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_plan,
+    require_same,
+    require_shape,
+    require_stream,
+    require_triton_head_dim,
+    require_unit_stride,
+)
+from dit_accel.kernels.regions import regions, take
+from dit_accel.symbols import AttentionPlan
+
+
+@torch.no_grad()
+def gemm_q(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    *,
+    offset: int = 0,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Project, normalise and rotate the queries that compute. Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, S, C]``, float16, bfloat16 or float32; one stream of the joint sequence.
+        weight: ``[H * D, C]`` like x; any row stride, so a slice of a fused qkv weight will do.
+        bias: ``[H * D]`` like x, or None.
+        plan: which rows compute, over the joint sequence.
+        offset: token of the plan's sequence at which x begins. A block at a seam is shared by two streams, each of
+            which writes its own tokens.
+        norm_weight: ``[D]`` like x: per-head RMSNorm with float32 statistics; None = no norm.
+        norm_eps: added to the mean square.
+        rope: ``(cos, sin)``, float32 ``[plan.tokens, D]``, indexed by token of the plan's sequence. Interleaved pairs,
+            as FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
+        out: ``[B, plan.tokens, H, D]`` like x; its tokens ``offset .. offset + S`` are written. With None, a tensor of
+            x's own length ``[B, S, H, D]`` is allocated **uninitialised**.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        ``out``; rows that do not compute keep what it held.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
+    chosen = resolve_backend(backend, x)
+    batch, length, _ = x.shape
+    if chosen == "triton":
+        require_triton_head_dim(head_dim)
+    result = x.new_empty(batch, length, plan.heads, head_dim) if out is None else out
+    stream = result if out is None else result[:, offset : offset + length]  # [B, S, H, D], what x writes
+    if chosen == "triton":
+        from dit_accel.kernels._triton.gemm_q import gemm_q_into
+
+        gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+    else:
+        _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+    return result
+
+
+def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
+    length, head_dim = stream.shape[1], stream.shape[-1]
+    weight_of_head = weight.unflatten(0, (plan.heads, head_dim))
+    bias_of_head = None if bias is None else bias.unflatten(0, (plan.heads, head_dim))
+    for region in regions(plan, computed=True, offset=offset, length=length):
+        region_bias = None if bias is None else take(bias_of_head, region.heads).flatten()
+        region_weight = take(weight_of_head, region.heads).flatten(0, 1)
+        query = F.linear(take(x[region.batch], region.tokens), region_weight, region_bias)
+        query = query.unflatten(-1, (-1, head_dim))  # [tokens, heads, D]
+        if norm_weight is not None:
+            query = query.float()
+            query = query * torch.rsqrt(query.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.float()
+        if rope is not None:
+            cos, sin = (take(table[offset : offset + length], region.tokens)[:, None] for table in rope)
+            query = query.float() * cos + _rotate_pairs(query.float()) * sin
+        stream[region.batch][region.index] = query.to(stream.dtype)
+
+
+def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((-odd, even), dim=-1).flatten(-2)
+
+
+def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:
+    """Checks all arguments and returns the head dimension."""
+    require_shape("x", x, ("B", "S", "C"))
+    require_dtype("x", x, FLOAT_DTYPES)
+    require_plan(plan, "x", x)
+    require_shape("weight", weight, ("H * D", x.shape[-1]))
+    if weight.shape[0] == 0 or weight.shape[0] % plan.heads:
+        raise ShapeError(f"weight must have a multiple of the plan's {plan.heads} heads as rows, got {weight.shape[0]}")
+    head_dim = weight.shape[0] // plan.heads
+    require_stream(plan, "x", x.shape[1], offset)
+    tensors = {"weight": weight, "bias": bias, "norm_weight": norm_weight, "out": out}
+    if bias is not None:
+        require_shape("bias", bias, (weight.shape[0],))
+    if norm_weight is not None:
+        require_shape("norm_weight", norm_weight, (head_dim,))
+    if out is not None:
+        require_shape("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim))
+    require_unit_stride("x", x)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require_same(name, tensor, "x", x)
+            require_unit_stride(name, tensor)
+    if rope is not None:
+        if head_dim % 2:
+            raise ShapeError(f"rope turns pairs, so head_dim must be even, got {head_dim}")
+        for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
+            require_shape(name, table, (plan.tokens, head_dim))
+            require_dtype(name, table, (torch.float32,))
+            require_unit_stride(name, table)
+            if table.device != x.device:
+                raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")
+    return head_dim

@@ -1,0 +1,127 @@
+"""The pooled attention map that policies score (FlashOmni, section 3.3; SpargeAttn, section 3.2).
+
+Each block is stood for by the mean of its valid tokens, ``P = softmax(q_mean k_mean^T / sqrt(D))``. A block whose
+tokens point in different directions is not stood for well by its mean; its mean pairwise cosine
+``|sum_i x_i / |x_i||^2 / n^2`` says how well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_same,
+    require_shape,
+    require_triton_head_dim,
+    require_unit_stride,
+)
+from dit_accel.layout import BLOCK_SIZES, block_count
+
+SMALLEST_SQUARED_NORM = 1e-30  # a token shorter than 1e-15 counts as zero
+
+
+@dataclass(frozen=True)
+class PooledMap:
+    """Block-level view of one attention; T blocks, H heads.
+
+    Args:
+        probabilities: float32 ``[B, H, T, T]``; each row sums to 1, and key blocks without a valid token have 0.
+        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's queries, 0 to 1.
+        k_similarity: the same for keys; 0 where a block has no valid key.
+    """
+
+    probabilities: torch.Tensor
+    q_similarity: torch.Tensor
+    k_similarity: torch.Tensor
+
+
+@torch.no_grad()
+def pooled_map(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block: int,
+    *,
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> PooledMap:
+    """Pool queries and keys by block. Forward only: no gradient flows.
+
+    Means of keys are taken from the mean over the sample's valid keys, which leaves the softmax as it is but keeps its
+    exponents small. Similarities are those of the tokens as they come.
+
+    Args:
+        q, k: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
+        block: tokens in a block, 64 or 128.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all. Queries are all valid.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(q, k, block, kv_len)
+    batch, tokens = q.shape[:2]
+    q_len = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
+    k_len = q_len if kv_len is None else kv_len.clamp(0, tokens)
+    if resolve_backend(backend, q) == "triton":
+        from dit_accel.kernels._triton.pooling import block_statistics
+
+        require_triton_head_dim(q.shape[-1])
+    else:
+        block_statistics = _block_statistics_reference
+    q_mean, q_similarity = block_statistics(q, block, q_len)
+    k_mean, k_similarity = block_statistics(k, block, k_len)
+    return PooledMap(_probabilities(q_mean, k_mean, block, k_len), q_similarity, k_similarity)
+
+
+def _probabilities(q_mean: torch.Tensor, k_mean: torch.Tensor, block: int, k_len: torch.Tensor) -> torch.Tensor:
+    """float32 means ``[B, H, T, D]`` -> ``[B, H, T, T]``."""
+    valid = _valid_tokens(k_len, k_mean.shape[2], block)[:, None, :, None]  # [B, 1, T, 1]
+    sequence_mean = (k_mean * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+    scores = q_mean @ (k_mean - sequence_mean).transpose(-1, -2) * q_mean.shape[-1] ** -0.5
+    scores = scores.masked_fill(valid.transpose(-1, -2) == 0, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
+
+
+def _block_statistics_reference(
+    x: torch.Tensor, block: int, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean ``[B, H, T, D]`` and mean pairwise cosine ``[B, H, T]`` of each block's valid tokens, float32."""
+    tokens = x.shape[1]
+    blocks = block_count(tokens, block)
+    padded = F.pad(x.float(), (0, 0, 0, 0, 0, blocks * block - tokens))
+    is_valid = torch.arange(blocks * block, device=x.device) < lengths[:, None]
+    padded = torch.where(is_valid[..., None, None], padded, 0.0)  # where, not a product: padding may hold NaN
+    unit = padded * padded.square().sum(-1, keepdim=True).clamp(min=SMALLEST_SQUARED_NORM).rsqrt()
+    count = _valid_tokens(lengths, blocks, block).clamp(min=1)[:, None]  # [B, 1, T]
+    total, unit_total = (y.unflatten(1, (blocks, block)).sum(2).transpose(1, 2) for y in (padded, unit))
+    return total / count[..., None], unit_total.square().sum(-1) / count.square()
+
+
+def _valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
+    """Valid tokens of each block: int32 ``[B, T]``."""
+    return (lengths[:, None] - torch.arange(blocks, dtype=torch.int32, device=lengths.device) * block).clamp(0, block)
+
+
+def _require_arguments(q, k, block, kv_len) -> None:
+    require_shape("q", q, ("B", "S", "H", "D"))
+    require_dtype("q", q, FLOAT_DTYPES)
+    require_shape("k", k, tuple(q.shape))
+    require_same("k", k, "q", q)
+    require_unit_stride("q", q)
+    require_unit_stride("k", k)
+    if block not in BLOCK_SIZES:
+        raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {block}")
+    if kv_len is not None:
+        require_shape("kv_len", kv_len, (q.shape[0],))
+        require_dtype("kv_len", kv_len, (torch.int32,))
+        if kv_len.device != q.device:
+            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")

@@ -1,0 +1,87 @@
+"""How the references walk a plan: sets of tokens and heads that share a fate, as indices for torch.
+
+Row-blocks whose heads are marked alike go through one matrix product, so a plan in which everything computes costs
+one dense call, and a sparse one costs what it computes plus a gather.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dit_accel.layout import block_count
+from dit_accel.symbols import AttentionPlan
+
+Index = slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """``tokens`` x ``heads`` of one batch entry; an index is a slice where it is contiguous, so that reads are views.
+
+    Args:
+        batch: batch entry.
+        tokens: tokens, counted from the first token of the stream.
+        heads: heads.
+    """
+
+    batch: int
+    tokens: Index
+    heads: Index
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """The region of ``[B, S, H, D]``: ``[tokens, heads, D]``."""
+        return take(take(x[self.batch], self.tokens), self.heads, 1)
+
+    @property
+    def index(self) -> tuple[Index, Index]:
+        """Index of the region in one batch entry ``[S, H, D]``, for writing."""
+        if isinstance(self.tokens, torch.Tensor) and isinstance(self.heads, torch.Tensor):
+            return self.tokens[:, None], self.heads
+        return self.tokens, self.heads
+
+
+def take(x: torch.Tensor, index: Index, axis: int = 0) -> torch.Tensor:
+    """The chosen entries along an axis; ``index_select`` is 4 times as fast on a CPU as ``x[index]``."""
+    if isinstance(index, slice):
+        return x.narrow(axis, index.start, index.stop - index.start)
+    return x.index_select(axis, index)
+
+
+def regions(plan: AttentionPlan, *, computed: bool, offset: int = 0, length: int | None = None) -> Iterator[Region]:
+    """Regions that compute (or, with ``computed=False``, are reused) among ``length`` tokens from ``offset`` on.
+
+    The regions of one batch entry share no token.
+    """
+    stop = plan.tokens if length is None else offset + length
+    device = plan.mask64.device
+    for batch, words in enumerate(plan.mask64.tolist()):
+        blocks_of_word = defaultdict(list)
+        for index in range(offset // plan.block, block_count(stop, plan.block)):
+            blocks_of_word[words[index]].append(index)
+        for word, blocks in blocks_of_word.items():
+            heads = [head for head in range(plan.heads) if (word >> head & 1) == computed]
+            if heads:
+                yield Region(batch, token_index(blocks, plan.block, offset, stop, device), _index(heads, device))
+
+
+def token_index(blocks: Sequence[int], block: int, start: int, stop: int, device: torch.device) -> Index:
+    """Tokens of ascending ``blocks`` that lie in ``start .. stop``, counted from ``start``."""
+    run = _index(blocks, device)
+    if isinstance(run, slice):
+        first, last = max(run.start * block, start), min(run.stop * block, stop)
+        return slice(first - start, max(first, last) - start)
+    tokens = (run[:, None] * block + torch.arange(block, device=device)).flatten()
+    return tokens[(tokens >= start) & (tokens < stop)] - start
+
+
+def _index(values: Sequence[int], device: torch.device) -> Index:
+    """Ascending values as a slice where they are consecutive, else as an int64 tensor."""
+    if not values:
+        return slice(0, 0)
+    if values[-1] - values[0] == len(values) - 1:
+        return slice(values[0], values[-1] + 1)
+    return torch.tensor(values, device=device)

@@ -1,0 +1,76 @@
+"""Token layout: which tokens of the joint sequence are text, and how the sequence splits into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dit_accel.errors import ShapeError
+
+BLOCK_SIZES = (64, 128)
+
+
+def block_count(tokens: int, block: int) -> int:
+    """Number of token blocks, the last of which may be ragged: ``ceil(tokens / block)``."""
+    return -(-tokens // block)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """One joint attention sequence of ``text + vision`` tokens, cut into blocks of ``block`` tokens.
+
+    Blocks run over the joint sequence, so a block at the seam may hold text *and* vision; it counts as text,
+    because text rows always compute.
+
+    Args:
+        text: number of text tokens (may be 0).
+        vision: number of vision tokens: latents, and reference tokens after them.
+        block: tokens in a block, 64 or 128.
+        text_first: True where text precedes vision (FLUX), False where it follows (HunyuanVideo).
+    """
+
+    text: int
+    vision: int
+    block: int = 128
+    text_first: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCK_SIZES:
+            raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {self.block}")
+        if self.text < 0 or self.vision < 1:
+            raise ShapeError(
+                f"a layout needs text >= 0 and vision >= 1 tokens, got text={self.text}, vision={self.vision}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.text + self.vision
+
+    @property
+    def blocks(self) -> int:
+        return block_count(self.tokens, self.block)
+
+    @property
+    def vision_start(self) -> int:
+        """Index of the first vision token."""
+        return self.text if self.text_first else 0
+
+    @property
+    def text_blocks(self) -> slice:
+        """The blocks that hold at least one text token."""
+        if self.text_first:
+            return slice(0, block_count(self.text, self.block))
+        return slice(self.vision // self.block if self.text else self.blocks, self.blocks)
+
+    @property
+    def vision_blocks(self) -> slice:
+        """The blocks that hold vision tokens only."""
+        text = self.text_blocks
+        return slice(text.stop, self.blocks) if self.text_first else slice(0, text.start)
+
+    def block_sizes(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Valid tokens of each block: int64 ``[blocks]``, ``block`` everywhere but perhaps in the last."""
+        sizes = torch.full((self.blocks,), self.block, dtype=torch.int64, device=device)
+        sizes[-1] = self.tokens - (self.blocks - 1) * self.block
+        return sizes

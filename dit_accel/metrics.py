@@ -1,0 +1,133 @@
+"""How far two outputs are apart: PSNR and SSIM of pictures, relative error of latents.
+
+Pictures are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
+``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
+floating values over 0..1. All sums are in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dit_accel.errors import ShapeError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+    Picture = Image.Image | np.ndarray | torch.Tensor
+
+LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
+SSIM_WINDOW = 11
+SSIM_SIGMA = 1.5
+SSIM_K1, SSIM_K2 = 0.01, 0.03
+
+
+def psnr(a: Picture, b: Picture) -> float:
+    """Peak signal-to-noise ratio ``−10 log10(mean((a − b)²))`` in dB, over all values; infinite for equal pictures.
+
+    Values are scaled to 0..1 first, so a uint8 picture and a float picture of the same scene can be compared.
+
+    Raises:
+        ShapeError: the pictures differ in shape, or one holds values that aren't uint8 or floating.
+    """
+    first, second = _same_shape(a, b)
+    mean_square = float(np.mean((first - second) ** 2))
+    return math.inf if mean_square == 0.0 else -10.0 * math.log10(mean_square)
+
+
+def ssim(a: Picture, b: Picture) -> float:
+    """Mean structural similarity in −1..1, 1 for equal pictures (Wang et al. 2004, equation 13 and section III-C).
+
+    Gaussian window of 11 × 11 pixels with σ = 1.5, K1 = 0.01, K2 = 0.03, over windows that lie inside the picture.
+    Colour counts by its luma (BT.601); an alpha channel is left out.
+
+    Raises:
+        ShapeError: the pictures differ in shape, are smaller than the window, or are not single pictures.
+    """
+    first, second = (_luma(picture) for picture in _same_shape(a, b))
+    if min(first.shape) < SSIM_WINDOW:
+        raise ShapeError(
+            f"ssim needs pictures of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels, got {list(first.shape)}"
+        )
+    mean_first, mean_second = _blur(first), _blur(second)
+    variance_first = _blur(first * first) - mean_first**2
+    variance_second = _blur(second * second) - mean_second**2
+    covariance = _blur(first * second) - mean_first * mean_second
+    c1, c2 = SSIM_K1**2, SSIM_K2**2  # the dynamic range is 1
+    similarity = ((2 * mean_first * mean_second + c1) * (2 * covariance + c2)) / (
+        (mean_first**2 + mean_second**2 + c1) * (variance_first + variance_second + c2)
+    )
+    return float(np.mean(similarity))
+
+
+def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | np.ndarray) -> float:
+    """Relative L2 error ``‖estimate − reference‖ / ‖reference‖`` over all values; 0 for equal tensors.
+
+    Raises:
+        ShapeError: the shapes differ.
+    """
+    first, second = _array(estimate).astype(np.float64), _array(reference).astype(np.float64)
+    _require_same_shape(first, second)
+    distance = float(np.linalg.norm(first - second))
+    if distance == 0.0:
+        return 0.0
+    norm = float(np.linalg.norm(second))
+    return math.inf if norm == 0.0 else distance / norm
+
+
+def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
+    """Both pictures as float64 over 0..1, channels last."""
+    first, second = _unit_range(a, "a"), _unit_range(b, "b")
+    _require_same_shape(first, second)
+    return first, second
+
+
+def _require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
+    if first.shape != second.shape:
+        raise ShapeError(f"a and b must have the same shape, got {list(first.shape)} and {list(second.shape)}")
+    if first.size == 0:
+        raise ShapeError(f"a and b must hold values, got shape {list(first.shape)}")
+
+
+def _unit_range(picture: Picture, name: str) -> np.ndarray:
+    values = _array(picture)
+    if hasattr(picture, "detach") and values.ndim >= 3:  # a tensor has its channels first
+        values = np.moveaxis(values, -3, -1)
+    if values.dtype == np.uint8:
+        return values / 255.0
+    if np.issubdtype(values.dtype, np.floating):
+        return values.astype(np.float64)
+    raise ShapeError(f"{name} must hold uint8 (0..255) or floating (0..1) values, got {values.dtype}")
+
+
+def _array(values: Picture) -> np.ndarray:
+    if hasattr(values, "detach"):  # a tensor; NumPy knows no bfloat16, and float64 holds every floating dtype exactly
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
+def _luma(picture: np.ndarray) -> np.ndarray:
+    """One picture, channels last or absent, as ``[height, width]``."""
+    if picture.ndim == 2:
+        return picture
+    if picture.ndim != 3 or picture.shape[-1] not in (1, 3, 4):
+        raise ShapeError(
+            f"ssim compares single pictures of 1, 3 or 4 channels, got shape {list(picture.shape)} (channels last)"
+        )
+    return picture[..., 0] if picture.shape[-1] == 1 else picture[..., :3] @ LUMA
+
+
+def _blur(image: np.ndarray) -> np.ndarray:
+    """Gaussian mean of every window inside ``image``: ``[height − 10, width − 10]``."""
+    offsets = np.arange(SSIM_WINDOW) - SSIM_WINDOW // 2
+    weights = np.exp(-(offsets**2) / (2 * SSIM_SIGMA**2))
+    weights /= weights.sum()
+    for axis in (0, 1):
+        windows = np.lib.stride_tricks.sliding_window_view(image, SSIM_WINDOW, axis=axis)
+        image = windows @ weights
+    return image

@@ -1,0 +1,184 @@
+"""Accelerates pipelines and undoes it: the only place that mutates a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_accel.adapters import TRANSFORMER_NAMES, adapter_class, denoisers
+from dit_accel.adapters.generic import GenericAdapter, find_hook
+from dit_accel.controller import Controller
+from dit_accel.errors import UnsupportedError
+from dit_accel.layout import TokenLayout
+from dit_accel.presets import Preset, load_preset
+from dit_accel.report import RunReport
+from dit_accel.schedule import SchedulerClock, TimestepClock
+from dit_accel.symbols import SparseSymbols
+
+
+class Acceleration:
+    """What :func:`accelerate_pipeline` leaves at ``pipe.dit_accel``: the report, and the way back.
+
+    Args:
+        controller: of this denoising loop.
+        adapters: one a transformer.
+        owner: the pipeline that carries this object, or None.
+    """
+
+    def __init__(self, controller: Controller, adapters: list[GenericAdapter], owner: Any = None) -> None:
+        self._controller = controller
+        self._adapters = adapters
+        self._owner = owner
+
+    @property
+    def preset(self) -> Preset:
+        return self._controller.preset
+
+    @property
+    def family(self) -> str:
+        """Model family of the adapter: ``flux``, or ``any``."""
+        return self._controller.family
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Token layout of the last run's latest symbols, or None at scope ``stack``."""
+        return self._controller.last_layout
+
+    def report(self) -> RunReport:
+        """What the last run did; the current one if it is still going."""
+        return self._controller.read_report()
+
+    def symbols(self) -> dict[str, SparseSymbols]:
+        """Latest symbols of the last run's first branch, by block; empty at scopes ``stack`` and ``layer``."""
+        return dict(self._controller.last_symbols)
+
+    def reset(self) -> None:
+        """Forgets caches and report; the next call starts a new run."""
+        self._controller.reset()
+
+    def restore(self) -> None:
+        """Takes the acceleration off, exactly; restoring twice does nothing."""
+        for adapter in self._adapters:
+            adapter.detach()
+        self._controller.reset()
+        if self._owner is not None and vars(self._owner).get("dit_accel") is self:
+            del self._owner.dit_accel
+
+    def __repr__(self) -> str:
+        return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
+
+
+def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Any:
+    """Makes a diffusers pipeline faster, in place.
+
+    A pipeline that is accelerated already gets the new preset instead of the old. Nothing is changed if this raises.
+
+    Args:
+        pipe: a diffusers pipeline with a transformer.
+        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`.
+        overrides: preset keys to change, e.g. ``**{"forecast.order": 2}``.
+
+    Returns:
+        The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+        UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
+    """
+    settings = load_preset(preset, **overrides)
+    transformers = denoisers(pipe)
+    if not transformers or not hasattr(pipe, "scheduler"):
+        raise UnsupportedError(
+            "pipe must be a diffusers pipeline with a scheduler and a component named "
+            f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
+            "pipelines that denoise with a UNet are not supported"
+        )
+    pipe.dit_accel = _attach(transformers, settings, SchedulerClock(lambda: pipe.scheduler), owner=pipe)
+    return pipe
+
+
+def restore_pipeline(pipe: Any) -> Any:
+    """Undoes :func:`accelerate_pipeline`, exactly; nothing happens if the pipeline is not accelerated."""
+    acceleration = vars(pipe).get("dit_accel")
+    if acceleration is not None:
+        acceleration.restore()
+    return pipe
+
+
+@contextmanager
+def accelerated(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Iterator[Any]:
+    """Accelerates a pipeline within a ``with`` block, whatever happens in it.
+
+    A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
+    through ``pipe.dit_accel`` only inside.
+    """
+    before = vars(pipe).get("dit_accel")
+    accelerate_pipeline(pipe, preset, **overrides)
+    try:
+        yield pipe
+    finally:
+        restore_pipeline(pipe)
+        if before is not None:
+            accelerate_pipeline(pipe, before.preset)
+
+
+def accelerate_transformer(
+    transformer: torch.nn.Module,
+    preset: str | Path | Preset,
+    timesteps: Sequence[float] | torch.Tensor,
+    **overrides: Any,
+) -> Acceleration:
+    """Makes a diffusers transformer faster in a caller's own denoising loop.
+
+    Args:
+        transformer: called once per step and branch; several branches in one step keep their order, or are told
+            apart by ``transformer.cache_context(name)``.
+        preset: as for :func:`accelerate_pipeline`.
+        timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
+            ``accelerate_transformer``; a loop that starts again needs nothing.
+        overrides: preset keys to change.
+
+    Returns:
+        The :class:`Acceleration`, with ``report()`` and ``restore()``.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+        UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
+    """
+    return _attach({"transformer": transformer}, load_preset(preset, **overrides), TimestepClock(timesteps))
+
+
+def _attach(
+    transformers: dict[str, torch.nn.Module], preset: Preset, clock: SchedulerClock | TimestepClock, owner: Any = None
+) -> Acceleration:
+    classes = {name: adapter_class(transformer) for name, transformer in transformers.items()}
+    for name, cls in classes.items():
+        _check_family(preset, cls, type(transformers[name]).__name__)
+    controller = Controller(preset, clock, next(iter(classes.values())).family)
+    adapters = [cls(transformers[name], controller, name) for name, cls in classes.items()]
+    for transformer in transformers.values():
+        hook = find_hook(transformer)
+        if hook is not None:
+            hook.acceleration.restore()
+    acceleration = Acceleration(controller, adapters, owner)
+    for adapter in adapters:
+        controller.add_transformer(adapter.name, adapter.layers())
+        adapter.attach(acceleration)
+    return acceleration
+
+
+def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: str) -> None:
+    if preset.model not in ("any", adapter.family):
+        raise UnsupportedError(
+            f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that serve "
+            "any transformer begin with 'any-'"
+        )
+    if preset.forecast.scope not in adapter.scopes:
+        raise UnsupportedError(
+            f"scope {preset.forecast.scope!r} of preset {preset.name!r} can't run on {transformer}; "
+            f"it takes {', '.join(adapter.scopes)}"
+        )

@@ -1,0 +1,276 @@
+"""Presets: every threshold of every method, as one frozen, strict YAML schema.
+
+A preset is a YAML file in ``configs/`` (or the user's own) that fills the sections below; what it leaves out keeps its
+default, ``base:`` starts from another preset, and unknown keys or values out of range are errors that say what is
+valid.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dit_accel.errors import PresetError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Schedule(_Section):
+    """When to compute."""
+
+    control: Literal["fixed", "error"] = "error"
+    """fixed: an UPDATE every `interval` steps (the papers). error: the closed loop, which measures at every UPDATE how
+    wrong the forecast would have been and sets the next gap by it."""
+    warmup: int = Field(default=4, ge=0)
+    """Steps at the start that compute everything."""
+    target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that a forecast step may reach."""
+    max_interval: int = Field(default=16, ge=1)
+    """control error: most steps from one UPDATE to the next."""
+    interval: int | None = Field(default=None, ge=1)
+    """control fixed: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+    final_full: int = Field(default=1, ge=0)
+    """Steps at the end that compute everything."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Schedule:
+        if self.control == "error" and self.target_error is None:
+            raise ValueError("control 'error' needs target_error, e.g. 0.05")
+        if self.control == "fixed" and self.interval is None:
+            raise ValueError("control 'fixed' needs interval, e.g. 5")
+        if self.control == "error" and self.interval is not None:
+            raise ValueError("interval belongs to control 'fixed'; control 'error' takes target_error and max_interval")
+        if self.control == "fixed" and self.target_error is not None:
+            raise ValueError("target_error belongs to control 'error'; control 'fixed' takes interval")
+        return self
+
+
+class Forecast(_Section):
+    """What a DISPATCH step fills in, and how."""
+
+    scope: Literal["stack", "layer", "head"] = "stack"
+    """stack: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
+    FORA). head: rows of each head, chosen by the symbols (FlashOmni)."""
+    method: Literal["newton", "taylor", "reuse"] = "newton"
+    """newton: polynomial through the recorded values, exact on any spacing. taylor: TaylorSeer's finite differences.
+    reuse: the last value."""
+    order: int = Field(default=1, ge=0, le=4)
+    """Degree D of the polynomial; order + 1 values are remembered. reuse wants 0."""
+    coordinate: Literal["step", "sigma"] = "step"
+    """What the polynomial runs over: the step's index, or the scheduler's noise level."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Forecast:
+        if self.method == "reuse" and self.order != 0:
+            raise ValueError("method 'reuse' repeats the last value: set order to 0")
+        return self
+
+
+class Reuse(_Section):
+    """Scope head: which rows a DISPATCH step takes from the cache."""
+
+    policy: Literal["flashomni"] = "flashomni"
+    """How row-blocks are scored (FlashOmni, equation 1)."""
+    tau_q: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of the cumulative score, lowest first, that is reused (FlashOmni's τ_q)."""
+    ramp: float = Field(default=2.0, gt=0.0)
+    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp; 2.0 for images, 1.7 for video."""
+    degrade_below: float = Field(default=0.0, ge=0.0, le=1.0)
+    """A layer whose computed fraction falls below this is forecast whole until the next UPDATE (FlashOmni's S_q)."""
+
+
+class Skip(_Section):
+    """Which attention tiles are left out of rows that compute."""
+
+    policy: Literal["none", "sparge"] = "none"
+    """sparge: per row, tiles are dropped, lowest probability first, while the dropped mass stays within tau_kv."""
+    tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
+    """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv)."""
+
+
+class Blocks(_Section):
+    """How the sequence is cut."""
+
+    size: Literal[64, 128] = 128
+    """Tokens in a block."""
+
+
+class Kernels(_Section):
+    """Which implementation runs each op; auto picks by device, anything else must be able to run."""
+
+    attention: Literal["auto", "reference", "triton"] = "auto"
+    """Sparse attention."""
+    gemm: Literal["auto", "reference", "triton"] = "auto"
+    """GEMM-Q and GEMM-O."""
+
+
+class Preset(_Section):
+    """One method with all its thresholds. Frozen; make changed copies with :func:`load_preset`."""
+
+    name: str = Field(default="custom", exclude=True)
+    description: str = ""
+    """One line for `dit-accel presets list`."""
+    model: Literal["any", "flux"] = "any"
+    """Model family that the preset is made for; `any` needs scope stack."""
+    schedule: Schedule
+    forecast: Forecast = Forecast()
+    reuse: Reuse = Reuse()
+    skip: Skip = Skip()
+    blocks: Blocks = Blocks()
+    kernels: Kernels = Kernels()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Preset:
+        if self.model == "any" and self.forecast.scope != "stack":
+            raise ValueError(
+                f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
+            )
+        if self.forecast.scope != "head":
+            touched = [name for name in ("reuse", "skip") if getattr(self, name).model_fields_set]
+            if touched:
+                raise ValueError(
+                    f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
+                    "runs no attention: remove it, or set forecast.scope to head"
+                )
+        return self
+
+
+def _config_directory() -> Path:
+    """Where presets lie: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that ship with the package, sorted."""
+    return sorted(path.stem for path in _config_directory().glob("*.yaml"))
+
+
+def preset_path(name: str) -> Path:
+    """The YAML file of a shipped preset.
+
+    Raises:
+        PresetError: no such preset; the message lists those that exist.
+    """
+    path = _config_directory() / f"{name}.yaml"
+    if not path.is_file():
+        raise PresetError(
+            f"unknown preset {name!r}{_did_you_mean(name, preset_names())}; available: {', '.join(preset_names())}"
+        )
+    return path
+
+
+def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
+    """Load a preset and apply overrides.
+
+    Args:
+        preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
+        overrides: dotted keys, e.g. ``**{"forecast.order": 2}``, or whole sections, e.g. ``schedule={"warmup": 8}``,
+            whose keys are merged.
+
+    Raises:
+        PresetError: unknown preset, key or value; the message lists what is valid.
+    """
+    if isinstance(preset, Preset):
+        name, values = preset.name, preset.model_dump(exclude_unset=True)
+    elif isinstance(preset, (str, Path)):
+        path = Path(preset)
+        is_file = isinstance(preset, Path) or path.suffix in (".yaml", ".yml")
+        path = path if is_file else preset_path(str(preset))
+        name, values = path.stem, _read(path, seen=())
+    else:
+        raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
+    for key, value in overrides.items():
+        _merge(values, _nested(key.split("."), value))
+    return _validated({**values, "name": name}, source=name)
+
+
+def preset_schema() -> dict[str, Any]:
+    """JSON schema of a preset file, for editors (``# yaml-language-server: $schema=…``)."""
+    schema = Preset.model_json_schema()
+    schema["properties"].pop("name")
+    schema["properties"]["base"] = {"type": "string", "description": "Preset (name or path) that this one starts from."}
+    schema["required"] = []
+    return schema
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """A preset file as plain values, with its ``base`` chain merged in."""
+    if path.resolve() in seen:
+        raise PresetError(
+            f"base of preset {path} leads back to itself: {' -> '.join(p.name for p in (*seen, path.resolve()))}"
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PresetError(f"preset file {path} does not exist") from None
+    except OSError as error:
+        raise PresetError(f"preset file {path} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PresetError(f"preset file {path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise PresetError(f"preset file {path} must hold a mapping of sections, got {type(values).__name__}")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    base_path = beside if beside.suffix in (".yaml", ".yml") else preset_path(str(base))
+    merged = _read(base_path, (*seen, path.resolve()))
+    _merge(merged, values)
+    return merged
+
+
+def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
+    # The two controls exclude each other's keys; choosing one in an override drops what the base said for the other.
+    if "control" in changes:
+        foreign = {"fixed": "target_error", "error": "interval"}.get(changes["control"])
+        if foreign is not None and foreign not in changes:
+            target.pop(foreign, None)
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _validated(values: dict[str, Any], source: str) -> Preset:
+    try:
+        return Preset.model_validate(values)
+    except ValidationError as failure:
+        raise PresetError(
+            f"preset {source!r} is not valid: " + "; ".join(_explain(e) for e in failure.errors())
+        ) from None
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One validation error in words: the dotted key, what came, what is valid."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        section: Any = Preset
+        for part in error["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        valid = [field for field in section.model_fields if field != "name"]
+        return f"unknown key {key!r}{_did_you_mean(str(error['loc'][-1]), valid)}; valid keys here: {', '.join(valid)}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return f"{key} is required"
+    return f"{key}: {error['msg']}, got {error['input']!r}"
+
+
+def _did_you_mean(word: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(word, valid, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,87 @@
+"""What a run did: steps by mode, computed fraction, densities, fallbacks, time and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class StepRecord:
+    """One denoising step.
+
+    Args:
+        index: step in the run, from 0.
+        timestep: the scheduler's timestep.
+        mode: full, update or dispatch; the most that any branch computed.
+        error: worst measured ‖F − F̂‖/‖F‖ over samples and branches, None where no forecast could be judged.
+        seconds: time inside the transformer, all branches together.
+    """
+
+    index: int
+    timestep: float
+    mode: str
+    error: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class RunReport:
+    """The last (or current) run of an accelerated transformer or pipeline.
+
+    Args:
+        preset: name of the preset.
+        family: model family of the adapter.
+        layers: names of the transformer's blocks, or of the transformer where blocks are not told apart.
+        steps: one record a step.
+        density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches. An UPDATE that
+        also
+            refreshes cached biases computes slightly more than 1.
+        computed_fraction: FLOPs that the blocks did over those of a plain run.
+        fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
+        seconds: time inside the transformer.
+        cache_bytes: most memory held in histories, symbols and cached biases.
+        notes: remarks on the run as a whole.
+    """
+
+    preset: str
+    family: str
+    layers: list[str]
+    steps: list[StepRecord] = field(default_factory=list)
+    density: list[list[float]] = field(default_factory=list)
+    computed_fraction: float = 1.0
+    fallbacks: list[dict[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    cache_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps_by_mode(self) -> dict[str, int]:
+        """Number of steps in each mode that occurred."""
+        return dict(Counter(step.mode for step in self.steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values, ready for ``json.dump``."""
+        return {**asdict(self), "steps_by_mode": self.steps_by_mode}
+
+    def __str__(self) -> str:
+        modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items()) or "none"
+        lines = [
+            f"dit-accel {self.preset} on {self.family}",
+            f"  steps              {len(self.steps)} ({modes})",
+            f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
+            f"  transformer time   {self.seconds:.2f} s",
+            f"  cache memory       {self.cache_bytes / 2**20:.1f} MiB",
+        ]
+        errors = [step.error for step in self.steps if step.error is not None]
+        if errors:
+            lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
+        lines += [f"  note               {note}" for note in self.notes]
+        by_reason: dict[str, list[str]] = {}
+        for fallback in self.fallbacks:
+            by_reason.setdefault(fallback["reason"], []).append(fallback["site"])
+        for reason, sites in by_reason.items():
+            shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
+            lines.append(f"  ran densely        {shown}: {reason}")
+        return "\n".join(lines)

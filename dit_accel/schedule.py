@@ -1,0 +1,189 @@
+"""Which step is this, and is it FULL, UPDATE or DISPATCH?
+
+Clocks turn what a pipeline shows (its scheduler, the timestep it passes) into a step index; controls turn the index
+into a step mode, either on a fixed interval or by the closed loop.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.presets import Schedule
+
+
+class StepMode(enum.Enum):
+    """FULL computes everything, UPDATE refreshes symbols and caches too, DISPATCH computes what the symbols ask for."""
+
+    FULL = "full"
+    UPDATE = "update"
+    DISPATCH = "dispatch"
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Where a denoising loop stands.
+
+    Args:
+        run: object that is the same for all calls of one run and no other.
+        step: index of the step in the run, from 0.
+        steps: number of steps of the run.
+        timesteps: the scheduler's timesteps, one a step.
+        sigmas: its noise levels, one a step; the timesteps where it has none.
+        repeats: why the run's timesteps repeat and nothing may be forecast, or None.
+    """
+
+    run: object
+    step: int
+    steps: int
+    timesteps: Sequence[float]
+    sigmas: Sequence[float]
+    repeats: str | None = None
+
+
+class SchedulerClock:
+    """Reads the step from a pipeline's diffusers scheduler.
+
+    A run starts when ``scheduler.timesteps`` is a new tensor. The step comes from ``scheduler.step_index`` where the
+    scheduler keeps one (no device synchronisation, and exact even where neighbouring timesteps round to the same
+    bf16 number), else it advances when the timestep that the transformer gets changes.
+
+    Args:
+        scheduler: returns the pipeline's current scheduler, which a user may replace at any time.
+    """
+
+    def __init__(self, scheduler: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+        self._timesteps: torch.Tensor | None = None
+
+    def read(self, timestep: torch.Tensor | float) -> Tick:
+        scheduler = self._scheduler()
+        if scheduler.timesteps is not self._timesteps:
+            self._start(scheduler)
+        step = self._index(scheduler, timestep) - self._first
+        return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats)
+
+    def _start(self, scheduler: Any) -> None:
+        self._timesteps = scheduler.timesteps
+        self._first = getattr(scheduler, "begin_index", None) or 0
+        values = [float(value) for value in scheduler.timesteps.tolist()]
+        sigmas = getattr(scheduler, "sigmas", None)
+        has_sigmas = sigmas is not None and len(sigmas) >= len(values)
+        self._values = values[self._first :]
+        self._sigmas = [float(sigma) for sigma in sigmas[: len(values)]][self._first :] if has_sigmas else self._values
+        self._count = self._first
+        self._previous: float | None = None
+        order = getattr(scheduler, "order", 1)
+        self._repeats = f"{type(scheduler).__name__} repeats timesteps (order {order})" if order > 1 else None
+
+    def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
+        if hasattr(scheduler, "step_index"):
+            return self._first if scheduler.step_index is None else scheduler.step_index
+        value = _largest(timestep)
+        if self._previous is not None and value != self._previous:
+            self._count += 1
+        self._previous = value
+        return self._count
+
+
+class TimestepClock:
+    """Reads the step from the timestep alone, for a caller's own loop over known timesteps.
+
+    A run starts when the loop is back at an earlier timestep.
+
+    Args:
+        timesteps: the values that the loop passes to the transformer, in order.
+
+    Raises:
+        UnsupportedError: no timesteps, or equal neighbours, which could not be told apart.
+    """
+
+    def __init__(self, timesteps: Sequence[float] | torch.Tensor) -> None:
+        self._values = [float(value) for value in timesteps]
+        if not self._values or any(a == b for a, b in zip(self._values, self._values[1:], strict=False)):
+            raise UnsupportedError(
+                f"timesteps must be a non-empty sequence without equal neighbours, got {self._values}"
+            )
+        self._run = object()
+        self._step = -1
+
+    def read(self, timestep: torch.Tensor | float) -> Tick:
+        value = _largest(timestep)
+        step = min(range(len(self._values)), key=lambda index: abs(self._values[index] - value))
+        if step < self._step:
+            self._run = object()
+        self._step = step
+        return Tick(self._run, step, len(self._values), self._values, self._values)
+
+
+def _largest(timestep: torch.Tensor | float) -> float:
+    """A timestep per token (Wan's ``expand_timesteps``) counts by its maximum."""
+    return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
+
+
+class FixedControl:
+    """Warm-up, then an UPDATE every ``interval`` steps (FlashOmni, section 3.2; TaylorSeer; FORA)."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def mode(self, step: int, steps: int) -> StepMode:
+        schedule = self._schedule
+        if step < schedule.warmup or step >= steps - schedule.final_full or schedule.interval == 1:
+            return StepMode.FULL
+        return StepMode.DISPATCH if (step - schedule.warmup) % schedule.interval else StepMode.UPDATE
+
+    def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:
+        """A fixed schedule takes no notice of errors."""
+
+
+class ErrorControl:
+    """The closed loop: every computed step tells how wrong the forecast would have been, and that sets the next gap.
+
+    A forecast of order D whose error is e at a distance g from the newest record errs like ``e · (d / g) ** (D + 1)``
+    at a distance d. Forecasts reach from one computed step to the last before the next, so that one comes after the
+    largest 1 <= n <= max_interval with ``e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
+    n − 1. A heuristic: exact for even spacing.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._observed_step = -1
+        self._next_update = 0
+
+    def mode(self, step: int, steps: int) -> StepMode:
+        if step < self._schedule.warmup or step >= steps - self._schedule.final_full:
+            return StepMode.FULL
+        return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
+
+    def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:
+        """Takes the error of one forecast, measured at a computed step; of several at one step, the worst decides.
+
+        Args:
+            step: where it was measured.
+            coordinates: of all steps of the run.
+            previous: coordinate of the newest record that the forecast used.
+            order: degree of the forecast.
+            error: ‖F − F̂‖ / ‖F‖.
+        """
+        gap = abs(coordinates[step] - previous)
+        interval = 1
+        while interval < self._schedule.max_interval and step + interval < len(coordinates):
+            distance = abs(coordinates[step + interval] - coordinates[step])
+            # Written so that an error that is not a number keeps the interval at 1.
+            if not error * (distance / gap) ** (order + 1) <= self._schedule.target_error:
+                break
+            interval += 1
+        following = step + interval
+        self._next_update = following if step != self._observed_step else min(self._next_update, following)
+        self._observed_step = step
+
+
+def make_control(schedule: Schedule) -> FixedControl | ErrorControl:
+    """A fresh control for one transformer and one run."""
+    return FixedControl(schedule) if schedule.control == "fixed" else ErrorControl(schedule)

@@ -1,0 +1,36 @@
+"""Stopwatches for the CPU and for the GPU's own clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def stopwatch() -> Callable[[], Callable[[], float]]:
+    """Starts; the first call stops and returns a function that gives the seconds."""
+    started = time.perf_counter()
+
+    def stop() -> Callable[[], float]:
+        seconds = time.perf_counter() - started
+        return lambda: seconds
+
+    return stop
+
+
+def gpu_stopwatch() -> Callable[[], Callable[[], float]]:
+    """The same on the GPU's own clock, without waiting for it until the seconds are asked for."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+
+    def stop() -> Callable[[], float]:
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / 1000
+
+        return seconds
+
+    return stop

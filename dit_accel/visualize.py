@@ -1,0 +1,252 @@
+"""Pictures of a run: plain against accelerated, step modes, densities, symbols over the image, speed against quality.
+
+Each function returns a PIL image or writes one file. Matplotlib draws without a display and without touching the
+caller's pyplot state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from dit_accel.errors import ShapeError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from dit_accel.layout import TokenLayout
+    from dit_accel.report import RunReport
+    from dit_accel.symbols import SparseSymbols
+
+# Okabe and Ito's palette, told apart with every common colour blindness.
+MODE_COLOURS = {"full": "#0072B2", "update": "#E69F00", "dispatch": "#BFD9E6"}
+SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+SERIES_MARKERS = "osD^vP*"
+ERROR_COLOUR = "#D55E00"
+GREY = "#444444"
+AMPLIFICATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+MINIMUM_PANEL = 320  # pixels; smaller pictures are enlarged so that labels stay readable
+
+
+class FrontierPoint(NamedTuple):
+    """One setting of a method: the fraction of FLOPs it computed and the PSNR it reached, in dB."""
+
+    method: str
+    fraction: float
+    psnr: float
+
+
+def amplification(plain: Image.Image, fast: Image.Image) -> int:
+    """The largest of `AMPLIFICATIONS` that leaves all but one in a thousand of the differing values unsaturated."""
+    peak = float(np.quantile(_difference(plain, fast), 0.999))
+    return max((factor for factor in AMPLIFICATIONS if factor * peak <= 255), default=1)
+
+
+def comparison_strip(
+    plain: Image.Image, fast: Image.Image, labels: tuple[str, str] = ("plain", "dit-accel"), factor: int | None = None
+) -> Image.Image:
+    """Both pictures side by side with their absolute difference, times a factor that its label states.
+
+    Args:
+        labels: captions of the two pictures.
+        factor: amplification of the difference; None chooses the largest that does not saturate.
+
+    Raises:
+        ShapeError: the pictures differ in size.
+    """
+    if plain.size != fast.size:
+        raise ShapeError(f"plain and fast must have the same size, got {plain.size} and {fast.size}")
+    factor = factor or amplification(plain, fast)
+    amplified = np.clip(factor * _difference(plain, fast), 0, 255).astype(np.uint8)
+    panels = [plain.convert("RGB"), fast.convert("RGB"), Image.fromarray(amplified)]
+    captions = [*labels, f"difference × {factor}" if amplified.any() else "difference: none"]
+    scale = max(1, -(-MINIMUM_PANEL // plain.width))
+    width, height = plain.width * scale, plain.height * scale
+    gap, font = width // 40, _font(max(16, width // 24))
+    caption_height = int(font.size * 1.9)
+    strip = Image.new("RGB", (3 * width + 2 * gap, height + caption_height), "white")
+    draw = ImageDraw.Draw(strip)
+    for column, (panel, caption) in enumerate(zip(panels, captions, strict=True)):
+        left = column * (width + gap)
+        strip.paste(panel.resize((width, height), Image.Resampling.NEAREST), (left, caption_height))
+        draw.text((left + width / 2, caption_height / 2), caption, fill="black", font=font, anchor="mm")
+    return strip
+
+
+def timeline_figure(report: RunReport, path: str | Path) -> None:
+    """Writes when a run computed: seconds of each step coloured by mode, and the forecast errors it measured."""
+    figure = _figure(9.0, 4.6)
+    times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
+    milliseconds = [1000 * step.seconds for step in report.steps]
+    for mode, colour in MODE_COLOURS.items():
+        chosen = [step.index for step in report.steps if step.mode == mode]
+        if chosen:
+            label = f"{mode} ({len(chosen)})"
+            times.bar(chosen, [milliseconds[i] for i in chosen], width=0.82, color=colour, label=label)
+        for index in chosen:
+            errors.axvspan(index - 0.41, index + 0.41, color=colour, alpha=0.28, linewidth=0)
+    times.set_ylabel("transformer\ntime (ms)")
+    times.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderaxespad=0.1)
+    times.set_title(f"{report.preset}: {report.computed_fraction:.0%} of the blocks' FLOPs", loc="left")
+    judged = [(step.index, step.error) for step in report.steps if step.error is not None]
+    if judged:
+        errors.plot(*zip(*judged, strict=True), color=ERROR_COLOUR, marker="o", markersize=5, linewidth=1.6)
+    else:
+        _note(errors, "no forecast was judged in this run")
+    if any(error > 0 for _, error in judged):
+        errors.set_yscale("log")
+    errors.set_ylabel("measured forecast\nerror (relative L2)")
+    errors.set_xlabel("denoising step")
+    errors.set_xlim(-0.6, len(report.steps) - 0.4)
+    errors.xaxis.get_major_locator().set_params(integer=True)
+    _tidy(times, grid="y")
+    _tidy(errors, grid="y")
+    figure.savefig(path)
+
+
+def density_figure(report: RunReport, path: str | Path) -> None:
+    """Writes a heat map of the computed share of each layer's FLOPs, by layer and step."""
+    density = np.array(report.density, dtype=float).reshape(len(report.layers), -1)
+    height = float(np.clip(1.6 + 0.2 * len(report.layers), 2.6, 12.0))
+    figure = _figure(9.0, height)
+    axes = figure.subplots()
+    image = axes.imshow(density, aspect="auto", cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
+    every = -(-len(report.layers) // 50)
+    axes.set_yticks(range(0, len(report.layers), every), report.layers[::every], fontsize=8 if height > 4 else 9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("denoising step")
+    axes.set_title(f"{report.preset}: computed share of each layer", loc="left")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=6 * height)
+    bar.set_label("computed share of FLOPs")
+    bar.outline.set_visible(False)
+    _tidy(axes)
+    figure.savefig(path)
+
+
+def heads_computed(symbols: SparseSymbols) -> np.ndarray:
+    """Fraction of heads that compute, mean over the batch: float64 ``[Tq]``, from ``cache_bits``."""
+    bits = np.unpackbits(symbols.cache_bits.cpu().numpy(), axis=-1, count=symbols.heads, bitorder="little")
+    return bits.mean(axis=(0, 2))
+
+
+def token_grid(layout: TokenLayout, width: int, height: int) -> tuple[int, int]:
+    """Rows and columns of the vision tokens of a picture of ``width`` × ``height`` pixels.
+
+    Raises:
+        ShapeError: the vision tokens don't fill a grid of the picture's shape (reference tokens, or a video).
+    """
+    rows = round((layout.vision * height / width) ** 0.5)
+    columns = layout.vision // max(rows, 1)
+    if rows * columns != layout.vision or rows * width != columns * height:
+        raise ShapeError(
+            f"{layout.vision} vision tokens don't fill a grid of the shape of a {width} x {height} picture; "
+            "symbol maps need single images without reference tokens"
+        )
+    return rows, columns
+
+
+def symbol_map(picture: Image.Image, layout: TokenLayout, symbols: SparseSymbols, path: str | Path, title: str) -> None:
+    """Writes the picture, and beside it under a map of how many heads computed where at the last UPDATE.
+
+    Tokens run in raster order. Blocks that hold text count as computed, as they are.
+
+    Raises:
+        ShapeError: see :func:`token_grid`.
+    """
+    rows, columns = token_grid(layout, *picture.size)
+    tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
+    width, height = picture.size
+    figure = _figure(9.6, 4.2 * height / width + 0.45)
+    plain, painted = figure.subplots(1, 2)
+    extent = (0, width, height, 0)
+    plain.imshow(picture, extent=extent)
+    plain.set_title("picture", loc="left")
+    painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
+    image = painted.imshow(
+        tokens.reshape(rows, columns),
+        extent=extent,
+        cmap="cividis",
+        vmin=0,
+        vmax=1,
+        alpha=0.65,
+        interpolation="nearest",
+    )
+    painted.set_title(f"{title}: {tokens.mean():.0%} computed", loc="left")
+    for axes in (plain, painted):
+        axes.set_axis_off()
+    bar = figure.colorbar(image, cax=painted.inset_axes((1.03, 0.0, 0.035, 1.0)))
+    bar.set_label("share of heads that compute")
+    bar.solids.set_alpha(1)
+    bar.outline.set_visible(False)
+    figure.savefig(path)
+
+
+def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], path: str | Path) -> None:
+    """Writes PSNR against computed fraction, one line a method, in the order in which the methods first occur.
+
+    Raises:
+        ShapeError: there are no points.
+    """
+    if not points:
+        raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
+    figure = _figure(7.2, 4.8)
+    axes = figure.subplots()
+    for number, method in enumerate(dict.fromkeys(point[0] for point in points)):
+        line = sorted((fraction, quality) for name, fraction, quality in points if name == method)
+        axes.plot(
+            *zip(*line, strict=True),
+            label=method,
+            color=SERIES_COLOURS[number % len(SERIES_COLOURS)],
+            marker=SERIES_MARKERS[number % len(SERIES_MARKERS)],
+            markersize=6,
+            linewidth=1.8,
+        )
+    axes.set_xlabel("computed fraction of FLOPs (less is faster)")
+    axes.set_ylabel("PSNR against all steps computed (dB)")
+    axes.set_title("Speed against quality", loc="left")
+    axes.legend(frameon=False, loc="best")
+    _tidy(axes, grid="both")
+    figure.savefig(path)
+
+
+def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
+    """Absolute difference in grey levels, int16 ``[height, width, 3]``."""
+    first, second = (np.asarray(picture.convert("RGB")).astype(np.int16) for picture in (plain, fast))
+    return np.abs(first - second)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib; Pillow's own font has no multiplication sign."""
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure of that size in inches, drawn by Agg."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(axes: Axes, grid: str | None = None) -> None:
+    """Leaves only the lines that carry something."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=GREY, labelcolor="black")
+    if grid:
+        axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def _note(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.set_yticks([])

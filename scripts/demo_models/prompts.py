@@ -1,0 +1,41 @@
+"""Held-out prompts: scenes that training never sees, in two disjoint lists.
+
+`tuning` is for choosing presets and thresholds, `reporting` for the figures that are published.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .scenes import RESERVED_CLASSES, Scene, describe, draw_scene, hash_class
+
+DEFAULT_COUNT = 32
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """A prompt, the seed of its initial noise, and what its picture must show."""
+
+    prompt: str
+    seed: int
+    scene: Scene
+
+
+def held_out_prompts(count: int = DEFAULT_COUNT, split: str = "tuning") -> list[HeldOutPrompt]:
+    """The first `count` held-out prompts of a split; a longer list starts with the shorter one.
+
+    Raises:
+        ValueError: `split` is neither "tuning" nor "reporting".
+    """
+    if split not in RESERVED_CLASSES:
+        raise ValueError(f"split must be one of {sorted(RESERVED_CLASSES)}, got {split!r}")
+    rng = random.Random(f"held-out {split}")
+    prompts: list[HeldOutPrompt] = []
+    seen: set[Scene] = set()
+    while len(prompts) < count:
+        scene = draw_scene(rng)
+        if hash_class(scene) == RESERVED_CLASSES[split] and scene not in seen:
+            seen.add(scene)
+            prompts.append(HeldOutPrompt(describe(scene, rng), seed=1000 + len(prompts), scene=scene))
+    return prompts

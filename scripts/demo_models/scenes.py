@@ -1,0 +1,266 @@
+"""The grammar of scenes: what a picture shows, the prompt that says so, and where each object is placed.
+
+A scene is a landscape (place, time of day) with one to three groups of paper stickers. Everything that a prompt can
+say is an attribute of `Scene`; everything else (small shifts, hill phases) is drawn anew for each picture and kept
+small, because an 11M-parameter model paints sharply only what its prompt nearly determines.
+
+Plain Python without torch, so that other scripts can read held-out prompts at no cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+PLACES = ("hills", "desert", "sea", "mountains")
+TIMES = ("noon", "sunset", "night")
+SHAPES = ("circle", "square", "triangle", "star", "heart", "ring")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink")
+SIZES = ("small", "medium", "large")
+TEXTURES = ("plain", "striped", "dotted")
+LAYOUTS = ("single", "above", "below", "left", "right", "trio")
+POSITIONS = {"one": ("left", "right", "centre", "top", "bottom"), "row": ("centre", "top", "bottom")}
+
+RESERVED_CLASSES = {"reporting": 0, "tuning": 1}  # of HASH_CLASSES; scenes of these classes are never trained on
+HASH_CLASSES = 16
+MOST_OBJECTS = 6
+
+PLACE_WORDS = {
+    "hills": ("green hills", "the hills"),
+    "desert": ("a golden desert", "the desert"),
+    "sea": ("a calm sea", "the sea"),
+    "mountains": ("snowy mountains", "the mountains"),
+}
+TIME_WORDS = {"noon": ("at noon", "by day"), "sunset": ("at sunset", "at dusk"), "night": ("at night", "by night")}
+SHAPE_WORDS = {
+    "circle": (("circle", "circles"), ("ball", "balls")),
+    "square": (("square", "squares"), ("box", "boxes")),
+    "triangle": (("triangle", "triangles"),),
+    "star": (("star", "stars"),),
+    "heart": (("heart", "hearts"),),
+    "ring": (("ring", "rings"), ("hoop", "hoops")),
+}
+SIZE_WORDS = {"small": ("small", "little"), "medium": ("",), "large": ("large", "big")}
+TEXTURE_WORDS = {"plain": ("",), "striped": ("striped",), "dotted": ("dotted", "spotted")}
+COUNT_WORDS = {1: ("a", "one"), 2: ("two",), 3: ("three",), 4: ("four",)}
+POSITION_WORDS = {
+    "left": ("on the left",),
+    "right": ("on the right",),
+    "centre": ("in the middle", "in the centre"),
+    "top": ("at the top",),
+    "bottom": ("at the bottom",),
+}
+RELATION_WORDS = {"above": ("above",), "below": ("below", "under"), "left": ("left of",), "right": ("right of",)}
+TEMPLATES = (
+    "{objects} over {place} {time}",
+    "{objects}, {place} {time}",
+    "{time}, {objects} over {place}",
+    "{objects} over {place}, {time}",
+    "a picture of {objects} over {place} {time}",
+)
+
+RADII = {  # of the object, in picture widths, by how many stand in its row
+    "small": {1: 0.105, 2: 0.088, 3: 0.078, 4: 0.068},
+    "medium": {1: 0.150, 2: 0.120, 3: 0.103, 4: 0.085},
+    "large": {1: 0.200, 2: 0.155, 3: 0.122, 4: 0.098},
+}
+CENTRES = {
+    "left": (0.26, 0.50),
+    "right": (0.74, 0.50),
+    "centre": (0.50, 0.49),
+    "top": (0.50, 0.26),
+    "bottom": (0.50, 0.74),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` equal objects in a row."""
+
+    shape: str
+    colour: str
+    size: str
+    texture: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a prompt says. `position` is empty unless `layout` is "single".
+
+    `layout` above, below, left and right say where the first group is as seen from the second; "trio" lists three
+    objects from left to right.
+    """
+
+    place: str
+    time: str
+    layout: str
+    position: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class PlacedObject:
+    """One object as it is drawn: centre and radius in picture widths (y down), rotation in radians."""
+
+    x: float
+    y: float
+    radius: float
+    rotation: float
+    shape: str
+    colour: str
+    texture: str
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The drawn background: `phases` and `drift` in periods, `horizon` and `light_x` in picture widths."""
+
+    place: str
+    time: str
+    horizon: float
+    phases: tuple[float, float, float]
+    light_x: float
+    drift: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A scene with all that its prompt leaves open decided."""
+
+    prompt: str
+    scene: Scene
+    landscape: Landscape
+    objects: tuple[PlacedObject, ...]
+
+
+def hash_class(scene: Scene) -> int:
+    """Stable class of a scene in 0..HASH_CLASSES-1: the same on every machine and in every Python version."""
+    return hashlib.blake2b(repr(scene).encode(), digest_size=2).digest()[0] % HASH_CLASSES
+
+
+def draw_scene(rng: random.Random) -> Scene:
+    """A scene at random, reserved or not."""
+    layout = rng.choices(LAYOUTS, weights=(5, 1, 1, 1, 1, 2))[0]
+    position = ""
+    if layout == "single":
+        count = rng.choice((1, 1, 2, 3, 4))
+        counts = (count,)
+        position = rng.choice(POSITIONS["one" if count == 1 else "row"])
+    elif layout in ("above", "below"):
+        counts = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3)))
+    else:
+        counts = (1, 1, 1) if layout == "trio" else (1, 1)
+    colours = rng.sample(COLOURS, len(counts))
+    groups = tuple(
+        Group(
+            shape=rng.choice(SHAPES),
+            colour=colour,
+            size=rng.choice(SIZES),
+            texture=rng.choices(TEXTURES, weights=(3, 1, 1))[0],
+            count=count,
+        )
+        for colour, count in zip(colours, counts, strict=True)
+    )
+    return Scene(rng.choice(PLACES), rng.choice(TIMES), layout, position, groups)
+
+
+def draw_training_scene(rng: random.Random) -> Scene:
+    """A scene at random whose class is not reserved for held-out prompts."""
+    while True:
+        scene = draw_scene(rng)
+        if hash_class(scene) not in RESERVED_CLASSES.values():
+            return scene
+
+
+def describe(scene: Scene, rng: random.Random) -> str:
+    """A prompt that says all of `scene`, in lower case."""
+    phrases = [_describe_group(group, rng) for group in scene.groups]
+    if scene.layout == "single":
+        objects = f"{phrases[0]} {rng.choice(POSITION_WORDS[scene.position])}"
+    elif scene.layout == "trio":
+        objects = f"{phrases[0]}, {phrases[1]} and {phrases[2]} side by side"
+    else:
+        objects = f"{phrases[0]} {rng.choice(RELATION_WORDS[scene.layout])} {phrases[1]}"
+    return rng.choice(TEMPLATES).format(
+        objects=objects, place=rng.choice(PLACE_WORDS[scene.place]), time=rng.choice(TIME_WORDS[scene.time])
+    )
+
+
+def place_scene(scene: Scene, rng: random.Random) -> tuple[Landscape, tuple[PlacedObject, ...]]:
+    """Decide what the prompt leaves open: small shifts and turns of the objects, the run of the hills."""
+    landscape = Landscape(
+        place=scene.place,
+        time=scene.time,
+        horizon=0.60 + rng.uniform(-0.03, 0.03),
+        phases=(rng.random(), rng.random(), rng.random()),
+        light_x=rng.uniform(0.2, 0.8),
+        drift=rng.random(),
+    )
+    objects: list[PlacedObject] = []
+    for index, group in enumerate(scene.groups):
+        centre_x, centre_y = _group_centre(scene, index)
+        crowding = 2 if scene.layout in ("left", "right") else 3 if scene.layout == "trio" else group.count
+        if scene.layout in ("above", "below"):
+            crowding = max(crowding, 2)
+        radius = RADII[group.size][crowding] * rng.uniform(0.96, 1.04)
+        spacing = {1: 0.0, 2: 0.42, 3: 0.30, 4: 0.235}[group.count]
+        shift_x, shift_y = rng.uniform(-0.025, 0.025), rng.uniform(-0.025, 0.025)
+        for column in range(group.count):
+            objects.append(
+                PlacedObject(
+                    x=centre_x + shift_x + spacing * (column - (group.count - 1) / 2),
+                    y=centre_y + shift_y + rng.uniform(-0.012, 0.012),
+                    radius=radius,
+                    rotation=rng.uniform(-0.14, 0.14),
+                    shape=group.shape,
+                    colour=group.colour,
+                    texture=group.texture,
+                )
+            )
+    return landscape, tuple(objects)
+
+
+def draw_picture(rng: random.Random, scene: Scene | None = None) -> Picture:
+    """A picture of `scene`, or of a training scene at random."""
+    scene = scene or draw_training_scene(rng)
+    prompt = describe(scene, rng)
+    landscape, objects = place_scene(scene, rng)
+    return Picture(prompt, scene, landscape, objects)
+
+
+def vocabulary() -> list[str]:
+    """Every word that a prompt can hold, sorted; the comma is not a word."""
+    phrases = [*TEMPLATES, "an and side by side"]
+    for table in (PLACE_WORDS, TIME_WORDS, SIZE_WORDS, TEXTURE_WORDS, COUNT_WORDS, POSITION_WORDS, RELATION_WORDS):
+        phrases += [phrase for choices in table.values() for phrase in choices]
+    phrases += [word for choices in SHAPE_WORDS.values() for pair in choices for word in pair]
+    words = {word.strip(",") for phrase in phrases for word in phrase.split() if not word.startswith("{")}
+    return sorted(words | set(COLOURS))
+
+
+def _describe_group(group: Group, rng: random.Random) -> str:
+    singular, plural = rng.choice(SHAPE_WORDS[group.shape])
+    words = (
+        rng.choice(COUNT_WORDS[group.count]),
+        rng.choice(SIZE_WORDS[group.size]),
+        group.colour,
+        rng.choice(TEXTURE_WORDS[group.texture]),
+        singular if group.count == 1 else plural,
+    )
+    return " ".join(word for word in words if word).replace("a orange", "an orange")
+
+
+def _group_centre(scene: Scene, index: int) -> tuple[float, float]:
+    if scene.layout == "single":
+        return CENTRES[scene.position]
+    if scene.layout == "trio":
+        return (0.2 + 0.3 * index, 0.49)
+    first, second = {
+        "above": ((0.5, 0.27), (0.5, 0.73)),
+        "below": ((0.5, 0.73), (0.5, 0.27)),
+        "left": ((0.29, 0.49), (0.71, 0.49)),
+        "right": ((0.71, 0.49), (0.29, 0.49)),
+    }[scene.layout]
+    return first if index == 0 else second

@@ -1,0 +1,253 @@
+"""Trains the demo model from nothing in under nine minutes on one H200, and writes it as a FluxPipeline folder.
+
+    python scripts/train_demo_flux.py --output dit_accel/assets/demo-flux --results docs/results/demo-flux --minutes 9
+    python scripts/train_demo_flux.py ... --state STATE                    # also keep what training can go on from
+    python scripts/train_demo_flux.py ... --resume STATE --parts OUTPUT    # go on with the transformer alone
+    python scripts/train_demo_flux.py --output /tmp/demo --smoke           # every step at toy size, on any CPU
+
+Writes the pipeline to --output; a sheet of held-out prompts, the log and the prompt-following table to --results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from demo_models.autoencoder import make_autoencoder, reconstruction_psnr, set_latent_statistics, train_autoencoder
+from demo_models.exporting import assemble_pipeline, contact_sheet, load_state, paint_prompts, save_pipeline, save_state
+from demo_models.flow import Bank, encode_pictures, fill_compile_cache, make_transformer, train_transformer
+from demo_models.prompts import held_out_prompts
+from demo_models.reading import agreement, read_pictures
+from demo_models.rendering import pack_pictures, render
+from demo_models.scenes import draw_picture
+from demo_models.text_encoders import (
+    encode_prompts,
+    make_clip_encoder,
+    make_clip_tokenizer,
+    make_t5_encoder,
+    make_t5_tokenizer,
+)
+from demo_models.training import Pace
+from diffusers import AutoencoderKL, FluxPipeline
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is; `steps` limits both trainings where it is set, instead of the clock."""
+
+    pictures: int
+    vae_channels: tuple[int, ...]
+    vae_groups: int
+    vae_batch: int
+    vae_size: int
+    vae_seconds: float
+    vae_rate: float
+    blocks: tuple[int, int]
+    heads: int
+    batches: dict[int, int]
+    flow_rate: float
+    finish_seconds: float
+    sample_steps: int
+    prompts: int
+    steps: int | None = None
+
+
+FULL = Sizes(
+    pictures=36_000,
+    vae_channels=(32, 48, 64, 80),
+    vae_groups=8,
+    vae_batch=16,
+    vae_size=256,
+    vae_seconds=105,
+    vae_rate=1.2e-3,
+    blocks=(2, 5),
+    heads=4,
+    batches={512: 128, 256: 256},
+    flow_rate=1e-3,
+    finish_seconds=45,
+    sample_steps=50,
+    prompts=128,
+)
+
+SMOKE = Sizes(
+    pictures=6,
+    vae_channels=(8, 8, 8, 8),
+    vae_groups=4,
+    vae_batch=1,
+    vae_size=32,
+    vae_seconds=1,
+    vae_rate=1e-3,
+    blocks=(1, 1),
+    heads=1,
+    batches={32: 1, 16: 1},
+    flow_rate=1e-3,
+    finish_seconds=0,
+    sample_steps=2,
+    prompts=1,
+    steps=2,
+)
+
+
+def main() -> None:
+    """Train, export, and report."""
+    options = _options()
+    started = time.monotonic()
+    sizes = SMOKE if options.smoke else FULL
+    device = torch.device("cpu" if options.smoke else "cuda")
+    compiled = not options.smoke
+    torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(options.seed)
+    log: dict[str, object] = {"device": torch.cuda.get_device_name() if compiled else "cpu", "torch": torch.__version__}
+
+    prompts, numbers = draw_bank(sizes.pictures, options.seed, parallel=compiled)
+    compiler = get_context("spawn").Process(target=fill_compile_cache, args=(*sizes.blocks, sizes.heads, sizes.batches))
+    if compiled:
+        compiler.start()
+    numbers = numbers.to(device)
+    _say(started, f"drew {len(prompts)} scenes")
+
+    if options.resume:
+        vae = AutoencoderKL.from_pretrained(options.parts, subfolder="vae", torch_dtype=torch.bfloat16).to(device)
+    else:
+        torch.manual_seed(options.seed)
+        vae = make_autoencoder(sizes.vae_channels, sizes.vae_groups)
+        vae = vae.to(device, torch.bfloat16).to(memory_format=torch.channels_last)
+        pace = Pace("vae", sizes.vae_seconds, sizes.vae_rate, most_steps=sizes.steps)
+        train_autoencoder(vae, numbers, pace, batch=sizes.vae_batch, size=sizes.vae_size)
+        log["vae"] = pace.losses
+        with torch.no_grad():
+            set_latent_statistics(vae, render(numbers[:64], max(sizes.batches)).bfloat16())
+    vae.requires_grad_(False).eval()
+    log["vae_psnr_db"] = {size: held_out_psnr(vae, size, device) for size in sizes.batches}
+    _say(started, f"autoencoder: {log['vae_psnr_db']} dB, scale {vae.config.scaling_factor:.4f}")
+
+    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
+    encoders = make_clip_encoder(tokenizers[0], seed=11), make_t5_encoder(tokenizers[1], seed=12)
+    encoders = tuple(encoder.to(device, torch.bfloat16) for encoder in encoders)
+    pooled, words = encode_prompts(["", *prompts], tokenizers, encoders)
+    latents = {size: encode_pictures(vae, numbers, size) for size in sizes.batches}
+    bank = Bank(latents, words, pooled)
+    _say(started, f"bank of {', '.join(f'{size}px {tuple(held.shape)}' for size, held in latents.items())}")
+
+    torch.manual_seed(options.seed)
+    transformer = make_transformer(*sizes.blocks, sizes.heads)
+    if options.resume:
+        transformer.load_state_dict(load_state(options.resume))
+    masters = [weight.detach().clone().to(device) for weight in transformer.parameters()]
+    transformer = transformer.to(device, torch.bfloat16)
+    if compiled:
+        compiler.join(timeout=60)
+        _say(started, "blocks compiled")
+        transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+    seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
+    peak = sizes.flow_rate * (0.6 if options.resume else 1.0)
+    pace = Pace("flow", seconds, peak, most_steps=sizes.steps)
+    averages = train_transformer(transformer, bank, pace, masters=masters, batches=sizes.batches)
+    log["flow"] = pace.losses
+    log["flow_pictures"] = pace.pictures
+    if options.state:
+        save_state(transformer, averages, options.state)
+
+    trained = make_transformer(*sizes.blocks, sizes.heads).to(device, torch.bfloat16)  # the same weights, not compiled
+    trained.load_state_dict(transformer.state_dict())
+    vae.to(memory_format=torch.contiguous_format)
+    pipe = assemble_pipeline(vae, trained.eval(), tokenizers, encoders)
+    log["folder_bytes"] = save_pipeline(pipe, options.output)
+    _say(started, f"saved {log['folder_bytes'] / 1e6:.2f} MB")
+    if options.results:
+        report(pipe, options.results, sizes, log)
+    log["seconds"] = round(time.monotonic() - started, 1)
+    if options.results:
+        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+    _say(started, "done")
+
+
+def draw_bank(count: int, seed: int, *, parallel: bool) -> tuple[list[str], torch.Tensor]:
+    """Prompts and packed numbers of `count` training pictures, the same whether drawn in parallel or not."""
+    chunk = 2000
+    jobs = [(min(chunk, count - start), seed, start) for start in range(0, count, chunk)]
+    if parallel:
+        with ProcessPoolExecutor(8, mp_context=get_context("fork")) as pool:
+            parts = list(pool.map(_draw_chunk, jobs))
+    else:
+        parts = [_draw_chunk(job) for job in jobs]
+    return [prompt for prompts, _ in parts for prompt in prompts], torch.cat([torch.tensor(rows) for _, rows in parts])
+
+
+def held_out_psnr(vae: AutoencoderKL, size: int, device: torch.device) -> float:
+    """The autoencoder's PSNR in dB on pictures of held-out scenes."""
+    rng = random.Random(7)
+    pictures = [draw_picture(rng, held_out.scene) for held_out in held_out_prompts(32, "reporting")]
+    return round(reconstruction_psnr(vae, render(pack_pictures(pictures).to(device), size).bfloat16()), 2)
+
+
+def report(pipe: FluxPipeline, results: Path, sizes: Sizes, log: dict) -> None:
+    """Paint held-out prompts; write the sheet, and how well they are followed beside what is read from drawn pictures."""
+    results.mkdir(parents=True, exist_ok=True)
+    large, small, device = max(sizes.batches), min(sizes.batches), pipe.device
+    held_out = held_out_prompts(sizes.prompts, "reporting")
+    painted = paint_prompts(pipe, held_out, size=large, steps=sizes.sample_steps)
+    painted_small = paint_prompts(pipe, held_out, size=small, steps=sizes.sample_steps)
+    long_text = paint_prompts(pipe, held_out[:32], size=large, steps=sizes.sample_steps, text=512)
+    scenes = [item.scene for item in held_out]
+    rng = random.Random(8)
+    drawn = (render(pack_pictures([draw_picture(rng, scene) for scene in scenes]), large) + 1) / 2
+    table = {
+        f"painted {large}px": agreement(read_pictures(painted.to(device)), scenes),
+        f"painted {small}px": agreement(read_pictures(painted_small.to(device)), scenes),
+        f"painted {large}px, text padded to 512": agreement(
+            read_pictures(long_text.to(device)), scenes[: len(long_text)]
+        ),
+        f"drawn {large}px": agreement(read_pictures(drawn.to(device)), scenes),
+    }
+    log["prompts"] = len(held_out)
+    (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")
+    for name, row in table.items():
+        print(f"{name:36s} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    captions = [item.prompt for item in held_out]
+    cells = [*painted[:16], *painted_small[:4]]
+    cells = torch.stack([torch.nn.functional.interpolate(cell[None], size=large)[0] for cell in cells])
+    sheet = contact_sheet(
+        cells, [*captions[:16], *(f"{small}px: {text}" for text in captions[:4])], columns=4, cell=256
+    )
+    sheet.quantize(256).save(results / "samples.png", optimize=True)
+
+
+def _draw_chunk(job: tuple[int, int, int]) -> tuple[list[str], list[list[float]]]:
+    count, seed, start = job
+    rng = random.Random(f"{seed} {start}")
+    pictures = [draw_picture(rng) for _ in range(count)]
+    return [picture.prompt for picture in pictures], pack_pictures(pictures).tolist()
+
+
+def _say(started: float, text: str) -> None:
+    print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline")
+    parser.add_argument("--results", type=Path, help="folder of the sheet, the log and the table")
+    parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock budget of everything")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, help="folder to keep the float32 weights in")
+    parser.add_argument("--resume", type=Path, help="folder of an earlier --state")
+    parser.add_argument(
+        "--parts", type=Path, help="pipeline folder whose autoencoder to go on with (default: --output)"
+    )
+    parser.add_argument("--smoke", action="store_true", help="two steps of everything at toy size on the CPU")
+    options = parser.parse_args()
+    options.parts = options.parts or options.output
+    return options
+
+
+if __name__ == "__main__":
+    main()

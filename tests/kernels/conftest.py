@@ -1,0 +1,115 @@
+"""Makers of random tensors and symbols, and the bound that every kernel is held to.
+
+Where there is no GPU the Triton kernels run in Triton's interpreter, which must be chosen before triton is imported.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from dit_accel.kernels import lower, pack_bits
+from dit_accel.symbols import AttentionPlan, SparseSymbols
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _let_interpreter_run_on_numpy_2_4() -> None:
+    """Triton 3.6 keeps scalars as one-element arrays, which numpy >= 2.4 no longer turns into integers by itself."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _let_interpreter_run_on_numpy_2_4()
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = [
+    (backend, dtype)
+    for backend in ("reference", "triton")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if (backend, dtype, DEVICE) != ("triton", torch.bfloat16, "cpu")  # wrong in the interpreter, and refused there
+]
+
+
+class Sparsity(NamedTuple):
+    """Random symbols, the masks they were packed from and the plan they lower to."""
+
+    rows: torch.Tensor  # bool [B, H, T]
+    tiles: torch.Tensor  # bool [B, H, T, T]; False in reused rows
+    symbols: SparseSymbols
+    plan: AttentionPlan
+
+    def tokens_computed(self) -> torch.Tensor:
+        """bool ``[B, S, H]``."""
+        by_token = self.rows.repeat_interleave(self.plan.block, 2)[:, :, : self.plan.tokens]
+        return by_token.transpose(1, 2)
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda case: f"{case[0]}-{str(case[1]).removeprefix('torch.')}")
+def implementation(request) -> tuple[str, torch.dtype]:
+    """A backend and a dtype it computes in."""
+    return request.param
+
+
+@pytest.fixture
+def make_tensor():
+    """``make(*shape, dtype=...)``: normal random numbers, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    return make
+
+
+@pytest.fixture
+def make_sparsity():
+    """``make(batch, heads, tokens, block=64, rows=0.6, tiles=0.5)``: symbols of those densities, lowered."""
+    generator = torch.Generator().manual_seed(1)
+
+    def make(batch: int, heads: int, tokens: int, block: int = 64, rows: float = 0.6, tiles: float = 0.5) -> Sparsity:
+        blocks = -(-tokens // block)
+        row_mask = (torch.rand(batch, heads, blocks, generator=generator) < rows).to(DEVICE)
+        tile_mask = (torch.rand(batch, heads, blocks, blocks, generator=generator) < tiles).to(DEVICE)
+        cache_bits, skip_bits = pack_bits(row_mask.transpose(1, 2)), pack_bits(tile_mask)
+        symbols = SparseSymbols(cache_bits, skip_bits, heads, tokens, block)
+        return Sparsity(row_mask, tile_mask & row_mask[..., None], symbols, lower(symbols, backend="reference"))
+
+    return make
+
+
+@pytest.fixture
+def assert_no_worse():
+    """``check(actual, exact, low)``: about as close to the float64 ``exact`` as the dense low-precision ``low``.
+
+    The factor 2 stands for another order of summation, which is all that float32 results differ by.
+    """
+
+    def check(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor) -> None:
+        assert actual.dtype == low.dtype
+        assert actual.shape == exact.shape == low.shape
+        error, low_error = ((x.double() - exact).abs().max().item() for x in (actual, low))
+        rounding = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+        assert error <= 2 * low_error + rounding, f"error {error:.3g}, dense {low_error:.3g}, rounding {rounding:.3g}"
+
+    return check

@@ -1,0 +1,175 @@
+"""Sparse attention equals dense masked attention in float64, and touches only the rows that compute."""
+
+import math
+
+import pytest
+import torch
+
+from dit_accel.errors import BackendError, ShapeError, UnsupportedError
+from dit_accel.kernels import attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
+
+CASES = {
+    "ragged": {"batch": 2, "heads": 3, "tokens": 200},
+    "single-block": {"batch": 1, "heads": 5, "tokens": 40},
+    "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
+    "whole-blocks": {"batch": 1, "heads": 2, "tokens": 192},
+    "empty-rows": {"batch": 1, "heads": 3, "tokens": 200, "tiles": 0.15},
+    "everything": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "tiles": 1.1},
+    "whole-rows-reused": {"batch": 1, "heads": 3, "tokens": 200, "rows": 0.4, "tiles": 1.1},
+}
+
+
+def dense(q, k, v, tiles, block, scale=None, kv_len=None):
+    """Masked dense attention in q's dtype: out ``[B, S, H, D]`` and lse ``[B, H, S]``; 0 and -inf without a key."""
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    keep = tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens]
+    if kv_len is not None:
+        keep = keep & (torch.arange(tokens, device=q.device) < kv_len[:, None, None, None])
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = scores.masked_fill(~keep, -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhij,bjhd->bihd", probabilities, v), scores.double().logsumexp(-1)
+
+
+def check(q, k, v, sparsity, backend, assert_no_worse, **options):
+    """Compares with float64 where rows compute, and requires the poison everywhere else."""
+    computed = sparsity.tokens_computed()
+    poisoned = torch.full_like(q, math.nan)
+    out, lse = attention(q, k, v, sparsity.plan, return_lse=True, out=poisoned, backend=backend, **options)
+    assert out is poisoned
+    assert torch.equal(out.isnan().any(-1), ~computed)
+    assert torch.equal(out.isnan().all(-1), ~computed)
+    exact, exact_lse = dense(*(x.double() for x in (q, k, v)), sparsity.tiles, sparsity.plan.block, **options)
+    low, _ = dense(q, k, v, sparsity.tiles, sparsity.plan.block, **options)
+    assert_no_worse(out[computed], exact[computed], low[computed])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)  # -inf in reused and in empty rows
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_dense_masked_attention(case, implementation, make_tensor, make_sparsity, assert_no_worse):
+    backend, dtype = implementation
+    sparsity = make_sparsity(**case)
+    shape = (case["batch"], case["tokens"], case["heads"], 16)
+    q, k, v = (make_tensor(*shape, dtype=dtype) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_no_worse):
+    q, k, v = (make_tensor(1, 130, 2, head_dim) for _ in range(3))
+    check(q, k, v, make_sparsity(1, 2, 130), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
+def test_keys_beyond_kv_len_take_no_part(lengths, backend, device, make_tensor, make_sparsity, assert_no_worse):
+    """Even where they hold NaN; rows left without a key are empty."""
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q, k, v = (make_tensor(2, 200, 3, 16) for _ in range(3))
+    check(q, k, v, make_sparsity(2, 3, 200), backend, assert_no_worse, kv_len=kv_len)
+    plan = make_sparsity(2, 3, 200, rows=1.1).plan
+    clean = attention(q, k, v, plan, kv_len=kv_len, backend=backend)
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = math.nan
+    assert torch.equal(attention(q, k, v, plan, kv_len=kv_len, backend=backend), clean)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_share_keys(kv_heads, backend, make_tensor, make_sparsity, assert_no_worse):
+    q, k, v = make_tensor(1, 130, 4, 16), make_tensor(1, 130, kv_heads, 16), make_tensor(1, 130, kv_heads, 16)
+    check(q, k, v, make_sparsity(1, 4, 130), backend, assert_no_worse)
+    check(q, k, v, make_sparsity(1, 4, 130, rows=1.1, tiles=1.1), backend, assert_no_worse)
+
+
+def test_views_of_a_fused_projection(backend, make_tensor, make_sparsity, assert_no_worse):
+    q, k, v = make_tensor(2, 130, 3, 3, 16).unbind(2)
+    check(q, k, v, make_sparsity(2, 3, 130), backend, assert_no_worse)
+
+
+def test_scale(backend, make_tensor, make_sparsity, assert_no_worse):
+    q, k, v = (make_tensor(1, 130, 2, 16) for _ in range(3))
+    check(q, k, v, make_sparsity(1, 2, 130), backend, assert_no_worse, scale=0.7)
+
+
+def test_large_scores_do_not_overflow(backend, make_tensor, make_sparsity, assert_no_worse):
+    q, k, v = make_tensor(1, 130, 2, 16) * 10, make_tensor(1, 130, 2, 16) * 10, make_tensor(1, 130, 2, 16)
+    check(q, k, v, make_sparsity(1, 2, 130), backend, assert_no_worse)
+
+
+def test_rows_without_a_tile_are_zero(backend, make_tensor, make_sparsity):
+    q, k, v = (make_tensor(1, 130, 2, 16) for _ in range(3))
+    plan = make_sparsity(1, 2, 130, rows=1.1, tiles=0.0).plan
+    out, lse = attention(q, k, v, plan, return_lse=True, out=torch.full_like(q, math.nan), backend=backend)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
+def test_all_rows_reused_leave_the_output_alone(backend, make_tensor, make_sparsity):
+    q, k, v = (make_tensor(1, 130, 2, 16) for _ in range(3))
+    out = attention(q, k, v, make_sparsity(1, 2, 130, rows=0.0).plan, out=v.clone(), backend=backend)
+    assert torch.equal(out, v)
+
+
+def test_all_ones_is_bit_identical_to_dense_on_a_cpu(make_tensor, make_sparsity):
+    """The reference must not cost quality, or an extra pass, where nothing is skipped."""
+    q, k, v = (make_tensor(2, 200, 3, 16).cpu() for _ in range(3))
+    plan = make_sparsity(2, 3, 200, rows=1.1, tiles=1.1).plan
+    if plan.mask64.is_cuda:
+        pytest.skip("a CPU property")
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert torch.equal(attention(q, k, v, plan, backend="reference"), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 130, 32)}, r"q must have shape \[B, S, H, D\], got \[1, 130, 32\]"),
+        ({"q": torch.zeros(1, 130, 2, 16).double()}, "q must have dtype .*float32, got torch.float64"),
+        ({"k": torch.zeros(1, 129, 2, 16)}, r"k must have shape \[1, 130, H_kv, 16\], got \[1, 129, 2, 16\]"),
+        ({"v": torch.zeros(1, 130, 2, 16).half()}, "v must have q's dtype and device"),
+        ({"k": torch.zeros(1, 130, 1, 16)}, "k and v must have one number of heads that divides q's 2, got 1 and 2"),
+        ({"q": torch.zeros(1, 130, 16, 2).transpose(2, 3)}, "q must have stride 1 along its last axis"),
+        ({"out": torch.zeros(1, 130, 2, 8)}, r"out must have shape \[1, 130, 2, 16\]"),
+        ({"scale": -1.0}, "scale must be positive, got -1.0"),
+        ({"kv_len": torch.zeros(2, dtype=torch.int32)}, r"kv_len must have shape \[1\], got \[2\]"),
+        ({"kv_len": torch.zeros(1)}, "kv_len must have dtype torch.int32, got torch.float32"),
+    ],
+    ids=["q-axes", "q-dtype", "k-length", "v-dtype", "kv-heads", "q-stride", "out", "scale", "kv_len", "kv_len-dtype"],
+)
+def test_bad_arguments(change, message, device, make_tensor, make_sparsity):
+    arguments = {name: make_tensor(1, 130, 2, 16) for name in "qkv"} | {"plan": make_sparsity(1, 2, 130).plan}
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    with pytest.raises(ShapeError, match=message):
+        attention(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("plan_of", "message"),
+    [
+        ({"batch": 2, "heads": 2, "tokens": 130}, r"plan must have the batch and heads of q, \[1, 2\], got \[2, 2\]"),
+        ({"batch": 1, "heads": 3, "tokens": 130}, r"plan must have the batch and heads of q, \[1, 2\], got \[1, 3\]"),
+        ({"batch": 1, "heads": 2, "tokens": 131}, "plan must have q's 130 tokens, got 131"),
+    ],
+    ids=["batch", "heads", "tokens"],
+)
+def test_a_plan_of_another_shape_is_an_error(plan_of, message, make_tensor, make_sparsity):
+    q = make_tensor(1, 130, 2, 16)
+    with pytest.raises(ShapeError, match=message):
+        attention(q, q, q, make_sparsity(**plan_of).plan)
+
+
+def test_triton_names_the_head_dimensions_it_has(make_tensor, make_sparsity):
+    q = make_tensor(1, 130, 2, 24)
+    with pytest.raises(
+        UnsupportedError, match=r"head_dim must be one of \(16, 32, 64, 128\) for backend 'triton', got 24"
+    ):
+        attention(q, q, q, make_sparsity(1, 2, 130).plan, backend="triton")
+
+
+def test_an_unknown_backend_is_an_error(make_tensor, make_sparsity):
+    q = make_tensor(1, 130, 2, 16)
+    with pytest.raises(BackendError, match="backend must be"):
+        attention(q, q, q, make_sparsity(1, 2, 130).plan, backend="flash")

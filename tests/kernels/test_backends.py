@@ -1,0 +1,44 @@
+"""An automatic choice follows the device; an explicit one runs or raises."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dit_accel.errors import BackendError
+from dit_accel.kernels import backend_status, pack_bits
+from dit_accel.kernels.backends import resolve_backend
+
+
+def test_auto_runs_the_reference_on_a_cpu():
+    assert resolve_backend("auto", torch.zeros(1)) == "reference"
+
+
+def test_an_unknown_backend_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(BackendError, match=r"backend must be 'auto' or one of \('reference', 'triton'\), got 'cudnn'"):
+        pack_bits(torch.ones(8, dtype=torch.bool), backend="cudnn")
+
+
+def test_explicit_triton_on_a_cpu_raises_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match="backend 'triton' can't run here: the tensors are on 'cpu'"):
+        pack_bits(torch.ones(8, dtype=torch.bool), backend="triton")
+
+
+def test_the_interpreter_refuses_bfloat16(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(BackendError, match="wrong results for bfloat16"):
+        resolve_backend("triton", torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_status_survives_a_broken_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert backend_status()["reference"] == "ok"
+    assert "can't be imported" in backend_status()["triton"]
+
+
+def test_importing_the_kernels_imports_no_triton():
+    code = "import sys, torch; before = set(sys.modules); import dit_accel.kernels; new = set(sys.modules) - before; "
+    code += "assert not any(name.split('.')[0] == 'triton' or '_triton' in name for name in new), new"
+    subprocess.run([sys.executable, "-c", code], check=True)

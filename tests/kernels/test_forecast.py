@@ -1,0 +1,92 @@
+"""A weighted sum rounds once, and with a plan it writes the rows that are reused and no others."""
+
+import math
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import weighted_sum
+
+WEIGHTS = {1: [1.0], 2: [1.5, -0.5], 3: [3.0, -3.0, 1.0]}
+
+
+def exact_sum(history, weights):
+    return sum(weight * features.double() for weight, features in zip(weights, history, strict=True))
+
+
+def assert_rounded_once(actual, exact, history, weights):
+    """Within half a unit of the result's dtype, and float32 rounding of the terms."""
+    terms = exact_sum([features.abs() for features in history], [abs(weight) for weight in weights])
+    allowed = 0.5 * torch.finfo(actual.dtype).eps * exact.abs() * 1.01 + 4 * torch.finfo(torch.float32).eps * terms
+    assert ((actual.double() - exact).abs() <= allowed + 1e-7).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=lambda weights: f"{len(weights)}-terms")
+def test_sum_is_rounded_once(weights, implementation, make_tensor):
+    backend, dtype = implementation
+    history = [make_tensor(2, 37, 129, dtype=dtype) for _ in weights]
+    actual = weighted_sum(history, weights, backend=backend)
+    assert (actual.shape, actual.dtype) == (history[0].shape, dtype)
+    assert_rounded_once(actual, exact_sum(history, weights), history, weights)
+
+
+@pytest.mark.parametrize("case", [(2, 3, 200, 64), (1, 5, 40, 64), (1, 2, 260, 128)], ids=str)
+def test_a_plan_limits_it_to_reused_rows(case, implementation, make_tensor, make_sparsity):
+    backend, dtype = implementation
+    batch, heads, tokens, block = case
+    sparsity = make_sparsity(batch, heads, tokens, block)
+    history = [make_tensor(batch, tokens, heads, 24, dtype=dtype) for _ in range(2)]
+    out = torch.full_like(history[0], math.nan)
+    assert weighted_sum(history, [1.5, -0.5], plan=sparsity.plan, out=out, backend=backend) is out
+    computed = sparsity.tokens_computed()
+    assert torch.equal(out.isnan().any(-1), computed)
+    assert torch.equal(out.isnan().all(-1), computed)
+    reused = [features[~computed] for features in history]
+    assert_rounded_once(out[~computed], exact_sum(reused, [1.5, -0.5]), reused, [1.5, -0.5])
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["everything", "plan"])
+def test_strided_inputs_and_outputs(planned, backend, make_tensor, make_sparsity):
+    plan = make_sparsity(1, 3, 130, rows=0.0).plan if planned else None
+    history = make_tensor(2, 1, 130, 2, 3, 16)[:, :, :, 0]
+    out = torch.zeros(1, 130, 6, 16, device=history.device)[:, :, ::2]
+    weighted_sum(history, [2.0, -1.0], plan=plan, out=out, backend=backend)
+    torch.testing.assert_close(out, 2 * history[0] - history[1])
+
+
+def test_the_output_may_be_a_history_entry(backend, make_tensor):
+    history = [make_tensor(5, 7), make_tensor(5, 7)]
+    expected = 2 * history[0] - history[1]
+    torch.testing.assert_close(weighted_sum(history, [2.0, -1.0], out=history[0], backend=backend), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"history": [], "weights": []}, "history and weights must have one length, at least 1, got 0 and 0"),
+        ({"history": [torch.zeros(2)], "weights": [1.0, 2.0]}, "got 1 and 2"),
+        (
+            {"history": [torch.zeros(2), torch.zeros(3)], "weights": [1, 2]},
+            r"history\[1\] must have shape \[2\], got \[3\]",
+        ),
+        (
+            {"history": [torch.zeros(2), torch.zeros(2).half()], "weights": [1, 2]},
+            r"history\[1\] must have history\[0\]'s",
+        ),
+        ({"history": [torch.zeros(2).int()], "weights": [1.0]}, r"history\[0\] must have dtype"),
+        (
+            {"history": [torch.zeros(2)], "weights": [1.0], "out": torch.zeros(3)},
+            r"out must have shape \[2\], got \[3\]",
+        ),
+    ],
+    ids=["nothing", "lengths", "shapes", "dtypes", "integers", "out"],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ShapeError, match=message):
+        weighted_sum(**arguments)
+
+
+def test_a_plan_needs_an_output(make_tensor, make_sparsity):
+    with pytest.raises(ShapeError, match="out must be given with a plan"):
+        weighted_sum([make_tensor(1, 130, 2, 16)], [1.0], plan=make_sparsity(1, 2, 130).plan)

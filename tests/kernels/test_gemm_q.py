@@ -1,0 +1,154 @@
+"""GEMM-Q equals the dense projection, norm and rotation in float64 on the tiles that compute, and writes no others."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import gemm_q
+
+CASES = {
+    "ragged": {"batch": 2, "heads": 3, "tokens": 200},
+    "single-block": {"batch": 1, "heads": 5, "tokens": 40},
+    "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
+    "everything": {"batch": 1, "heads": 3, "tokens": 200, "rows": 1.1},
+}
+FUSIONS = {"plain": (False, False), "norm": (True, False), "rope": (False, True), "norm-and-rope": (True, True)}
+HEAD_DIM, CHANNELS = 16, 40
+
+
+def dense(x, weight, bias, heads, norm_weight, rope):
+    """In x's dtype; the norm's statistics and the rotation in float32 at least."""
+    q = F.linear(x, weight, bias).unflatten(-1, (heads, -1))
+    wide = q.double() if q.dtype == torch.float64 else q.float()
+    if norm_weight is not None:
+        wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight
+    if rope is not None:
+        cos, sin = (table[:, None] for table in rope)
+        even, odd = wide[..., ::2], wide[..., 1::2]
+        wide = wide * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
+    return wide.to(q.dtype)
+
+
+def make_rope(tokens, device):
+    angle = torch.arange(tokens, device=device)[:, None] / torch.arange(1, HEAD_DIM // 2 + 1, device=device)
+    return tuple(f(angle).repeat_interleave(2, -1) for f in (torch.cos, torch.sin))
+
+
+def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm_weight=None, rope=None):
+    """With a NaN-poisoned output over the whole sequence, and with one of x's own length."""
+    plan, heads = sparsity.plan, sparsity.plan.heads
+    stream = slice(offset, offset + x.shape[1])
+    computed = sparsity.tokens_computed()
+    written = torch.zeros_like(computed)
+    written[:, stream] = computed[:, stream]
+    poisoned = x.new_full((x.shape[0], plan.tokens, heads, HEAD_DIM), math.nan)
+    options = {"offset": offset, "norm_weight": norm_weight, "rope": rope, "backend": backend}
+    out = gemm_q(x, weight, bias, plan, out=poisoned, **options)
+    assert out is poisoned
+    assert torch.equal(out.isnan().any(-1), ~written)
+    assert torch.equal(out.isnan().all(-1), ~written)
+
+    stream_rope = None if rope is None else tuple(table[stream] for table in rope)
+    wide = [None if t is None else t.double() for t in (x, weight, bias)]
+    wide_norm = None if norm_weight is None else norm_weight.double()
+    wide_rope = None if rope is None else tuple(table.double() for table in stream_rope)
+    exact = dense(*wide, heads, wide_norm, wide_rope)
+    low = dense(x, weight, bias, heads, norm_weight, stream_rope)
+    chosen = computed[:, stream]
+    assert_no_worse(out[:, stream][chosen], exact[chosen], low[chosen])
+
+    own = gemm_q(x, weight, bias, plan, **options)
+    assert own.shape == (*x.shape[:2], heads, HEAD_DIM)
+    assert torch.equal(own[chosen], out[:, stream][chosen])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS.keys())
+def test_equals_dense_projection(case, fusion, implementation, device, make_tensor, make_sparsity, assert_no_worse):
+    backend, dtype = implementation
+    width = case["heads"] * HEAD_DIM
+    x = make_tensor(case["batch"], case["tokens"], CHANNELS, dtype=dtype)
+    weight, bias = make_tensor(width, CHANNELS, dtype=dtype), make_tensor(width, dtype=dtype)
+    norm_weight = make_tensor(HEAD_DIM, dtype=dtype) if fusion[0] else None
+    rope = make_rope(case["tokens"], device) if fusion[1] else None
+    check(x, weight, bias, make_sparsity(**case), backend, assert_no_worse, norm_weight=norm_weight, rope=rope)
+
+
+@pytest.mark.parametrize("seam", [0, 30, 64, 100, 199])
+def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity, assert_no_worse):
+    """Text and vision have their own weights; the seam may cut a block anywhere."""
+    sparsity = make_sparsity(2, 3, 200)
+    rope, norm_weight = make_rope(200, device), make_tensor(HEAD_DIM)
+    for offset, length in ((0, seam), (seam, 200 - seam)):
+        if length:
+            x, weight = make_tensor(2, length, CHANNELS), make_tensor(3 * HEAD_DIM, CHANNELS)
+            check(
+                x, weight, None, sparsity, backend, assert_no_worse, offset=offset, norm_weight=norm_weight, rope=rope
+            )
+
+
+def test_weight_slices_and_strided_inputs(backend, make_tensor, make_sparsity, assert_no_worse):
+    """The query rows of a fused qkv weight, every second column block of a wider x."""
+    fused, bias = make_tensor(3 * 2 * HEAD_DIM, 2 * CHANNELS), make_tensor(3 * 2 * HEAD_DIM)
+    rows = slice(2 * HEAD_DIM, 4 * HEAD_DIM)
+    x = make_tensor(1, 130, 2 * CHANNELS)[..., CHANNELS:]
+    check(x, fused[rows, :CHANNELS], bias[rows], make_sparsity(1, 2, 130), backend, assert_no_worse)
+
+
+def test_whole_channel_tiles(backend, make_tensor, make_sparsity, assert_no_worse):
+    check(
+        make_tensor(1, 130, 64), make_tensor(2 * HEAD_DIM, 64), None, make_sparsity(1, 2, 130), backend, assert_no_worse
+    )
+
+
+def test_all_rows_reused_leave_the_output_alone(backend, make_tensor, make_sparsity):
+    plan = make_sparsity(1, 2, 130, rows=0.0).plan
+    held = make_tensor(1, 130, 2, HEAD_DIM)
+    x, weight = make_tensor(1, 130, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS)
+    assert torch.equal(gemm_q(x, weight, None, plan, out=held.clone(), backend=backend), held)
+
+
+def test_density_one_is_bit_identical_to_linear_on_a_cpu(make_tensor, make_sparsity):
+    plan = make_sparsity(1, 2, 130, rows=1.1).plan
+    if plan.mask64.is_cuda:
+        pytest.skip("a CPU property")
+    x, weight, bias = make_tensor(1, 130, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS), make_tensor(2 * HEAD_DIM)
+    q = gemm_q(x, weight, bias, plan, backend="reference")
+    assert torch.equal(q.flatten(2), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(130, 40)}, r"x must have shape \[B, S, C\], got \[130, 40\]"),
+        ({"weight": torch.zeros(32, 41)}, r"weight must have shape \[H \* D, 40\], got \[32, 41\]"),
+        ({"weight": torch.zeros(33, 40)}, "weight must have a multiple of the plan's 2 heads as rows, got 33"),
+        ({"weight": torch.zeros(32, 40).half()}, "weight must have x's dtype and device"),
+        ({"bias": torch.zeros(31)}, r"bias must have shape \[32\], got \[31\]"),
+        ({"norm_weight": torch.zeros(32)}, r"norm_weight must have shape \[16\], got \[32\]"),
+        ({"out": torch.zeros(1, 100, 2, 16)}, r"out must have shape \[1, 130, 2, 16\], got \[1, 100, 2, 16\]"),
+        ({"offset": 31}, "x must lie inside the plan's 130 tokens, got tokens 31 to 131"),
+        ({"offset": -1}, "x must lie inside the plan's 130 tokens, got tokens -1 to 99"),
+        ({"rope": (torch.zeros(100, 16), torch.zeros(130, 16))}, r"rope cos must have shape \[130, 16\]"),
+        ({"rope": (torch.zeros(130, 16), torch.zeros(130, 16).half())}, "rope sin must have dtype torch.float32"),
+    ],
+    ids=["x", "channels", "heads", "dtype", "bias", "norm", "out", "too-far", "negative", "rope-length", "rope-dtype"],
+)
+def test_bad_arguments(change, message, device, make_tensor, make_sparsity):
+    arguments = {
+        "x": make_tensor(1, 100, 40),
+        "weight": make_tensor(32, 40),
+        "bias": None,
+        "plan": make_sparsity(1, 2, 130).plan,
+    }
+
+    def place(value):
+        if isinstance(value, tuple):
+            return tuple(map(place, value))
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    with pytest.raises(ShapeError, match=message):
+        gemm_q(**(arguments | {name: place(value) for name, value in change.items()}))

@@ -1,0 +1,48 @@
+"""Masks survive packing, and the bit order is the one that the symbols document."""
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import pack_bits, unpack_bits
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (8,), (9,), (3, 64), (2, 5, 65), (4, 0, 9)], ids=str)
+def test_unpack_undoes_pack(shape, backend, device):
+    mask = torch.rand(shape).to(device) < 0.5
+    bits = pack_bits(mask, backend=backend)
+    assert bits.shape == (*shape[:-1], -(-shape[-1] // 8))
+    assert torch.equal(unpack_bits(bits, shape[-1], backend=backend), mask)
+
+
+def test_strided_masks_pack_like_their_copies(backend, device):
+    mask = (torch.rand(12, 5).to(device) < 0.5).T
+    assert torch.equal(pack_bits(mask, backend=backend), pack_bits(mask.contiguous(), backend="reference"))
+
+
+@pytest.mark.parametrize(("most_first", "least_first"), [(224, 7), (235, 215), (197, 163)], ids=str)
+def test_bit_order_against_the_worked_example(most_first, least_first, backend, device):
+    """FlashOmni, section 3.3, prints 224, 235 and 197 most significant bit first; ours is the other order."""
+    mask = torch.tensor([most_first >> (7 - i) & 1 for i in range(8)], dtype=torch.bool, device=device)
+    byte = pack_bits(mask, backend=backend).item()
+    assert byte == least_first
+    assert [byte >> i & 1 for i in range(8)] == mask.int().tolist()  # section 3.4's decode formula
+
+
+def test_bits_beyond_the_end_are_zero(backend, device):
+    assert pack_bits(torch.ones(11, dtype=torch.bool, device=device), backend=backend).tolist() == [255, 7]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack_bits(torch.ones(8)), "mask must have dtype torch.bool, got torch.float32"),
+        (lambda: pack_bits(torch.ones(2, 0, dtype=torch.bool)), r"mask must have shape \[..., n\] with n >= 1"),
+        (lambda: unpack_bits(torch.ones(1, dtype=torch.int8), 8), "bits must have dtype torch.uint8, got torch.int8"),
+        (lambda: unpack_bits(torch.ones(2, dtype=torch.uint8), 8), r"bits must have shape \[..., ceil\(n / 8\)\]"),
+    ],
+    ids=["mask-dtype", "mask-empty", "bits-dtype", "bits-length"],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ShapeError, match=message):
+        call()

@@ -1,0 +1,114 @@
+"""The pooled map equals its definition in float64, whatever padding and degenerate blocks hold."""
+
+import math
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import pooled_map
+
+CASES = {
+    "ragged": (2, 200, 3, 64),
+    "single-block": (1, 40, 5, 64),
+    "block-128": (1, 260, 2, 128),
+    "whole-blocks": (1, 192, 2, 64),
+}
+
+
+def naive_map(q, k, block, lengths):
+    """Loops over blocks and tokens, in float64, by the definitions."""
+    batch, tokens, heads, head_dim = q.shape
+    q, k = q.double(), k.double()
+    starts = range(0, tokens, block)
+
+    def similarity(x):
+        if not len(x):
+            return 0.0
+        norm = x.norm(dim=-1, keepdim=True)
+        unit = torch.where(norm > 0, x / norm, 0.0)
+        return (unit @ unit.T).mean().item()
+
+    probabilities = torch.zeros(batch, heads, len(starts), len(starts), dtype=torch.float64)
+    q_similarity, k_similarity = torch.zeros(2, batch, heads, len(starts), dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            q_blocks = [q[b, s : s + block, h] for s in starts]
+            k_blocks = [k[b, s : min(s + block, max(s, lengths[b])), h] for s in starts]
+            q_similarity[b, h] = torch.tensor([similarity(x) for x in q_blocks])
+            k_similarity[b, h] = torch.tensor([similarity(x) for x in k_blocks])
+            kept = [j for j, x in enumerate(k_blocks) if len(x)]
+            if kept:
+                k_mean = torch.stack([k_blocks[j].mean(0) for j in kept]) - k[b, : lengths[b], h].mean(0)
+                q_mean = torch.stack([x.mean(0) for x in q_blocks])
+                probabilities[b, h][:, kept] = (q_mean @ k_mean.T / math.sqrt(head_dim)).softmax(-1).cpu()
+    return probabilities, q_similarity, k_similarity
+
+
+def check(q, k, block, lengths, backend):
+    tokens = q.shape[1]
+    kv_len = None if min(lengths) == tokens else torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    pooled = pooled_map(q, k, block, kv_len=kv_len, backend=backend)
+    expected = naive_map(q, k, block, [min(n, tokens) for n in lengths])
+    for actual, exact in zip((pooled.probabilities, pooled.q_similarity, pooled.k_similarity), expected, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double().cpu(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_the_definition(case, implementation, make_tensor):
+    """Inputs are rounded to their dtype; everything after that is float32, so one bound serves all dtypes."""
+    backend, dtype = implementation
+    batch, tokens, heads, block = case
+    q, k = (make_tensor(batch, tokens, heads, 16, dtype=dtype) + 0.5 for _ in range(2))
+    check(q, k, block, [tokens] * batch, backend)
+
+
+@pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
+def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_tensor):
+    q, k = make_tensor(2, 200, 3, 16), make_tensor(2, 200, 3, 16)
+    check(q, k, 64, lengths, backend)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    clean = pooled_map(q, k, 64, kv_len=kv_len, backend=backend)
+    for b, length in enumerate(lengths):
+        k[b, length:] = math.nan
+    poisoned = pooled_map(q, k, 64, kv_len=kv_len, backend=backend)
+    assert torch.equal(poisoned.probabilities, clean.probabilities)
+    assert torch.equal(poisoned.k_similarity, clean.k_similarity)
+
+
+def test_similarity_of_known_blocks(backend, device):
+    """Equal directions give 1, opposite pairs 0, all-zero tokens 0; a zero token pulls the mean down."""
+    q = torch.zeros(1, 256, 1, 16, device=device)
+    q[0, :64, 0, 0] = torch.rand(64, device=device) + 0.5
+    q[0, 64:128, 0, 0] = torch.tensor([1.0, -1.0], device=device).repeat(32)
+    q[0, 192:224, 0, 3] = 2.0
+    pooled = pooled_map(q, q, 64, backend=backend)
+    expected = torch.tensor([[[1.0, 0.0, 0.0, 0.25]]], device=device)
+    torch.testing.assert_close(pooled.q_similarity, expected)
+    torch.testing.assert_close(pooled.k_similarity, expected)
+    assert not pooled.probabilities.isnan().any()
+
+
+def test_strided_views(backend, make_tensor):
+    q, k, _ = make_tensor(2, 130, 3, 3, 16).unbind(2)
+    check(q, k, 64, [130, 130], backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 130, 32)}, r"q must have shape \[B, S, H, D\], got \[1, 130, 32\]"),
+        ({"q": torch.zeros(1, 130, 2, 16).double()}, "q must have dtype .*, got torch.float64"),
+        ({"k": torch.zeros(1, 130, 1, 16)}, r"k must have shape \[1, 130, 2, 16\], got \[1, 130, 1, 16\]"),
+        ({"k": torch.zeros(1, 130, 16, 2).transpose(2, 3)}, "k must have stride 1 along its last axis"),
+        ({"block": 32}, r"block must be one of \(64, 128\), got 32"),
+        ({"kv_len": torch.zeros(1, dtype=torch.int64)}, "kv_len must have dtype torch.int32, got torch.int64"),
+    ],
+    ids=["q-axes", "q-dtype", "k-heads", "k-stride", "block", "kv_len-dtype"],
+)
+def test_bad_arguments(change, message, device, make_tensor):
+    arguments = {"q": make_tensor(1, 130, 2, 16), "k": make_tensor(1, 130, 2, 16), "block": 64}
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    with pytest.raises(ShapeError, match=message):
+        pooled_map(**(arguments | change))

@@ -1,0 +1,114 @@
+"""FlashOmni's rows: equation 1 block by block, and what never depends on the threshold."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dit_accel.layout import TokenLayout
+from dit_accel.policies.flashomni import ramped, row_mask
+
+BLOCK = 64
+TEXT_FIRST = TokenLayout(100, 700, BLOCK)  # 13 blocks, of which 2 are text
+LAYOUTS = {
+    "text-first": TEXT_FIRST,
+    "text-last": TokenLayout(100, 700, BLOCK, text_first=False),
+    "one-vision-block": TokenLayout(128, 64, BLOCK),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def pooled(layout: TokenLayout, *, batch: int = 2, heads: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, heads, layout.blocks, layout.blocks, generator=generator).mul(2).softmax(-1)
+
+
+def reused_by_equation_1(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> tuple[set[int], set[int]]:
+    """Blocks that contribution to text, and that guidance from text, would reuse in one head's float64 ``[T, T]``."""
+    indices = range(layout.blocks)
+    text, vision = indices[layout.text_blocks], indices[layout.vision_blocks]
+    contribution = {i: sum(float(probabilities[j, i]) for j in text) for i in vision}
+    guidance = dict.fromkeys(vision, 0.0)
+    for j in text:
+        column = torch.stack([probabilities[i, j] for i in vision]).exp()
+        for i, share in zip(vision, column / column.sum(), strict=True):
+            guidance[i] += float(share)
+
+    def lowest(scores: dict[int, float]) -> set[int]:
+        chosen, running = set(), 0.0
+        for i in sorted(scores, key=scores.get):
+            running += scores[i]
+            if running <= tau * sum(scores.values()):
+                chosen.add(i)
+        return chosen
+
+    return lowest(contribution), lowest(guidance)
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.35, 0.5, 0.8])
+@every_layout
+def test_block_is_reused_iff_both_scores_agree(layout, tau):
+    """A vision block is reused iff its running sums of contribution *and* of guidance stay within tau, in each head."""
+    probabilities = pooled(layout)
+    rows = row_mask(probabilities, layout, tau)
+    assert rows.dtype == torch.bool
+    assert rows.shape == probabilities.shape[:-1]
+    for b in range(2):
+        for h in range(3):
+            contribution, guidance = reused_by_equation_1(probabilities[b, h].double(), layout, tau)
+            assert set((~rows[b, h]).nonzero().flatten().tolist()) == contribution & guidance
+
+
+def test_one_score_is_not_enough():
+    """The pair of criteria matters: on this map each would reuse blocks that the other keeps."""
+    probabilities = pooled(TEXT_FIRST)[0, 0].double()
+    contribution, guidance = reused_by_equation_1(probabilities, TEXT_FIRST, 0.5)
+    assert contribution - guidance
+    assert guidance - contribution
+    assert contribution & guidance
+
+
+@every_layout
+def test_threshold_0_computes_everything(layout):
+    """Scores are positive, so no running sum stays within nothing."""
+    assert row_mask(pooled(layout), layout, 0.0).all()
+
+
+@every_layout
+def test_threshold_1_reuses_all_of_vision(layout):
+    """The whole score is within itself, whatever the rounding; text still computes."""
+    rows = row_mask(pooled(layout, heads=16), layout, 1.0)
+    assert not rows[..., layout.vision_blocks].any()
+    assert rows[..., layout.text_blocks].all()
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
+def test_without_text_or_without_vision_blocks_all_compute(tau):
+    """There is nothing to score against, or nothing to reuse."""
+    for layout in (TokenLayout(0, 300, BLOCK), TokenLayout(100, 20, BLOCK)):
+        assert row_mask(pooled(layout), layout, tau).all()
+
+
+def test_heads_and_samples_are_independent():
+    """The rows of a head are those that it would have alone."""
+    probabilities = pooled(TEXT_FIRST)
+    together = row_mask(probabilities, TEXT_FIRST, 0.5)
+    for b in range(2):
+        for h in range(3):
+            alone = row_mask(probabilities[b : b + 1, h : h + 1], TEXT_FIRST, 0.5)
+            assert torch.equal(alone[0, 0], together[b, h])
+    assert not torch.equal(together[0, 0], together[0, 1])
+
+
+def test_larger_threshold_reuses_no_less():
+    """What a threshold reuses, every larger one reuses too."""
+    probabilities = pooled(TEXT_FIRST)
+    reused = [~row_mask(probabilities, TEXT_FIRST, tau / 10) for tau in range(11)]
+    assert all((small <= large).all() for small, large in pairwise(reused))
+    assert reused[3].sum() < reused[6].sum()
+
+
+@pytest.mark.parametrize("progress, expected", [(0.0, 0.0), (0.5, 0.1), (1.0, 0.4)])
+def test_ramp_grows_from_nothing_to_the_threshold(progress, expected):
+    """``tau · progress ** power``: 0.4 with power 2."""
+    assert ramped(0.4, progress, 2.0) == pytest.approx(expected)

@@ -1,0 +1,176 @@
+"""Who imports what: arrows point one way, heavy packages stay where they belong, and importing has no side effects."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import dit_accel
+
+PACKAGE = Path(dit_accel.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+
+# Top-level modules and packages of dit_accel; each imports only what stands in an earlier line, or itself.
+LAYERS = [
+    {"errors"},
+    {"presets", "layout"},
+    {"symbols", "schedule", "forecast", "report"},
+    {"kernels"},
+    {"policies"},
+    {"state", "timing"},
+    {"controller"},
+    {"adapters"},
+    {"patcher"},
+    {"metrics", "visualize", "demo", "testing"},
+    {"bench", "tune"},
+    {"cli"},
+]
+RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+MAY_IMPORT_DIFFUSERS = {"adapters", "patcher", "cli", "testing", "bench", "tune"}
+# Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
+KERNELS_MAY_IMPORT = {"errors", "layout", "symbols", "kernels"}
+
+
+class Import(NamedTuple):
+    """One imported module, and whether that happens when the file is imported."""
+
+    module: str
+    at_import: bool
+
+
+def unit_of(path: Path) -> str:
+    """The top-level module or package that a file belongs to; empty for the package's own ``__init__``."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import of a file, at any depth; ``from package import name`` counts as ``package.name``."""
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                yield from (Import(f"{child.module}.{alias.name}", at_import) for alias in child.names)
+            else:
+                yield from walk(child, at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+
+
+def imported_units(path: Path) -> set[str]:
+    """Top-level modules of dit_accel that a file imports; a public name counts as the module it lives in."""
+    units = set()
+    for module, _ in imports(path):
+        package, *rest = module.split(".")
+        if package == "dit_accel" and rest != ["__version__"]:
+            first = rest[0] if rest else "patcher"  # `import dit_accel` offers all public names
+            units.add(dit_accel._HOMES.get(first, first))
+    return units
+
+
+def packages(path: Path, *, at_import: bool = False) -> set[str]:
+    """Top-level packages that a file imports anywhere, or when it is imported."""
+    return {module.split(".")[0] for module, early in imports(path) if early or not at_import}
+
+
+@every_file
+def test_arrows_point_one_way(path):
+    """A module imports only what stands before it, or its own package."""
+    unit, imported = unit_of(path), imported_units(path)
+    if unit == "":
+        assert imported == set(), "the package's own __init__ imports nothing until a name is used"
+        return
+    assert imported | {unit} <= RANK.keys(), "add the new module to LAYERS"
+    assert {other for other in imported - {unit} if RANK[other] >= RANK[unit]} == set()
+    if unit == "kernels":
+        assert imported <= KERNELS_MAY_IMPORT
+
+
+@every_file
+def test_heavy_packages_stay_where_they_belong(path):
+    """Only what drives diffusers imports it; Triton is imported by its own kernels, elsewhere inside functions only."""
+    if unit_of(path) not in MAY_IMPORT_DIFFUSERS:
+        assert packages(path).isdisjoint({"diffusers", "transformers"})
+    if "_triton" not in path.parts:
+        assert "triton" not in packages(path, at_import=True)
+
+
+def test_public_names_exist():
+    """Every name that the package offers can be had, and others are refused with the list."""
+    assert {name for name in dit_accel.__all__ if not hasattr(dit_accel, name)} == set()
+    assert set(dir(dit_accel)) == set(dit_accel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'acelerate'; it offers accelerate_pipeline"):
+        dit_accel.acelerate  # noqa: B018
+
+
+IMPORT_IN_STAGES = """
+import importlib, json, sys, time
+
+def stage(*modules):
+    started = time.perf_counter()
+    for module in modules:
+        importlib.import_module(module)
+    seconds = time.perf_counter() - started
+    heavy = {"torch", "diffusers", "transformers", "triton", "pydantic", "matplotlib"}
+    return {"seconds": seconds, "heavy": sorted(heavy & sys.modules.keys())}
+
+report = {"package": stage("dit_accel"), "kernels": stage("dit_accel.kernels"), "all": stage(*sys.argv[1:])}
+import torch
+report["cuda"] = torch.cuda.is_initialized()
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """A fresh interpreter in an empty home that imports the package, then its kernels, then every module of it."""
+    home = tmp_path_factory.mktemp("home")
+    modules = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in FILES
+        if path.name != "__main__.py"
+    ]
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "PYTHONPATH": str(PACKAGE.parent),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "HF_HOME", "TRITON_CACHE_DIR"):
+        environment.pop(variable, None)
+    command = [sys.executable, "-c", IMPORT_IN_STAGES, *modules]
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    report["files"] = sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+    return report
+
+
+def test_importing_the_package_is_quick(stages):
+    """``import dit_accel`` brings no heavy package with it."""
+    assert stages["package"]["heavy"] == []
+    assert stages["package"]["seconds"] < 0.5
+
+
+def test_importing_kernels_compiles_nothing(stages):
+    """``import dit_accel.kernels`` needs torch, and neither Triton nor diffusers."""
+    assert "torch" in stages["kernels"]["heavy"]
+    assert {"triton", "diffusers", "transformers"}.isdisjoint(stages["kernels"]["heavy"])
+
+
+def test_importing_everything_leaves_no_trace(stages):
+    """Importing every module starts no GPU and writes no files."""
+    assert "diffusers" in stages["all"]["heavy"]
+    assert stages["cuda"] is False
+    assert stages["files"] == []

@@ -1,0 +1,68 @@
+"""The wheel holds what the checkout runs on: code, presets and demo models."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this checkout, built without downloading anything."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    built = subprocess.run([*command, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("dit_accel-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def _files(folder: str) -> set[str]:
+    """Files below ``folder`` of the checkout, as paths from it."""
+    paths = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
+
+
+def test_wheel_holds_every_preset(wheel):
+    """configs/ of the checkout is dit_accel/configs/ of the wheel, byte for byte."""
+    presets = _files("configs")
+    assert "flux-balanced.yaml" in presets
+    for name in presets:
+        assert wheel.read(f"dit_accel/configs/{name}") == (ROOT / "configs" / name).read_bytes()
+
+
+def test_wheel_holds_the_package_and_its_demo_models(wheel):
+    """Every file of the package ships, weights of the demo model included, and nothing beside package and presets."""
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = {f"dit_accel/{name}" for name in _files("dit_accel")}
+    assert names == package | {f"dit_accel/configs/{name}" for name in _files("configs")}
+    assert "dit_accel/assets/demo-flux/model_index.json" in names
+    assert any(name.startswith("dit_accel/assets/demo-flux/") and name.endswith(".safetensors") for name in names)
+
+
+def test_wheel_installs_the_command(wheel):
+    """The `dit-accel` script, the licence and the version of the package are in the metadata."""
+    import dit_accel
+
+    (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    assert info == f"dit_accel-{dit_accel.__version__}.dist-info"
+    assert "dit-accel = dit_accel.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+
+
+def test_every_requirement_is_pinned_for_the_scripts():
+    """scripts/test and scripts/demo install exact versions: each requirement of pyproject.toml has its pin."""
+    import re
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    required = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    required += project["build-system"]["requires"]
+    pins = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in required}
+    assert names <= {pin.lower() for pin in pins}

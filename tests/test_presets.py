@@ -1,0 +1,330 @@
+"""Presets: what ships is valid and commented, mistakes are named, and overrides and bases merge as written."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from dit_accel.errors import PresetError
+from dit_accel.presets import Preset, load_preset, preset_names, preset_path, preset_schema
+
+every_preset = pytest.mark.parametrize("name", preset_names())
+
+# What the papers print, by preset and dotted key.
+FLASHOMNI = {
+    "schedule.control": "fixed",
+    "schedule.interval": 5,
+    "forecast.scope": "head",
+    "forecast.method": "taylor",
+    "forecast.order": 1,
+    "reuse.tau_q": 0.50,
+    "reuse.ramp": 2.0,
+    "reuse.degrade_below": 0.0,
+    "skip.policy": "sparge",
+    "skip.tau_kv": 0.15,
+    "blocks.size": 128,
+}
+TAYLORSEER = {
+    "schedule.control": "fixed",
+    "schedule.interval": 5,
+    "forecast.scope": "layer",
+    "forecast.method": "taylor",
+    "forecast.order": 1,
+}
+PAPERS = {
+    "flux-flashomni": FLASHOMNI,
+    "flux-flashomni-quality": {**FLASHOMNI, "reuse.tau_q": 0.05, "schedule.interval": 4},
+    "flux-flashomni-turbo": {**FLASHOMNI, "reuse.degrade_below": 0.30},
+    "kontext-flashomni": {**FLASHOMNI, "reuse.degrade_below": 0.20},
+    "flux-taylorseer": TAYLORSEER,
+    "flux-fora": {**TAYLORSEER, "forecast.method": "reuse", "forecast.order": 0},
+}
+
+
+def value_at(preset: Preset, key: str) -> object:
+    for part in key.split("."):
+        preset = getattr(preset, part)
+    return preset
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a YAML file into the test's folder and returns its path."""
+
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@every_preset
+def test_shipped_preset_loads_with_a_description(name):
+    """Every shipped preset is valid, knows its name, and has one line for the listing."""
+    preset = load_preset(name)
+    assert preset.name == name
+    assert preset.description
+    assert "\n" not in preset.description
+
+
+@every_preset
+def test_shipped_preset_explains_itself(name):
+    """A file begins with a comment, and every key inside a section carries one."""
+    lines = preset_path(name).read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    bare = [line for line in lines if line.startswith(" ") and "#" not in line]
+    assert bare == []
+
+
+@every_preset
+def test_shipped_preset_fits_the_schema(name):
+    """The JSON schema that editors check against accepts every shipped file as it is written."""
+    schema = preset_schema()
+
+    def check(values: dict, section: dict) -> None:
+        assert section["additionalProperties"] is False
+        assert values.keys() <= section["properties"].keys()
+        for key, value in values.items():
+            rule = section["properties"][key]
+            if "$ref" in rule:
+                check(value, schema["$defs"][rule["$ref"].rsplit("/", 1)[-1]])
+            else:
+                assert value in rule.get("enum", [rule.get("const", value)])
+
+    raw = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
+    check(raw, schema)
+    assert schema["required"] == []  # a preset with a base may leave out anything
+
+
+@pytest.mark.parametrize("name, expected", PAPERS.items(), ids=PAPERS)
+def test_paper_presets_hold_the_papers_numbers(name, expected):
+    """The presets named after papers hold the numbers of the tables that they cite."""
+    preset = load_preset(name)
+    assert {key: value_at(preset, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("family", ["any", "flux"])
+def test_qualities_of_a_family_are_ordered(family):
+    """quality, balanced and turbo are one closed loop that differs in its target error only."""
+    quality, balanced, turbo = (load_preset(f"{family}-{level}") for level in ("quality", "balanced", "turbo"))
+    assert quality.schedule.target_error < balanced.schedule.target_error < turbo.schedule.target_error
+    same = {"schedule.target_error": 0.05, "description": ""}
+    methods = [load_preset(preset, **same).model_dump() for preset in (quality, balanced, turbo)]
+    assert methods[0] == methods[1] == methods[2]
+
+
+def test_preset_is_frozen():
+    """A preset can't be changed in place, nor can its sections."""
+    preset = load_preset("exact")
+    with pytest.raises(ValidationError):
+        preset.model = "flux"
+    with pytest.raises(ValidationError):
+        preset.schedule.interval = 2
+
+
+@pytest.mark.parametrize(
+    "key, suggestion, sibling",
+    [
+        ("schedul.interval", "schedule", "forecast"),
+        ("schedule.intervall", "interval", "final_full"),
+        ("forecast.ordre", "order", "method"),
+        ("reuse.tau", "tau_q", "degrade_below"),
+    ],
+)
+def test_unknown_key_is_an_error_that_helps(key, suggestion, sibling):
+    """An unknown key is refused with the nearest valid one and the list of all."""
+    with pytest.raises(PresetError, match=rf"unknown key .*did you mean '{suggestion}'.*valid keys here: .*{sibling}"):
+        load_preset("flux-flashomni", **{key: 1})
+
+
+@pytest.mark.parametrize("given", ["override", "file"])
+def test_name_is_not_a_key(given, write):
+    """A preset is named after its file; a `name` that would be ignored is refused."""
+    with pytest.raises(PresetError, match="unknown key 'name'"):
+        if given == "override":
+            load_preset("exact", name="other")
+        else:
+            load_preset(write("base: exact\nname: other\n"))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("reuse.tau_q", 1.5),
+        ("reuse.tau_q", -0.1),
+        ("reuse.ramp", 0.0),
+        ("reuse.degrade_below", 2.0),
+        ("skip.tau_kv", 1.01),
+        ("schedule.warmup", -1),
+        ("schedule.interval", 0),
+        ("schedule.interval", 2.5),
+        ("schedule.final_full", -1),
+        ("schedule.max_interval", 0),
+        ("forecast.order", 5),
+        ("forecast.scope", "block"),
+        ("blocks.size", 96),
+        ("kernels.attention", "cuda"),
+        ("reuse.tau_q", float("nan")),
+    ],
+)
+def test_value_out_of_range_is_named(key, value):
+    """The error of a bad value names its dotted key and shows what came."""
+    with pytest.raises(PresetError) as caught:
+        load_preset("flux-flashomni", **{key: value})
+    assert f"{key}: " in str(caught.value)
+    assert f"got {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, 1.0, -0.5])
+def test_target_error_lies_between_0_and_1(value):
+    """The closed loop's target error excludes 0 and 1."""
+    with pytest.raises(PresetError, match=rf"schedule\.target_error: .*got {value}"):
+        load_preset("any-balanced", **{"schedule.target_error": value})
+
+
+def test_every_mistake_is_reported_at_once():
+    """One error lists all bad keys of a preset."""
+    with pytest.raises(PresetError, match=r"reuse\.tau_q: .*forecast\.ordr|forecast\.ordr.*reuse\.tau_q: "):
+        load_preset("flux-flashomni", **{"reuse.tau_q": 2, "forecast.ordr": 1})
+
+
+def test_dotted_and_section_overrides_merge():
+    """Overrides change the keys they name and leave the others as the preset has them."""
+    preset = load_preset("flux-flashomni", schedule={"warmup": 2}, **{"schedule.interval": 3, "reuse.tau_q": 0.25})
+    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.final_full) == (2, 3, 1)
+    assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 2.0)
+
+
+def test_overrides_leave_their_arguments_alone():
+    """Neither the preset nor the dictionaries that a caller passes in are changed."""
+    preset, section = load_preset("exact"), {"order": 0}
+    changed = load_preset(preset, **{"forecast": section, "forecast.order": 2})
+    assert changed.forecast.order == 2
+    assert section == {"order": 0}
+    assert preset == load_preset("exact")
+
+
+def test_loading_a_preset_object_keeps_it():
+    """A preset loaded from an object equals it, and unset keys count as unset again."""
+    preset = load_preset("any-balanced")
+    assert load_preset(preset) == preset
+    assert load_preset(preset).model_fields_set == preset.model_fields_set
+
+
+@pytest.mark.parametrize(
+    "overrides, control",
+    [
+        ({"schedule.control": "fixed", "schedule.interval": 5}, "fixed"),
+        ({"schedule.interval": 5, "schedule.control": "fixed"}, "fixed"),
+        ({"schedule": {"control": "fixed", "interval": 5}}, "fixed"),
+    ],
+    ids=["control-first", "interval-first", "section"],
+)
+def test_override_switches_to_the_fixed_control(overrides, control):
+    """Choosing the other control drops the base's key of the first, whatever the order of the overrides."""
+    schedule = load_preset("any-balanced", **overrides).schedule
+    assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
+
+
+def test_override_switches_to_the_error_control():
+    """The same the other way round."""
+    schedule = load_preset("flux-taylorseer", **{"schedule.control": "error", "schedule.target_error": 0.1}).schedule
+    assert (schedule.interval, schedule.target_error) == (None, 0.1)
+
+
+@pytest.mark.parametrize("first", ["control", "target_error"])
+def test_foreign_key_is_refused_in_any_order(first):
+    """A key of the other control that the caller asks for is an error, never dropped in silence."""
+    asked = {"schedule.control": "fixed", "schedule.target_error": 0.1}
+    order = sorted(asked, key=lambda key: not key.endswith(first))
+    with pytest.raises(PresetError, match="target_error belongs to control 'error'"):
+        load_preset("any-balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
+
+
+@pytest.mark.parametrize(
+    "overrides, complaint",
+    [
+        ({"schedule.control": "fixed"}, "schedule: control 'fixed' needs interval"),
+        ({"schedule.interval": 5}, "schedule: interval belongs to control 'fixed'"),
+        ({"forecast.scope": "layer"}, "scope 'layer' needs a model family"),
+        ({"forecast.scope": "head"}, "scope 'head' needs a model family"),
+        ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
+        ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at scope 'stack'"),
+        ({"model": "flux", "forecast.scope": "layer", "skip.policy": "sparge"}, "section 'skip' .* scope 'layer'"),
+        ({"schedule.control": ["error"]}, "schedule.control: "),
+        ({"schedule": None}, "schedule: "),
+    ],
+)
+def test_inconsistent_combination_is_refused(overrides, complaint):
+    """Keys that contradict each other, or would have no effect, are errors that say so."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset("any-balanced", **overrides)
+
+
+def test_base_chain_merges_nearest_last(write):
+    """A preset takes its base's values, its base's base's, and its own before both."""
+    write("base: any-balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
+    preset = load_preset(write("base: middle.yaml\nschedule: {warmup: 8}\n"))
+    assert preset.name == "mine"
+    assert (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
+    assert preset.forecast == load_preset("any-balanced").forecast
+
+
+def test_base_may_be_of_the_other_control(write):
+    """A file that chooses the other control drops its base's key of the first."""
+    preset = load_preset(write("base: any-balanced\nschedule: {control: fixed, interval: 4}\n"))
+    assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
+
+
+def test_base_cycle_is_named(write):
+    """Presets that start from each other are refused, with the way round."""
+    write("base: mine.yaml\n", "other.yaml")
+    with pytest.raises(PresetError, match=r"mine\.yaml -> other\.yaml -> mine\.yaml"):
+        load_preset(write("base: other.yaml\n"))
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("base: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
+        ("base: any-balnced\n", "did you mean 'any-balanced'.*available: any-balanced"),
+        ("base: 5\n", "unknown preset '5'"),
+        ("schedule: {control: fixed\n", "not valid YAML"),
+        ("- schedule\n", "must hold a mapping of sections, got list"),
+        ("", "must hold a mapping of sections, got NoneType"),
+        ("description: nothing else\n", "schedule is required"),
+        ("5: 6\n", "5"),
+    ],
+    ids=["base-file", "base-name", "base-number", "broken", "list", "empty", "no-schedule", "numeric-key"],
+)
+def test_unusable_file_is_refused(write, text, complaint):
+    """A file that can't be read as a preset says what is wrong with it."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset(write(text))
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path):
+    """Bytes that are no UTF-8 are a PresetError that names the file."""
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"description: caf\xe9\n")
+    with pytest.raises(PresetError, match=r"latin\.yaml is not valid YAML"):
+        load_preset(path)
+
+
+@pytest.mark.parametrize(
+    "preset, complaint",
+    [
+        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'flux-balanced'.*available: .*exact"),
+        ("missing.yaml", r"missing\.yaml does not exist"),
+        (Path("missing"), "missing does not exist"),
+        (Path(), "can't be read"),
+        (5, "must be a name, a path or a Preset, got int"),
+    ],
+    ids=["name", "yaml", "path", "folder", "number"],
+)
+def test_unknown_preset_is_an_error(preset, complaint):
+    """What is no preset is refused with what would be one."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset(preset)

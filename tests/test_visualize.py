@@ -1,0 +1,139 @@
+"""Figures: the numbers behind them, their geometry, and that every kind of run can be drawn."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel.errors import ShapeError
+from dit_accel.layout import TokenLayout
+from dit_accel.report import RunReport, StepRecord
+from dit_accel.symbols import SparseSymbols
+from dit_accel.visualize import (
+    FrontierPoint,
+    amplification,
+    comparison_strip,
+    density_figure,
+    frontier_plot,
+    heads_computed,
+    symbol_map,
+    timeline_figure,
+    token_grid,
+)
+
+
+def _picture(width: int = 320, height: int = 320, level: int = 100) -> Image.Image:
+    return Image.fromarray(np.full((height, width, 3), level, np.uint8))
+
+
+def _symbols(computed: np.ndarray, block: int = 64) -> SparseSymbols:
+    """Symbols from a bool mask ``[B, Tq, H]``."""
+    bits = torch.from_numpy(np.packbits(computed, axis=-1, bitorder="little"))
+    return SparseSymbols(bits, None, computed.shape[2], computed.shape[1] * block, block)
+
+
+def _report(steps: int, layers: int, errors: list[float | None]) -> RunReport:
+    modes = ["full" if index < 2 else "update" if index % 4 == 0 else "dispatch" for index in range(steps)]
+    records = [StepRecord(i, 1000.0 - i, modes[i], errors[i % len(errors)], 0.1) for i in range(steps)]
+    density = [[float(mode != "dispatch") for mode in modes] for _ in range(layers)]
+    return RunReport("flux-balanced", "flux", [f"blocks.{i}" for i in range(layers)], records, density, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("difference", "factor"), [(0, 128), (1, 128), (2, 64), (3, 64), (4, 32), (100, 2), (150, 1)], ids=str
+)
+def test_amplification_is_the_largest_that_does_not_saturate(difference, factor):
+    """A uniform difference d is amplified by the largest allowed power of two with factor · d ≤ 255."""
+    assert amplification(_picture(level=50), _picture(level=50 + difference)) == factor
+
+
+def test_strip_holds_both_pictures_and_the_amplified_difference():
+    """The panels are the pictures' own pixels and |a − b| times the factor, with room for captions above."""
+    plain, fast = _picture(), _picture(level=106)
+    strip = np.asarray(comparison_strip(plain, fast, factor=8))
+    assert strip.shape[1] == 3 * 320 + 2 * 8 and strip.shape[0] > 320
+    panels = [strip[-320:, left : left + 320] for left in (0, 328, 656)]
+    assert [int(panel.min()) for panel in panels] == [int(panel.max()) for panel in panels] == [100, 106, 48]
+    caption = strip[:-320]
+    assert all((caption[:, left : left + 320] < 128).any() for left in (0, 328, 656))
+
+
+def test_strip_enlarges_small_pictures_by_whole_pixels():
+    """A 32-pixel picture becomes 320 pixels wide with every pixel a square of ten."""
+    plain = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8))
+    strip = np.asarray(comparison_strip(plain, plain))
+    np.testing.assert_array_equal(strip[-320::10, :320:10], np.asarray(plain))
+
+
+def test_strip_refuses_different_sizes():
+    """Both sizes are named."""
+    with pytest.raises(ShapeError, match=r"\(320, 320\) and \(320, 160\)"):
+        comparison_strip(_picture(), _picture(height=160))
+
+
+def test_heads_computed_is_the_mean_over_heads_and_batch():
+    """Padding bits of the last byte don't count, and heads are read least significant bit first."""
+    mask = np.zeros((2, 3, 12), bool)
+    mask[:, 0] = True
+    mask[0, 1, 0] = mask[1, 1, 11] = mask[1, 1, 10] = True
+    np.testing.assert_allclose(heads_computed(_symbols(mask)), [1.0, 3 / 24, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("vision", "width", "height", "grid"),
+    [(1024, 512, 512, (32, 32)), (96, 128, 192, (12, 8)), (4096 + 2048, 1536, 1024, (64, 96))],
+    ids=["square", "portrait", "landscape"],
+)
+def test_token_grid_has_the_pictures_shape(vision, width, height, grid):
+    """Rows × columns equals the vision tokens, in the picture's proportions."""
+    assert token_grid(TokenLayout(64, vision), width, height) == grid
+
+
+@pytest.mark.parametrize("vision", [1000, 2048], ids=["no-grid", "reference-tokens"])
+def test_token_grid_refuses_tokens_that_do_not_fill_the_picture(vision):
+    """Reference tokens and videos have no single grid."""
+    with pytest.raises(ShapeError, match=f"{vision} vision tokens don't fill"):
+        token_grid(TokenLayout(64, vision), 512, 512)
+
+
+@pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
+def test_symbol_map_paints_the_blocks_where_their_tokens_are(tmp_path, text_first):
+    """With the picture's upper half reused and its lower half computed, the map is dark above and bright below."""
+    layout = TokenLayout(64, 256, 64, text_first)  # 1 text block, 4 vision blocks of 4 token rows each
+    vision = np.array([False, False, True, True])
+    rows = np.concatenate([[True], vision] if text_first else [vision, [True]])
+    path = tmp_path / "map.png"
+    symbol_map(_picture(), layout, _symbols(np.repeat(rows[None, :, None], 12, axis=2)), path, title="blocks.0")
+    drawn = np.asarray(Image.open(path).convert("L")).astype(float)
+    height, width = drawn.shape
+    column = drawn[:, int(width * 0.7)]
+    above, below = column[int(height * 0.25)], column[int(height * 0.75)]
+    assert below > above + 60
+
+
+@pytest.mark.parametrize("layers", [1, 4, 57])
+@pytest.mark.parametrize("errors", [[None], [0.0], [None, 0.1, 0.02]], ids=["unjudged", "exact", "judged"])
+def test_every_run_can_be_drawn(tmp_path, layers, errors):
+    """Runs with no judged step, with no error at all, with one layer or many all give pictures with content."""
+    report = _report(12, layers, errors)
+    for draw, name in ((timeline_figure, "timeline.png"), (density_figure, "density.png")):
+        draw(report, tmp_path / name)
+        assert np.asarray(Image.open(tmp_path / name)).std() > 5
+
+
+def test_frontier_takes_points_and_plain_tuples(tmp_path):
+    """One line a method, whatever kind of tuple a point is; no points is an error."""
+    points = [FrontierPoint("closed loop", 0.23, 43.2), ("closed loop", 0.36, 55.2), ("fewer steps", 0.26, 31.2)]
+    frontier_plot(points, tmp_path / "frontier.png")
+    assert np.asarray(Image.open(tmp_path / "frontier.png")).std() > 5
+    with pytest.raises(ShapeError, match="at least one point"):
+        frontier_plot([], tmp_path / "none.png")
+
+
+def test_import_loads_no_matplotlib():
+    """Matplotlib is imported by the functions that draw with it."""
+    code = "import sys, dit_accel.visualize; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
