@@ -46,6 +46,7 @@ class Controller:
         """Forgets all caches and the last run; the next call starts a new one."""
         self._tick: Tick | None = None
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
+        self._anonymous_calls: dict[str, int] = {}
         self._forget()
         self.last_symbols: dict[str, SparseSymbols] = {}
         self.last_layout: TokenLayout | None = None
@@ -110,7 +111,8 @@ class Controller:
         history = call.branch.outputs
         if self.preset.schedule.control == "error" and len(history):
             forecast = self.forecast(history, call.coordinate)
-            error = max(_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True))
+            errors = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
+            error = float(torch.stack(errors).max())  # unlike max(), it lets what is no number through
             previous = history.coordinates[0]
             self._controls[call.transformer].observe(call.tick.step, call.coordinates, previous, history.order, error)
             self._step_record.error = max(error, self._step_record.error or 0.0)
@@ -138,7 +140,6 @@ class Controller:
         self._branches: dict[tuple[str, str], BranchState] = {}
         self._controls: dict[str, FixedControl | ErrorControl] = {}
         self._decisions: dict[str, StepMode] = {}
-        self._anonymous_calls: dict[str, int] = {}
 
     def _open(self, transformer: str, context: str | None, timestep: torch.Tensor | float, shapes: tuple) -> Call:
         tick = self._clock.read(timestep)
@@ -222,7 +223,7 @@ class Controller:
         return sum(storages.values())
 
 
-def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> float:
+def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
     """``‖F − F̂‖ / ‖F‖`` of the worst sample; the host reads one number."""
     value, forecast = value.float().flatten(1), forecast.float().flatten(1)
-    return float(((value - forecast).norm(dim=1) / value.norm(dim=1)).max())
+    return ((value - forecast).norm(dim=1) / value.norm(dim=1)).max()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from dit_accel.errors import ShapeError
 
 BLOCK_SIZES = (64, 128)
@@ -68,9 +66,3 @@ class TokenLayout:
         """The blocks that hold vision tokens only."""
         text = self.text_blocks
         return slice(text.stop, self.blocks) if self.text_first else slice(0, text.start)
-
-    def block_sizes(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Valid tokens of each block: int64 ``[blocks]``, ``block`` everywhere but perhaps in the last."""
-        sizes = torch.full((self.blocks,), self.block, dtype=torch.int64, device=device)
-        sizes[-1] = self.tokens - (self.blocks - 1) * self.block
-        return sizes

@@ -16,9 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dit_accel.errors import PresetError
 
+# The two controls exclude each other's keys.
+_FOREIGN_KEYS = {"fixed": ("target_error", "max_interval"), "error": ("interval",)}
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Schedule(_Section):
@@ -44,10 +47,10 @@ class Schedule(_Section):
             raise ValueError("control 'error' needs target_error, e.g. 0.05")
         if self.control == "fixed" and self.interval is None:
             raise ValueError("control 'fixed' needs interval, e.g. 5")
-        if self.control == "error" and self.interval is not None:
-            raise ValueError("interval belongs to control 'fixed'; control 'error' takes target_error and max_interval")
-        if self.control == "fixed" and self.target_error is not None:
-            raise ValueError("target_error belongs to control 'error'; control 'fixed' takes interval")
+        for key in _FOREIGN_KEYS[self.control]:
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                other = "error" if self.control == "fixed" else "fixed"
+                raise ValueError(f"{key} belongs to control '{other}', and control is '{self.control}': remove it")
         return self
 
 
@@ -132,7 +135,8 @@ class Preset(_Section):
                 f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
             )
         if self.forecast.scope != "head":
-            touched = [name for name in ("reuse", "skip") if getattr(self, name).model_fields_set]
+            sections = ("reuse", "skip", "blocks", "kernels")
+            touched = [name for name in sections if getattr(self, name).model_fields_set]
             if touched:
                 raise ValueError(
                     f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
@@ -179,7 +183,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         PresetError: unknown preset, key or value; the message lists what is valid.
     """
     if isinstance(preset, Preset):
-        name, values = preset.name, preset.model_dump(exclude_unset=True)
+        name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
     elif isinstance(preset, (str, Path)):
         path = Path(preset)
         is_file = isinstance(preset, Path) or path.suffix in (".yaml", ".yml")
@@ -187,8 +191,12 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
+    changes: dict[str, Any] = {}
     for key, value in overrides.items():
-        _merge(values, _nested(key.split("."), value))
+        _merge(changes, _nested(key.split("."), value))
+    _apply(values, changes)
+    if "name" in values:
+        raise PresetError(f"preset {name!r} is not valid: unknown key 'name'; a preset is called after its file")
     return _validated({**values, "name": name}, source=name)
 
 
@@ -223,8 +231,19 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     beside = path.parent / str(base)
     base_path = beside if beside.suffix in (".yaml", ".yml") else preset_path(str(base))
     merged = _read(base_path, (*seen, path.resolve()))
-    _merge(merged, values)
+    _apply(merged, values)
     return merged
+
+
+def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Merges changes into values; choosing a control drops what the values said for the other, which it excludes."""
+    section, chosen = values.get("schedule"), changes.get("schedule")
+    if isinstance(section, dict) and isinstance(chosen, dict):
+        for control, foreign in _FOREIGN_KEYS.items():
+            if chosen.get("control") == control:
+                for key in foreign:
+                    section.pop(key, None)
+    _merge(values, changes)
 
 
 def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -232,12 +251,7 @@ def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
         if isinstance(value, dict) and isinstance(target.get(key), dict):
             _merge(target[key], value)
         else:
-            target[key] = value
-    # The two controls exclude each other's keys; choosing one in an override drops what the base said for the other.
-    if "control" in changes:
-        foreign = {"fixed": "target_error", "error": "interval"}.get(changes["control"])
-        if foreign is not None and foreign not in changes:
-            target.pop(foreign, None)
+            target[key] = dict(value) if isinstance(value, dict) else value
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:

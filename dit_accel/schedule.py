@@ -64,14 +64,17 @@ class SchedulerClock:
     def read(self, timestep: torch.Tensor | float) -> Tick:
         scheduler = self._scheduler()
         if scheduler.timesteps is not self._timesteps:
-            self._start(scheduler)
-        step = self._index(scheduler, timestep) - self._first
+            self._start(scheduler, timestep)
+        # A call after the last step, outside of a pipeline's loop, counts to it.
+        step = min(self._index(scheduler, timestep) - self._first, len(self._values) - 1)
         return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats)
 
-    def _start(self, scheduler: Any) -> None:
+    def _start(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
         self._timesteps = scheduler.timesteps
-        self._first = getattr(scheduler, "begin_index", None) or 0
         values = [float(value) for value in scheduler.timesteps.tolist()]
+        self._first = getattr(scheduler, "begin_index", None) or 0
+        if not hasattr(scheduler, "step_index") and _largest(timestep) in values:
+            self._first = values.index(_largest(timestep))  # video-to-video begins in the middle
         sigmas = getattr(scheduler, "sigmas", None)
         has_sigmas = sigmas is not None and len(sigmas) >= len(values)
         self._values = values[self._first :]
@@ -105,16 +108,24 @@ class TimestepClock:
 
     def __init__(self, timesteps: Sequence[float] | torch.Tensor) -> None:
         self._values = [float(value) for value in timesteps]
-        if not self._values or any(a == b for a, b in zip(self._values, self._values[1:], strict=False)):
+        gaps = [abs(b - a) for a, b in zip(self._values, self._values[1:], strict=False)]
+        if not self._values or 0 in gaps:
             raise UnsupportedError(
-                f"timesteps must be a non-empty sequence without equal neighbours, got {self._values}"
+                f"timesteps must be a non-empty sequence without equal neighbours, got {len(self._values)} values"
+                + (f", {self._values[gaps.index(0)]} twice in a row" if gaps else "")
             )
+        self._tolerance = max(gaps, default=abs(self._values[0]) or 1.0)
         self._run = object()
         self._step = -1
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
         value = _largest(timestep)
         step = min(range(len(self._values)), key=lambda index: abs(self._values[index] - value))
+        if abs(self._values[step] - value) > self._tolerance:
+            raise UnsupportedError(
+                f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass those "
+                "that the transformer gets, in its own scale"
+            )
         if step < self._step:
             self._run = object()
         self._step = step
@@ -176,7 +187,7 @@ class ErrorControl:
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
             distance = abs(coordinates[step + interval] - coordinates[step])
             # Written so that an error that is not a number keeps the interval at 1.
-            if not error * (distance / gap) ** (order + 1) <= self._schedule.target_error:
+            if gap == 0 or not error * (distance / gap) ** (order + 1) <= self._schedule.target_error:
                 break
             interval += 1
         following = step + interval

@@ -43,7 +43,7 @@ class SparseSymbols:
         if not 1 <= self.heads <= MAX_HEADS:
             raise ShapeError(f"heads must be between 1 and {MAX_HEADS}, got {self.heads}")
         blocks = self.blocks
-        batch = self.cache_bits.shape[0]
+        batch = self.cache_bits.shape[0] if self.cache_bits.dim() else 1
         _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)))
         if self.skip_bits is not None:
             _require_bits("skip_bits", self.skip_bits, (batch, self.heads, blocks, block_count(blocks, 8)))

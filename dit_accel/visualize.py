@@ -99,7 +99,7 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     else:
         _note(errors, "no forecast was judged in this run")
     if any(error > 0 for _, error in judged):
-        errors.set_yscale("log")
+        _log_scale(errors)
     errors.set_ylabel("measured forecast\nerror (relative L2)")
     errors.set_xlabel("denoising step")
     errors.set_xlim(-0.6, len(report.steps) - 0.4)
@@ -187,7 +187,10 @@ def symbol_map(picture: Image.Image, layout: TokenLayout, symbols: SparseSymbols
 
 
 def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], path: str | Path) -> None:
-    """Writes PSNR against computed fraction, one line a method, in the order in which the methods first occur.
+    """Writes PSNR against computed fraction, one colour a method, in the order in which the methods first occur.
+
+    A line joins a method's best settings, those that no setting of it with a smaller fraction reaches; the others are
+    pale.
 
     Raises:
         ShapeError: there are no points.
@@ -197,21 +200,28 @@ def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], pa
     figure = _figure(7.2, 4.8)
     axes = figure.subplots()
     for number, method in enumerate(dict.fromkeys(point[0] for point in points)):
-        line = sorted((fraction, quality) for name, fraction, quality in points if name == method)
-        axes.plot(
-            *zip(*line, strict=True),
-            label=method,
-            color=SERIES_COLOURS[number % len(SERIES_COLOURS)],
-            marker=SERIES_MARKERS[number % len(SERIES_MARKERS)],
-            markersize=6,
-            linewidth=1.8,
-        )
+        settings = [(fraction, quality) for name, fraction, quality in points if name == method]
+        style = {
+            "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
+            "marker": SERIES_MARKERS[number % len(SERIES_MARKERS)],
+        }
+        axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=5, alpha=0.3, markeredgewidth=0)
+        axes.plot(*zip(*best_settings(settings), strict=True), **style, label=method, markersize=6, linewidth=1.8)
     axes.set_xlabel("computed fraction of FLOPs (less is faster)")
     axes.set_ylabel("PSNR against all steps computed (dB)")
     axes.set_title("Speed against quality", loc="left")
     axes.legend(frameon=False, loc="best")
     _tidy(axes, grid="both")
     figure.savefig(path)
+
+
+def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The ``(fraction, psnr)`` pairs, by ascending fraction, whose PSNR no pair of at most that fraction reaches."""
+    best: list[tuple[float, float]] = []
+    for fraction, quality in sorted(settings, key=lambda pair: (pair[0], -pair[1])):
+        if not best or quality > best[-1][1]:
+            best.append((fraction, quality))
+    return best
 
 
 def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
@@ -245,6 +255,16 @@ def _tidy(axes: Axes, grid: str | None = None) -> None:
     if grid:
         axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
+
+
+def _log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _note(axes: Axes, text: str) -> None:

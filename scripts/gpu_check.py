@@ -3,7 +3,7 @@
 
     python scripts/gpu_check.py --output kernels.json [--quick]
 
-A case passes when its largest error is at most twice that of the dense low-precision computation plus one rounding of
+A case passes when its largest error is at most twice that of the dense low-precision computation plus the rounding of
 the largest value, and when everything that the symbols mark as reused is untouched. Times are for information. Exits 1
 on a failure.
 """
@@ -28,7 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dit_accel import kernels
 from dit_accel.symbols import AttentionPlan, SparseSymbols
 
-EPSILON = {dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+# Half-precision results are rounded once, from float32 sums. Results in float32 carry the rounding of the sums
+# themselves, which depends on their order.
+ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16)}
+ROUNDING[torch.float32] = 4 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def result(
     from triton.testing import do_bench
 
     error, low_error = largest(actual.double() - exact), largest(low.double() - exact)
-    bound = 2 * low_error + EPSILON[actual.dtype] * largest(exact)
+    bound = 2 * low_error + ROUNDING[actual.dtype] * largest(exact)
     times = [None if f is None else do_bench(f, warmup=10, rep=40, return_mode="median") for f in (run, dense)]
     passed = untouched and error <= bound  # NaN fails
     return {"op": op, "case": case.name, "error": error, "dense_error": low_error, "bound": bound,

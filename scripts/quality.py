@@ -15,23 +15,20 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import diffusers
 import torch
+from demo_models.prompts import held_out_prompts
+from gpu_check import describe_run
 
 from dit_accel import accelerated, load_preset, preset_names
 from dit_accel.demo import demo_arguments, demo_path
 from dit_accel.metrics import latent_error, psnr, ssim
 from dit_accel.presets import Preset
 from dit_accel.visualize import frontier_plot
-from scripts.demo_models.prompts import held_out_prompts
-from scripts.gpu_check import describe_run
 
 CLOSED_LOOP = "closed loop (ours)"
 

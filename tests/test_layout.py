@@ -31,12 +31,6 @@ def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
     assert not any(is_text[layout.vision_start : layout.vision_start + vision])
 
 
-@pytest.mark.parametrize("tokens, sizes", [(128, [64, 64]), (129, [64, 64, 1]), (63, [63])])
-def test_only_the_last_block_is_ragged(tokens, sizes):
-    """Block sizes sum to the tokens."""
-    assert TokenLayout(1, tokens - 1, block=64).block_sizes().tolist() == sizes
-
-
 @pytest.mark.parametrize(
     "arguments, complaint",
     [

@@ -15,6 +15,7 @@ from dit_accel.symbols import SparseSymbols
 from dit_accel.visualize import (
     FrontierPoint,
     amplification,
+    best_settings,
     comparison_strip,
     density_figure,
     frontier_plot,
@@ -131,6 +132,12 @@ def test_frontier_takes_points_and_plain_tuples(tmp_path):
     assert np.asarray(Image.open(tmp_path / "frontier.png")).std() > 5
     with pytest.raises(ShapeError, match="at least one point"):
         frontier_plot([], tmp_path / "none.png")
+
+
+def test_best_settings_leave_out_what_a_faster_setting_reaches():
+    """Ties in fraction keep the better one, and equal quality at a larger fraction is no gain."""
+    settings = [(0.5, 40.0), (0.2, 30.0), (0.3, 28.0), (0.5, 41.0), (0.6, 41.0), (0.8, 50.0)]
+    assert best_settings(settings) == [(0.2, 30.0), (0.5, 41.0), (0.8, 50.0)]
 
 
 def test_import_loads_no_matplotlib():

@@ -67,6 +67,10 @@ class GenericAdapter:
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""
         arguments = {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+        if "timestep" not in arguments:
+            raise UnsupportedError(
+                f"{type(self.transformer).__name__} was called without timestep, which tells its step"
+            )
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         with self.controller.calling(self.name, context, arguments["timestep"], shapes) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":

@@ -40,9 +40,7 @@ def command(
         str | None,
         typer.Option("--negative-prompt", help="What the picture does not show. FLUX: needs --guidance > 1."),
     ] = None,
-    image: Annotated[
-        Path | None, typer.Option("--image", help="Input picture, for pipelines that take one (Kontext, Fill, …).")
-    ] = None,
+    image: options.ImageOption = None,
     num_images: Annotated[
         int | None, typer.Option("--num-images", min=1, help="Pictures of the prompt: NAME-0.png, NAME-1.png, …")
     ] = None,

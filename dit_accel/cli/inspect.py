@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, load_pipeline, require_images, timed_call
+from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, require_images, timed_call
 from dit_accel.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def command(
     seed: options.SeedOption = 0,
     height: options.HeightOption = None,
     width: options.WidthOption = None,
+    image: options.ImageOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
@@ -52,11 +53,12 @@ def command(
     overrides = options.parse_overrides(settings)
     if preset is not None:
         options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
+    given = {"prompt": prompt, "steps": steps, "height": height, "width": width}
+    given["image"] = read_image(image) if image else None
     _make_folder(output)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     require_images(pipe)
-    given = {"prompt": prompt, "steps": steps, "height": height, "width": width}
     arguments = call_arguments(pipe, model, given)
     accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
     picture = timed_call(pipe, arguments, seed).images[0]
@@ -69,7 +71,7 @@ def command(
         (output / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
         _draw_symbols(pipe, picture, layer, output, console)
     console.out(str(report), highlight=False)
-    console.out(f"wrote {', '.join(sorted(file.name for file in output.iterdir()))} to {output}", highlight=False)
+    console.out(f"wrote picture.png, timeline.png, density.png and report.json to {output}", highlight=False)
 
 
 def _draw_symbols(pipe: Any, picture: Image.Image, layer: str | None, output: Path, console: Console) -> None:
@@ -86,10 +88,13 @@ def _draw_symbols(pipe: Any, picture: Image.Image, layer: str | None, output: Pa
         console.out(f"no symbol map: this run has no symbols (scope {scope})", highlight=False)
         return
     drawn = layer or list(symbols)[len(symbols) // 2]
+    path = output / f"symbols-{drawn}.png"
     try:
-        symbol_map(picture, pipe.dit_accel.layout, symbols[drawn], output / f"symbols-{drawn}.png", title=drawn)
+        symbol_map(picture, pipe.dit_accel.layout, symbols[drawn], path, title=drawn)
     except ShapeError as error:
         console.out(f"no symbol map: {error}", highlight=False)
+    else:
+        console.out(f"wrote {path}", highlight=False)
 
 
 def _make_folder(folder: Path) -> None:

@@ -46,6 +46,9 @@ StepsOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the starting noise.")]
 HeightOption = Annotated[int | None, typer.Option("--height", min=1, help="Pixels.", show_default="the pipeline's")]
 WidthOption = Annotated[int | None, typer.Option("--width", min=1, help="Pixels.", show_default="the pipeline's")]
+ImageOption = Annotated[
+    Path | None, typer.Option("--image", help="Input picture, for pipelines that take one (Kontext, img2img, …).")
+]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="Of weights and activations.", show_default="bfloat16 on CUDA, else float32"),

@@ -7,7 +7,7 @@ import inspect
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,36 +164,30 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
 
 
 @contextlib.contextmanager
-def _loop_timer(pipe: Any) -> Iterator[Any]:
-    """Times from the first call of a transformer to the end of the last; yields a function that gives seconds.
+def _loop_timer(pipe: Any) -> Iterator[Callable[[], float]]:
+    """Times from the start of a transformer's first call to the end of the last; yields a function that gives seconds.
 
-    On CUDA the marks are events in the stream, so that timing adds no synchronisation to the loop.
+    On CUDA the GPU's own clock is read, so that timing adds no synchronisation to the loop.
     """
-    import torch
-
     from dit_accel.adapters import denoisers
+    from dit_accel.timing import gpu_stopwatch, stopwatch
 
-    marks: list[Any] = []
+    start = gpu_stopwatch if pipe._execution_device.type == "cuda" else stopwatch
+    stops: list[Callable[[], Callable[[], float]]] = []
+    readings: list[Callable[[], float]] = []
 
-    def mark(*_: Any) -> None:
-        if torch.cuda.is_available() and pipe._execution_device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append(event)
-        else:
-            marks.append(time.perf_counter())
+    def enter(*_: Any) -> None:
+        if not stops:
+            stops.append(start())
 
-    def seconds() -> float:
-        if isinstance(marks[0], float):
-            return marks[-1] - marks[0]
-        marks[-1].synchronize()
-        return marks[0].elapsed_time(marks[-1]) / 1000
+    def leave(*_: Any) -> None:
+        readings.append(stops[0]())
 
     handles = []
     for module in denoisers(pipe).values():
-        handles += [module.register_forward_pre_hook(mark), module.register_forward_hook(mark)]
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
-        yield seconds
+        yield lambda: readings[-1]()
     finally:
         for handle in handles:
             handle.remove()

@@ -40,5 +40,6 @@ def ramped(tau: float, progress: float, power: float) -> float:
 def _lowest_mass(scores: torch.Tensor, tau: float) -> torch.Tensor:
     """Entries whose running sum in ascending order stays within ``tau`` of the total, along the last dimension."""
     ascending, order = scores.sort(dim=-1)
-    chosen = ascending.cumsum(dim=-1) <= tau * scores.sum(dim=-1, keepdim=True)
+    running = ascending.cumsum(dim=-1)
+    chosen = running <= tau * running[..., -1:]
     return torch.zeros_like(chosen).scatter(-1, order, chosen)

@@ -22,9 +22,11 @@ def tile_mask(probabilities: torch.Tensor, layout: TokenLayout, tau_kv: float) -
     Returns:
         bool ``[B, H, T, T]``, True = compute.
     """
-    descending, order = probabilities.sort(dim=-1, descending=True)
-    mass_before = descending.cumsum(dim=-1) - descending
-    kept = mass_before < (1.0 - tau_kv) * descending.sum(dim=-1, keepdim=True)
+    ascending, order = probabilities.sort(dim=-1)
+    # Summed from the smallest up, where float32 loses nothing: a tile goes while it and all smaller fit into tau_kv.
+    mass = ascending.cumsum(dim=-1)
+    kept = mass > tau_kv * mass[..., -1:]
+    kept[..., -1] = True
     tiles = torch.zeros_like(kept).scatter(-1, order, kept)
     tiles[..., layout.text_blocks] = True
     tiles[:, :, layout.text_blocks] = True

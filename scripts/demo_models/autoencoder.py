@@ -49,7 +49,7 @@ def train_autoencoder(vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, 
         size: pixels along a side of what is drawn.
     """
     masters = [weight.detach().float() for weight in vae.parameters()]
-    weights = MasterWeights(vae, masters, weight_decay=1e-4, average_decay=0.998)
+    weights = MasterWeights(vae, masters, average_decay=0.998)
     generator = torch.Generator(numbers.device).manual_seed(1)
     for pictures in _draw_batches(numbers, batch, size, generator):
         if pace.spent >= 1:

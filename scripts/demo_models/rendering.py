@@ -129,11 +129,11 @@ def _paint_sticker(
     shadow = torch.sigmoid((RIM - fallen * scale) / 0.010) * 0.34
     canvas = canvas * (1 - shadow[:, None])
 
-    stripes = torch.remainder((turned_x + turned_y) * 1.55, 1.0)
-    stripe_distance = ((stripes - 0.5).abs() - 0.25) / 1.55 / math.sqrt(2) * scale
-    dot_x = torch.remainder(turned_x * 2.0 + 0.5, 1.0) - 0.5
-    dot_y = torch.remainder(turned_y * 2.0 + 0.5, 1.0) - 0.5
-    dot_distance = (torch.sqrt(dot_x * dot_x + dot_y * dot_y + 1e-12) - 0.27) / 2.0 * scale
+    stripes = torch.remainder((turned_x + turned_y) * 1.3, 1.0)
+    stripe_distance = ((stripes - 0.5).abs() - 0.25) / 1.3 / math.sqrt(2) * scale
+    dot_x = torch.remainder(turned_x * 1.6 + 0.5, 1.0) - 0.5
+    dot_y = torch.remainder(turned_y * 1.6 + 0.5, 1.0) - 0.5
+    dot_distance = (torch.sqrt(dot_x * dot_x + dot_y * dot_y + 1e-12) - 0.27) / 1.6 * scale
     mark = torch.where(texture == 1, stripe_distance, torch.where(texture == 2, dot_distance, torch.ones_like(x + y)))
     dark = 1 - 0.30 * _coverage(mark, pixel)
 

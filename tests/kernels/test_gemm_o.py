@@ -84,10 +84,10 @@ def test_dispatch_with_unchanged_features_equals_update(backend, make_tensor, ma
 @pytest.mark.parametrize("seam", [30, 64, 100])
 def test_streams_are_views_of_the_joint_tensor(seam, backend, make_tensor, make_sparsity, assert_no_worse):
     """Text and vision have their own weights and share the block at the seam."""
-    sparsity = make_sparsity(2, 3, 200)
-    joint, old = make_tensor(2, 200, 3, HEAD_DIM), make_tensor(2, 200, 3, HEAD_DIM)
-    for stream in (slice(0, seam), slice(seam, 200)):
-        weight, bias = make_tensor(COLUMNS, 3 * HEAD_DIM), make_tensor(COLUMNS)
+    sparsity = make_sparsity(2, 2, 400)
+    joint, old = make_tensor(2, 400, 2, HEAD_DIM), make_tensor(2, 400, 2, HEAD_DIM)
+    for stream in (slice(0, seam), slice(seam, 400)):
+        weight, bias = make_tensor(COLUMNS, 2 * HEAD_DIM), make_tensor(COLUMNS)
         o, reused = joint[:, stream], ~sparsity.tokens_computed()[:, stream]
         options = {"offset": stream.start, "backend": backend}
         out, stack = gemm_o_update(o, weight, bias, sparsity.plan, history=[old[:, stream]], **options)

@@ -77,14 +77,14 @@ def test_equals_dense_projection(case, fusion, implementation, device, make_tens
     check(x, weight, bias, make_sparsity(**case), backend, assert_no_worse, norm_weight=norm_weight, rope=rope)
 
 
-@pytest.mark.parametrize("seam", [0, 30, 64, 100, 199])
+@pytest.mark.parametrize("seam", [0, 30, 64, 100, 399])
 def test_two_streams_share_the_block_at_the_seam(seam, backend, device, make_tensor, make_sparsity, assert_no_worse):
     """Text and vision have their own weights; the seam may cut a block anywhere."""
-    sparsity = make_sparsity(2, 3, 200)
-    rope, norm_weight = make_rope(200, device), make_tensor(HEAD_DIM)
-    for offset, length in ((0, seam), (seam, 200 - seam)):
+    sparsity = make_sparsity(2, 2, 400)
+    rope, norm_weight = make_rope(400, device), make_tensor(HEAD_DIM)
+    for offset, length in ((0, seam), (seam, 400 - seam)):
         if length:
-            x, weight = make_tensor(2, length, CHANNELS), make_tensor(3 * HEAD_DIM, CHANNELS)
+            x, weight = make_tensor(2, length, CHANNELS), make_tensor(2 * HEAD_DIM, CHANNELS)
             check(
                 x, weight, None, sparsity, backend, assert_no_worse, offset=offset, norm_weight=norm_weight, rope=rope
             )

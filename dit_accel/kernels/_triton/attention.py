@@ -119,8 +119,8 @@ def _config(q: torch.Tensor, block: int) -> dict[str, int]:
     if q.dtype == torch.float32:
         return {"KEY_TILE": 32, "STAGES": 1, "num_warps": 8}
     if is_hopper_or_later(q):
-        return {"KEY_TILE": block, "STAGES": 2 if head_dim == 128 else 3, "num_warps": 8 if block == 128 else 4}
-    return {"KEY_TILE": 64, "STAGES": 2, "num_warps": 8 if block == 128 else 4}
+        return {"KEY_TILE": block, "STAGES": 2 if block * head_dim == 128 * 128 else 3, "num_warps": block // 16}
+    return {"KEY_TILE": 64, "STAGES": 2, "num_warps": block // 16}
 
 
 def attention_into(

@@ -19,19 +19,24 @@ from dit_accel.symbols import AttentionPlan
 
 @triton.jit
 def _add_heads(
-    acc, word, o_rows, o_head, token_valid, weight_columns, column_valid,
-    HEAD_DIM: tl.constexpr, K_TILE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    acc, word, o_tile, o_token, o_head, token_valid, weight_tile, weight_row, column_valid,
+    BLOCK: tl.constexpr, N_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, K_TILE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``acc + sum_h o_h W_h`` over the heads of ``word``; ``acc`` is ``[block, n_tile]``."""
+    """``acc + sum_h o_h W_h`` over the heads of ``word``; ``acc`` is ``[block, n_tile]``.
+
+    Only the tiles' scalar addresses change from step to step; the offsets within a tile are computed once.
+    """
     PARTS: tl.constexpr = HEAD_DIM // K_TILE
-    part_dim = tl.arange(0, K_TILE)
+    dim = tl.arange(0, K_TILE)
+    o_offsets = tl.arange(0, BLOCK)[:, None] * o_token + dim[None, :]  # [block, k_tile]
+    weight_offsets = tl.arange(0, N_TILE)[None, :] * weight_row + dim[:, None]  # [k_tile, n_tile]
     remaining = word
     for step in tl.range(0, count_heads(word) * PARTS, num_stages=STAGES):
         head = lowest_head(remaining).to(tl.int64)
         part = step % PARTS
-        dim = part * K_TILE + part_dim
-        features = tl.load(o_rows + head * o_head + dim[None, :], token_valid, other=0.0)  # [block, k_tile]
-        columns = tl.load(weight_columns + head * HEAD_DIM + dim[:, None], column_valid, other=0.0)  # [k_tile, n_tile]
+        features = tl.load(o_tile + (head * o_head + part * K_TILE) + o_offsets, token_valid, other=0.0)
+        columns = tl.load(weight_tile + (head * HEAD_DIM + part * K_TILE) + weight_offsets, column_valid, other=0.0)
         acc = tl.dot(features, columns, acc, input_precision=PRECISION)
         remaining = tl.where(part == PARTS - 1, remaining & (remaining - 1), remaining)
     return acc
@@ -55,12 +60,14 @@ def _gemm_o(
     program = tl.program_id(0).to(tl.int64)  # (b * row_blocks + row_block) * column_tiles + column_tile
     row_block = first_block + program // column_tiles % row_blocks
     batch = program // column_tiles // row_blocks
-    stream_token = row_block * BLOCK + tl.arange(0, BLOCK) - offset  # in o and out
+    first_token = row_block * BLOCK - offset  # in o and out; negative where the stream begins inside the block
+    stream_token = first_token + tl.arange(0, BLOCK)
     token_valid = ((stream_token >= 0) & (stream_token < length))[:, None]
-    column = program % column_tiles * N_TILE + tl.arange(0, N_TILE)
+    first_column = program % column_tiles * N_TILE
+    column = first_column + tl.arange(0, N_TILE)
     column_valid = (column < columns)[None, :]
-    o_rows = o + batch * o_batch + stream_token[:, None] * o_token
-    weight_columns = weight + column[None, :] * weight_row
+    o_tile = o + batch * o_batch + first_token * o_token
+    weight_tile = weight + first_column * weight_row
     cell = (batch * length + stream_token[:, None]) * columns + column[None, :]  # in [B, S, N]
     cell_valid = token_valid & column_valid
 
@@ -75,14 +82,15 @@ def _gemm_o(
         position = tl.arange(0, 64)
         every_head = tl.sum(tl.where(position < heads, tl.full([64], 1, tl.int64) << position, 0), 0)
         acc = _add_heads(
-            acc, every_head & ~word, o_rows, o_head, token_valid, weight_columns, column_valid,
-            HEAD_DIM, K_TILE, PRECISION, STAGES,
+            acc, every_head & ~word, o_tile, o_token, o_head, token_valid, weight_tile, weight_row, column_valid,
+            BLOCK, N_TILE, HEAD_DIM, K_TILE, PRECISION, STAGES,
         )  # fmt: skip
         tl.store(stack + cell, acc.to(stack.dtype.element_ty), cell_valid)
     if COMPUTED:
         acc = _add_heads(
-            acc, word, o_rows, o_head, token_valid, weight_columns, column_valid, HEAD_DIM, K_TILE, PRECISION, STAGES
-        )
+            acc, word, o_tile, o_token, o_head, token_valid, weight_tile, weight_row, column_valid,
+            BLOCK, N_TILE, HEAD_DIM, K_TILE, PRECISION, STAGES,
+        )  # fmt: skip
         tl.store(out + cell, acc.to(out.dtype.element_ty), cell_valid)
 
 
@@ -119,7 +127,7 @@ def _config(o: torch.Tensor) -> dict[str, int]:
     if o.dtype == torch.float32:
         return {"N_TILE": 64, "K_TILE": min(head_dim, 32), "STAGES": 2, "num_warps": 8}
     if is_hopper_or_later(o):
-        return {"N_TILE": 128, "K_TILE": min(head_dim, 64), "STAGES": 4, "num_warps": 8}
+        return {"N_TILE": 128, "K_TILE": head_dim, "STAGES": 3, "num_warps": 8}
     return {"N_TILE": 128, "K_TILE": min(head_dim, 32), "STAGES": 3, "num_warps": 8}
 
 

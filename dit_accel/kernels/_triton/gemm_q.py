@@ -37,19 +37,20 @@ def _gemm_q(
     token_valid = ((stream_token >= 0) & (stream_token < length))[:, None]
     dim = tl.arange(0, HEAD_DIM)
     channel = tl.arange(0, K_TILE)
-    x_pointers = x + batch * x_batch + stream_token[:, None] * x_token + channel[None, :]  # [block, k_tile]
-    weight_pointers = weight + (head * HEAD_DIM + dim)[None, :] * weight_row + channel[:, None]  # [k_tile, head_dim]
+    x_tile = x + batch * x_batch + (row_block * BLOCK - offset) * x_token
+    x_offsets = tl.arange(0, BLOCK)[:, None] * x_token + channel[None, :]  # [block, k_tile]
+    weight_tile = weight + head * HEAD_DIM * weight_row
+    weight_offsets = dim[None, :] * weight_row + channel[:, None]  # [k_tile, head_dim]
     acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     for start in tl.range(0, channels, K_TILE, num_stages=STAGES):
         if WHOLE_TILES:
-            x_tile = tl.load(x_pointers, token_valid, other=0.0)
-            weight_tile = tl.load(weight_pointers)
+            tokens = tl.load(x_tile + start + x_offsets, token_valid, other=0.0)
+            rows = tl.load(weight_tile + start + weight_offsets)
         else:
-            x_tile = tl.load(x_pointers, token_valid & (start + channel < channels)[None, :], other=0.0)
-            weight_tile = tl.load(weight_pointers, (start + channel < channels)[:, None], other=0.0)
-        acc = tl.dot(x_tile, weight_tile, acc, input_precision=PRECISION)
-        x_pointers += K_TILE
-        weight_pointers += K_TILE
+            valid = start + channel < channels
+            tokens = tl.load(x_tile + start + x_offsets, token_valid & valid[None, :], other=0.0)
+            rows = tl.load(weight_tile + start + weight_offsets, valid[:, None], other=0.0)
+        acc = tl.dot(tokens, rows, acc, input_precision=PRECISION)
 
     if HAS_BIAS:
         acc += tl.load(bias + head * HEAD_DIM + dim).to(tl.float32)[None, :]
@@ -70,7 +71,7 @@ def _config(x: torch.Tensor) -> dict[str, int]:
     if x.dtype == torch.float32:
         return {"K_TILE": 32, "STAGES": 2, "num_warps": 8}
     if is_hopper_or_later(x):
-        return {"K_TILE": 64, "STAGES": 4, "num_warps": 8}
+        return {"K_TILE": 128, "STAGES": 3, "num_warps": 8}
     return {"K_TILE": 32, "STAGES": 3, "num_warps": 8}
 
 
