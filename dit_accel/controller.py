@@ -203,13 +203,13 @@ class Controller:
 
     def _account(self, call: Call) -> None:
         report = self.report
+        rows = dict(zip(report.layers, report.density, strict=True))
         for layer, (computed, plain) in call.work.items():
             self._computed += computed
             self._plain += plain
             shares = self._step_work.setdefault(layer, [])
             shares.append((computed, plain))
-            row = report.density[report.layers.index(layer)]
-            row[-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
+            rows[layer][-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
             report.cache_bytes = max(report.cache_bytes, self._cache_bytes())

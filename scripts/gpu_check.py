@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Checks every kernel on a CUDA GPU against float64 at real sizes, and times it beside its dense counterpart.
+"""Checks every kernel on a CUDA GPU against float64 at real sizes, then FLUX.1-dev's transformer in every step mode.
 
-    python scripts/gpu_check.py --output kernels.json [--quick]
+    python scripts/gpu_check.py --output gpu_check.json [--quick]
 
-A case passes when its largest error is at most twice that of the dense low-precision computation plus the rounding of
-the largest value, and when everything that the symbols mark as reused is untouched. Times are for information. Exits 1
-on a failure.
+A kernel's case passes when its largest error is at most twice that of the dense low-precision computation plus the
+rounding of the largest value, and when everything that the symbols mark as reused is untouched. Times, beside those of
+the dense counterpart, are for information. Exits 1 on a failure.
 """
 
 from __future__ import annotations
@@ -314,10 +314,11 @@ def describe_run() -> dict:
     """What the figures were measured on and with."""
     import triton
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     return {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -330,17 +331,24 @@ def describe_run() -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--quick", action="store_true", help="two cases only")
+    parser.add_argument("--quick", action="store_true", help="two cases a kernel, and no transformer")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch finds none", file=sys.stderr)
         return 2
-    results = check_kernels("cuda", quick=arguments.quick)
-    print_table(results)
-    failures = sum(not row["passed"] for row in results)
-    print(f"\n{len(results) - failures} of {len(results)} checks passed")
+    results = {"kernels": check_kernels("cuda", quick=arguments.quick), "flux": []}
+    print_table(results["kernels"])
+    if not arguments.quick:
+        from gpu_check_flux import check_flux
+
+        results["flux"] = check_flux()
+        for row in results["flux"]:
+            print(json.dumps(row))
+    rows = results["kernels"] + results["flux"]
+    failures = sum(not row["passed"] for row in rows)
+    print(f"\n{len(rows) - failures} of {len(rows)} checks passed")
     if arguments.output:
-        arguments.output.write_text(json.dumps(describe_run() | {"kernels": results}, indent=1))
+        arguments.output.write_text(json.dumps(describe_run() | results, indent=1) + "\n")
     return 1 if failures else 0
 
 

@@ -1,4 +1,4 @@
-"""FLUX.1-dev's transformer, random weights, through FULL, UPDATE and DISPATCH on a GPU; part of scripts/gpu_check.py."""
+"""FLUX.1-dev's transformer, random weights, in every step mode on a GPU; part of scripts/gpu_check.py."""
 
 from __future__ import annotations
 

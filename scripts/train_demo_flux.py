@@ -22,18 +22,12 @@ from pathlib import Path
 import torch
 from demo_models.autoencoder import make_autoencoder, reconstruction_psnr, set_latent_statistics, train_autoencoder
 from demo_models.exporting import assemble_pipeline, contact_sheet, load_state, paint_prompts, save_pipeline, save_state
-from demo_models.flow import Bank, encode_pictures, fill_compile_cache, make_transformer, train_transformer
+from demo_models.flow import Bank, encode_pictures, fill_compile_cache, make_model, train_flow
 from demo_models.prompts import held_out_prompts
 from demo_models.reading import agreement, read_pictures
 from demo_models.rendering import pack_pictures, render
 from demo_models.scenes import draw_picture
-from demo_models.text_encoders import (
-    encode_prompts,
-    make_clip_encoder,
-    make_clip_tokenizer,
-    make_t5_encoder,
-    make_t5_tokenizer,
-)
+from demo_models.text_encoders import make_clip_tokenizer, make_t5_tokenizer, tokenize_prompts
 from demo_models.training import Pace
 from diffusers import AutoencoderKL, FluxPipeline
 
@@ -60,18 +54,18 @@ class Sizes:
 
 
 FULL = Sizes(
-    pictures=36_000,
+    pictures=30_000,
     vae_channels=(32, 48, 64, 80),
-    vae_groups=8,
-    vae_batch=16,
+    vae_groups=2,
+    vae_batch=24,
     vae_size=256,
-    vae_seconds=105,
-    vae_rate=1.2e-3,
+    vae_seconds=110,
+    vae_rate=2e-3,
     blocks=(2, 5),
     heads=4,
     batches={512: 128, 256: 256},
     flow_rate=1e-3,
-    finish_seconds=45,
+    finish_seconds=28,
     sample_steps=50,
     prompts=128,
 )
@@ -79,7 +73,7 @@ FULL = Sizes(
 SMOKE = Sizes(
     pictures=6,
     vae_channels=(8, 8, 8, 8),
-    vae_groups=4,
+    vae_groups=2,
     vae_batch=1,
     vae_size=32,
     vae_seconds=1,
@@ -108,7 +102,10 @@ def main() -> None:
     log: dict[str, object] = {"device": torch.cuda.get_device_name() if compiled else "cpu", "torch": torch.__version__}
 
     prompts, numbers = draw_bank(sizes.pictures, options.seed, parallel=compiled)
-    compiler = get_context("spawn").Process(target=fill_compile_cache, args=(*sizes.blocks, sizes.heads, sizes.batches))
+    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
+    compiler = get_context("spawn").Process(
+        target=fill_compile_cache, args=(sizes.blocks, sizes.heads, sizes.batches)
+    )
     if compiled:
         compiler.start()
     numbers = numbers.to(device)
@@ -129,37 +126,35 @@ def main() -> None:
     log["vae_psnr_db"] = {size: held_out_psnr(vae, size, device) for size in sizes.batches}
     _say(started, f"autoencoder: {log['vae_psnr_db']} dB, scale {vae.config.scaling_factor:.4f}")
 
-    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
-    encoders = make_clip_encoder(tokenizers[0], seed=11), make_t5_encoder(tokenizers[1], seed=12)
-    encoders = tuple(encoder.to(device, torch.bfloat16) for encoder in encoders)
-    pooled, words = encode_prompts(["", *prompts], tokenizers, encoders)
-    latents = {size: encode_pictures(vae, numbers, size) for size in sizes.batches}
-    bank = Bank(latents, words, pooled)
-    _say(started, f"bank of {', '.join(f'{size}px {tuple(held.shape)}' for size, held in latents.items())}")
+    clip_ids, t5_ids = (ids.to(device) for ids in tokenize_prompts(["", *prompts], tokenizers))
+    bank = Bank({size: encode_pictures(vae, numbers, size) for size in sizes.batches}, clip_ids, t5_ids)
+    _say(started, f"bank of {len(prompts)} pictures at {' and '.join(str(size) for size in sizes.batches)}")
 
     torch.manual_seed(options.seed)
-    transformer = make_transformer(*sizes.blocks, sizes.heads)
+    model, masters = make_model(sizes.blocks, sizes.heads, tokenizers, device=device)
+    names = [name for name, _ in model.named_parameters()]
     if options.resume:
-        transformer.load_state_dict(load_state(options.resume))
-    masters = [weight.detach().clone().to(device) for weight in transformer.parameters()]
-    transformer = transformer.to(device, torch.bfloat16)
+        state = load_state(options.resume)
+        masters = [state[name].to(device) for name in names]
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)
     if compiled:
         compiler.join(timeout=60)
         _say(started, "blocks compiled")
-        transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
-    peak = sizes.flow_rate * (0.6 if options.resume else 1.0)
-    pace = Pace("flow", seconds, peak, most_steps=sizes.steps)
-    averages = train_transformer(transformer, bank, pace, masters=masters, batches=sizes.batches)
+    pace = Pace("flow", seconds, sizes.flow_rate, most_steps=sizes.steps)
+    averages = train_flow(model, masters, bank, pace, batches=sizes.batches)
     log["flow"] = pace.losses
     log["flow_pictures"] = pace.pictures
     if options.state:
-        save_state(transformer, averages, options.state)
+        save_state(names, averages, options.state)
 
-    trained = make_transformer(*sizes.blocks, sizes.heads).to(device, torch.bfloat16)  # the same weights, not compiled
-    trained.load_state_dict(transformer.state_dict())
+    final, _ = make_model(sizes.blocks, sizes.heads, tokenizers, device=device)  # the same weights, not compiled
+    final.load_state_dict(model.state_dict())
+    final.requires_grad_(False).eval()
     vae.to(memory_format=torch.contiguous_format)
-    pipe = assemble_pipeline(vae, trained.eval(), tokenizers, encoders)
+    pipe = assemble_pipeline(vae, final.transformer, tokenizers, (final.clip, final.t5))
     log["folder_bytes"] = save_pipeline(pipe, options.output)
     _say(started, f"saved {log['folder_bytes'] / 1e6:.2f} MB")
     if options.results:

@@ -59,6 +59,8 @@ class _BlockHook(ModelHook):
             return self.forecast(module, hidden_states, encoder_hidden_states, temb)
         if preset.forecast.scope == "head":
             reason = self.why_dense(module, extra, hidden_states.device)
+            if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name).plan is None:
+                reason = "no symbols: the block could not run sparsely at the latest UPDATE"
             if reason is not None:
                 self.controller.fall_back(self.name, reason)
                 return original()

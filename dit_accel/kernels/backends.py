@@ -16,14 +16,15 @@ def resolve_backend(backend: str, tensor: torch.Tensor) -> str:
     """The backend that runs an op on ``tensor``.
 
     Args:
-        backend: "auto" (CUDA tensors: "triton", all others: "reference"), "reference" or "triton".
+        backend: "auto" ("triton" for CUDA tensors where it can run, else "reference"), "reference" or "triton".
         tensor: the op's main argument; its device decides.
 
     Raises:
         BackendError: ``backend`` is unknown, or can't run on the tensor's device.
     """
     if backend == "auto":
-        backend = "triton" if tensor.is_cuda else "reference"
+        runs = tensor.is_cuda and _triton_problem(tensor.device, tensor.dtype) is None
+        backend = "triton" if runs else "reference"
     if backend not in BACKENDS:
         raise BackendError(f"backend must be 'auto' or one of {BACKENDS}, got {backend!r}")
     if backend == "triton":

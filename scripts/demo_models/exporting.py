@@ -76,10 +76,9 @@ def save_pipeline(pipe: FluxPipeline, folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def save_state(transformer: FluxTransformer2DModel, averages: list[torch.Tensor], folder: Path) -> None:
+def save_state(names: list[str], averages: list[torch.Tensor], folder: Path) -> None:
     """Write the averaged weights in float32, in shards of at most SHARD_BYTES."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [name for name, _ in transformer.named_parameters()]
     shard: dict[str, torch.Tensor] = {}
     shards = [shard]
     for name, weight in zip(names, averages, strict=True):

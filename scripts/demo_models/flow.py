@@ -1,8 +1,9 @@
-"""The transformer and its training by rectified flow on a bank of latents and text encodings that stays on the device.
+"""The transformer and its training by rectified flow, on a bank of latents that stays on the device.
 
 With clean latents x and noise n the model sees `x_s = (1 - s) x + s n` at noise level s in 0..1 and learns the velocity
 `n - x`, with the loss even over tokens. Levels follow the schedule that FluxPipeline will walk: a logit-normal whose
-mean is the schedule's own shift for the number of image tokens, plus some uniform ones for the ends.
+mean is the schedule's own shift for the number of image tokens, plus some uniform ones for the ends. The two small text
+encoders learn along with the transformer.
 """
 
 from __future__ import annotations
@@ -11,29 +12,83 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import nn
+from transformers import CLIPTextModel, T5EncoderModel
 
 from .rendering import render
-from .text_encoders import CLIP_WIDTH, T5_WIDTH, TEXT_TOKENS
+from .text_encoders import (
+    CLIP_TOKENS,
+    CLIP_WIDTH,
+    T5_WIDTH,
+    TEXT_TOKENS,
+    make_clip_encoder,
+    make_clip_tokenizer,
+    make_t5_encoder,
+    make_t5_tokenizer,
+)
 from .training import MasterWeights, Pace
 
 PROMPT_DROPOUT = 0.1
 UNIFORM_LEVELS = 0.15
 LONG_TEXT = 512  # tokens that FluxPipeline pads to unless told otherwise
-SHIFT_TOKENS, SHIFT = (256, 4096), (0.5, 1.15)  # FLUX.1-dev's schedule, also in the exported scheduler
+
+# The schedule's shift at these numbers of image tokens, as in FLUX.1-dev but larger: where a sticker of some thousand
+# latent values goes and what shape it has is settled at noise levels above 0.85, and half of all steps must fall there.
+SHIFT_TOKENS, SHIFT = (256, 4096), (1.2, 2.7)
 
 
 @dataclass(frozen=True)
 class Bank:
-    """What training reads: `latents` by picture size bf16 [N, tokens, 64], `words` [N, 64, C] and `pooled` [N, P] bf16.
+    """What training reads: `latents` by picture size bf16 [N, tokens, 64], and token ids int64 [N + 1, length].
 
-    Row 0 of `words` and `pooled` encodes the empty prompt; picture i has row i + 1.
+    Row 0 of the ids is the empty prompt; picture i has row i + 1.
     """
 
     latents: dict[int, torch.Tensor]
-    words: torch.Tensor
-    pooled: torch.Tensor
+    clip_ids: torch.Tensor
+    t5_ids: torch.Tensor
+
+
+class PromptedFlow(nn.Module):
+    """All that learns by rectified flow: the transformer and both text encoders, called as FluxPipeline calls them."""
+
+    def __init__(self, transformer: FluxTransformer2DModel, clip: CLIPTextModel, t5: T5EncoderModel) -> None:
+        super().__init__()
+        self.transformer, self.clip, self.t5 = transformer, clip, t5
+
+    def forward(
+        self,
+        noisy: torch.Tensor,
+        levels: torch.Tensor,
+        clip_ids: torch.Tensor,
+        t5_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Velocity bf16 [B, tokens, 64] of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3]."""
+        return self.transformer(
+            hidden_states=noisy,
+            encoder_hidden_states=self.t5(t5_ids)[0],
+            pooled_projections=self.clip(clip_ids).pooler_output,
+            timestep=levels.bfloat16(),
+            img_ids=positions,
+            txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
+            return_dict=False,
+        )[0]
+
+
+def make_model(
+    blocks: tuple[int, int], heads: int, tokenizers: tuple, *, device: torch.device
+) -> tuple[PromptedFlow, list[torch.Tensor]]:
+    """An untrained model in bf16 on `device` and its float32 weights there, in the order of `parameters()`."""
+    model = PromptedFlow(
+        make_transformer(*blocks, heads),
+        make_clip_encoder(tokenizers[0], seed=11),
+        make_t5_encoder(tokenizers[1], seed=12),
+    )
+    masters = [weight.detach().clone().to(device) for weight in model.parameters()]
+    return model.to(device, torch.bfloat16).train(), masters
 
 
 def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> FluxTransformer2DModel:
@@ -72,12 +127,12 @@ def encode_pictures(vae: AutoencoderKL, numbers: torch.Tensor, size: int, *, bat
     return torch.cat(packed)
 
 
-def train_transformer(
-    transformer: FluxTransformer2DModel,
+def train_flow(
+    model: PromptedFlow,
+    masters: list[torch.Tensor],
     bank: Bank,
     pace: Pace,
     *,
-    masters: list[torch.Tensor],
     batches: dict[int, int],
     long_text_every: int = 16,
     average_decay: float = 0.999,
@@ -85,19 +140,19 @@ def train_transformer(
     """Train in place and leave the averaged weights in the model.
 
     Args:
-        transformer: bf16, on the bank's device.
+        model: bf16, on the bank's device.
+        masters: its weights in float32, in the order of `model.parameters()`.
         bank: latents and text.
         pace: the budget.
-        masters: the weights to start from in float32, in the order of `transformer.parameters()`.
         batches: pictures per step, by picture size. Of four steps three are at the largest size.
         long_text_every: each so many steps the text is padded to LONG_TEXT instead, at a quarter of the batch and not
             compiled, so that the pipeline's default call works too.
 
     Returns:
-        The averaged weights in float32, in the order of `transformer.parameters()`.
+        The averaged weights in float32, in the order of `model.parameters()`.
     """
-    weights = MasterWeights(transformer, masters, weight_decay=0.01, average_decay=average_decay)
-    device = bank.words.device
+    weights = MasterWeights(model, masters, average_decay=average_decay)
+    device = bank.t5_ids.device
     generator = torch.Generator(device).manual_seed(2)
     positions = {size: image_positions(size, device) for size in batches}
     running: dict[str, torch.Tensor] = {}
@@ -107,32 +162,33 @@ def train_transformer(
         batch = max(1, batches[size] // 4) if long_text else batches[size]
         rows = torch.randint(len(bank.latents[size]), (batch,), device=device, generator=generator)
         with torch.compiler.set_stance("force_eager" if long_text else "default"):
-            loss = _flow_loss(transformer, bank, size, rows, long_text, positions[size], generator)
+            loss = _flow_loss(model, bank, size, rows, long_text, positions[size], generator)
             loss.backward()
         weights.step(pace.rate)
         key = f"{size}px" + (" long" if long_text else "")
-        running[key] = loss.detach() if key not in running else torch.lerp(running[key], loss.detach(), 0.05)
-        pace.count(batch, lambda: {name: float(value) for name, value in running.items()}, every=100)
+        running[key] = torch.lerp(running.get(key, loss.detach()), loss.detach(), 0.05)
+        pace.count(batch, lambda: {name: float(value) for name, value in running.items()}, every=200)
     weights.load_averages()
     return weights.averages
 
 
-def fill_compile_cache(double_blocks: int, single_blocks: int, heads: int, batches: dict[int, int]) -> None:
+def fill_compile_cache(blocks: tuple[int, int], heads: int, batches: dict[int, int]) -> None:
     """Compile the blocks at every training shape, for the on-disk cache alone.
 
     Compiling takes about a minute; done by another process while the autoencoder trains, it is free.
     """
     device = torch.device("cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformer = make_transformer(double_blocks, single_blocks, heads).to(device, torch.bfloat16)
-    transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
+    model, _ = make_model(blocks, heads, tokenizers, device=device)
+    model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     latents = {size: torch.zeros(1, (size // 16) ** 2, 64, device=device, dtype=torch.bfloat16) for size in batches}
-    words = torch.zeros(2, TEXT_TOKENS, T5_WIDTH, device=device, dtype=torch.bfloat16)
-    bank = Bank(latents, words, torch.zeros(2, CLIP_WIDTH, device=device, dtype=torch.bfloat16))
+    clip_ids = torch.full((2, CLIP_TOKENS), tokenizers[0].eos_token_id, device=device)
+    bank = Bank(latents, clip_ids, torch.zeros(2, TEXT_TOKENS, device=device, dtype=torch.long))
     generator = torch.Generator(device).manual_seed(0)
     for size, batch in sorted(batches.items(), reverse=True):
         rows = torch.zeros(batch, device=device, dtype=torch.long)
-        _flow_loss(transformer, bank, size, rows, False, image_positions(size, device), generator).backward()
+        _flow_loss(model, bank, size, rows, False, image_positions(size, device), generator).backward()
 
 
 def image_positions(size: int, device: torch.device) -> torch.Tensor:
@@ -154,7 +210,7 @@ def draw_levels(count: int, tokens: int, generator: torch.Generator) -> torch.Te
 
 
 def _flow_loss(
-    transformer: FluxTransformer2DModel,
+    model: PromptedFlow,
     bank: Bank,
     size: int,
     rows: torch.Tensor,
@@ -168,19 +224,10 @@ def _flow_loss(
     noisy = torch.lerp(clean, noise, levels[:, None, None]).bfloat16()
     dropped = torch.rand(len(rows), device=rows.device, generator=generator) < PROMPT_DROPOUT
     text_rows = torch.where(dropped, 0, rows + 1)
-    words = bank.words[text_rows]
-    if long_text:  # all padding far from the text has one encoding, the empty prompt's last
-        padding = bank.words[0, -1].expand(len(rows), LONG_TEXT - words.shape[1], -1)
-        words = torch.cat((words, padding), dim=1)
-    velocity = transformer(
-        hidden_states=noisy,
-        encoder_hidden_states=words,
-        pooled_projections=bank.pooled[text_rows],
-        timestep=levels.bfloat16(),
-        img_ids=positions,
-        txt_ids=torch.zeros(words.shape[1], 3, device=rows.device),
-        return_dict=False,
-    )[0]
+    t5_ids = bank.t5_ids[text_rows]
+    if long_text:
+        t5_ids = F.pad(t5_ids, (0, LONG_TEXT - t5_ids.shape[1]))  # with T5's padding token, 0
+    velocity = model(noisy, levels, bank.clip_ids[text_rows], t5_ids, positions)
     return (velocity.float() - (noise - clean)).square().mean()
 
 

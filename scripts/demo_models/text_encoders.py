@@ -1,13 +1,13 @@
-"""Tokenizers over the grammar's words and the two small frozen encoders that FLUX asks for.
+"""Tokenizers over the grammar's words and the two small text encoders that FLUX asks for.
 
 The tokenizers are word-level in effect: CLIP's byte pairs merge each known word into one token, T5's unigrams hold each
 known word whole. Unknown words fall apart into letters (CLIP) or become `<unk>` (T5); no prompt is an error.
 
-FLUX gives text tokens no positions, so the encoder must tell each word its neighbours. The frozen T5 does just that:
-one layer whose heads look at one offset each, -6..6 without 0, through the relative position bias alone (queries and
-keys are zero), with random values. Such a layer is a random projection of each neighbour added to the word, which a
-linear layer can read back. A token whose neighbour lies beyond the text looks at the nearest one there is. Far from the
-text every padding token has the same encoding, whatever the padded length.
+FLUX gives text tokens no positions, so the encoder must tell each word its neighbours. The T5 here starts out doing just
+that: one layer whose heads look at one offset each, -6..6 without 0, through the relative position bias alone (queries
+and keys are zero and stay so, having no gradient), with random values that training refines. A token whose neighbour
+lies beyond the text looks at the nearest one there is. Far from the text every padding token has the same encoding,
+whatever the padded length.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def make_t5_tokenizer() -> T5TokenizerFast:
     return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
+@torch.no_grad()
 def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
-    """Frozen encoder whose pooled output is a bag of words: one layer that looks at all earlier words alike."""
+    """Encoder whose pooled output is a bag of words: one layer that looks at all earlier words alike."""
     torch.manual_seed(seed)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -68,9 +69,8 @@ def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    encoder = CLIPTextModel(config).eval().requires_grad_(False)
-    weights = dict(encoder.named_parameters())
-    for name, weight in weights.items():
+    encoder = CLIPTextModel(config)
+    for name, weight in encoder.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "position_embedding.weight")):
             nn.init.zeros_(weight)
         elif name.endswith("token_embedding.weight"):
@@ -80,8 +80,9 @@ def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
     return encoder
 
 
+@torch.no_grad()
 def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
-    """Frozen encoder that mixes each word with its neighbours at OFFSETS."""
+    """Encoder that mixes each word with its neighbours at OFFSETS."""
     torch.manual_seed(seed)
     config = T5Config(
         vocab_size=len(tokenizer),
@@ -95,7 +96,7 @@ def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    encoder = T5EncoderModel(config).eval().requires_grad_(False)
+    encoder = T5EncoderModel(config)
     words = encoder.shared.weight
     nn.init.normal_(words)
     for word in vocabulary():
@@ -112,27 +113,14 @@ def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
     return encoder
 
 
-@torch.no_grad()
-def encode_prompts(
-    prompts: list[str],
-    tokenizers: tuple[CLIPTokenizer, T5TokenizerFast],
-    encoders: tuple[CLIPTextModel, T5EncoderModel],
+def tokenize_prompts(
+    prompts: list[str], tokenizers: tuple[CLIPTokenizer, T5TokenizerFast]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What FluxPipeline would compute: pooled [N, CLIP_WIDTH] and words [N, TEXT_TOKENS, T5_WIDTH].
-
-    Prompts go through in chunks of 2048, which bounds the memory of a large bank.
-    """
-    device = encoders[0].device
-    pooled, words = [], []
-    for start in range(0, len(prompts), 2048):
-        chunk = prompts[start : start + 2048]
-        clip_ids, t5_ids = (
-            tokenizer(chunk, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-            for tokenizer, length in zip(tokenizers, (CLIP_TOKENS, TEXT_TOKENS), strict=True)
-        )
-        pooled.append(encoders[0](clip_ids.to(device)).pooler_output)
-        words.append(encoders[1](t5_ids.to(device))[0])
-    return torch.cat(pooled), torch.cat(words)
+    """Token ids as FluxPipeline makes them: int64 [N, CLIP_TOKENS] and [N, TEXT_TOKENS]."""
+    return tuple(
+        tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        for tokenizer, length in zip(tokenizers, (CLIP_TOKENS, TEXT_TOKENS), strict=True)
+    )
 
 
 def _offset_bias(buckets: int) -> torch.Tensor:

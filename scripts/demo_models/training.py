@@ -38,7 +38,9 @@ class MasterWeights:
                 self.groups.setdefault(tuple(weight.flatten(1).shape), []).append(index)
             else:
                 others.append(masters[index])
-        self.momenta = {shape: torch.zeros(len(held), *shape, device=masters[0].device) for shape, held in self.groups.items()}
+        self.momenta = {
+            shape: torch.zeros(len(held), *shape, device=masters[0].device) for shape, held in self.groups.items()
+        }
         self.adamw = torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=others[0].is_cuda)
 
     @torch.no_grad()

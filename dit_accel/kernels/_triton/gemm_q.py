@@ -67,11 +67,15 @@ def _gemm_q(
     tl.store(out_pointers, acc.to(out.dtype.element_ty), token_valid)
 
 
-def _config(x: torch.Tensor) -> dict[str, int]:
+def _config(x: torch.Tensor, fused: bool) -> dict[str, int]:
+    """On an H200, all of 4608 x 3072 x 3072 in bf16: 0.135 ms plain, where F.linear takes 0.12, and 0.19 ms fused.
+
+    With ``K_TILE`` 128 the plain product takes 0.16 ms; with 64 the fused one takes 0.21.
+    """
     if x.dtype == torch.float32:
         return {"K_TILE": 32, "STAGES": 2, "num_warps": 8}
     if is_hopper_or_later(x):
-        return {"K_TILE": 128, "STAGES": 3, "num_warps": 8}
+        return {"K_TILE": 128 if fused else 64, "STAGES": 3, "num_warps": 8}
     return {"K_TILE": 32, "STAGES": 3, "num_warps": 8}
 
 
@@ -91,7 +95,7 @@ def gemm_q_into(
     first_block = offset // plan.block
     row_blocks = block_count(offset + length, plan.block) - first_block
     cos, sin = (None, None) if rope is None else rope
-    config = _config(x)
+    config = _config(x, fused=norm_weight is not None or rope is not None)
     with on_device(x):
         _gemm_q[(batch * row_blocks * plan.heads,)](
             x, weight, bias, norm_weight, cos, sin, stream, plan.mask64,
