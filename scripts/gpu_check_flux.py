@@ -13,7 +13,7 @@ from dit_accel import accelerate_transformer, load_preset
 TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8
 # A short run that meets every mode: FULL FULL UPDATE DISPATCH DISPATCH UPDATE DISPATCH FULL.
-HEADS = load_preset("flux-flashomni", schedule={"warmup": 2, "interval": 3}, reuse={"ramp": 0.3})
+HEADS = load_preset("flux-flashomni", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 STACK = load_preset("exact", schedule={"warmup": 2, "interval": 3, "final_full": 1})
 BF16_BOUND = 2e-2  # relative L2 after four blocks of full width; plain bf16 against fp32 is about 1e-2

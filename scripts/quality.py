@@ -41,7 +41,10 @@ def methods() -> list[tuple[str, str, Preset | int]]:
         if name != "exact":
             listed.append((_series(name, preset), name, preset))
     for warmup, order, interval in itertools.product((3, 8), (1, 2), (3, 4, 5, 6)):
-        changes = {"schedule": {"warmup": warmup, "interval": interval}, "forecast": {"order": order}}
+        changes = {
+            "schedule": {"warmup": warmup, "interval": interval},
+            "forecast": {"order": order, "coordinate": "step"},
+        }
         label = f"W={warmup} N={interval} D={order}"
         listed.append(("TaylorSeer", f"TaylorSeer {label}", load_preset("flux-taylorseer", **changes)))
         whole = load_preset("exact", **changes, **{"schedule.final_full": 1})

@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing in under nine minutes on one H200, and writes it as a FluxPipeline folder.
+"""Trains the demo model from nothing in about nine minutes on one H200, and writes it as a FluxPipeline folder.
 
     python scripts/train_demo_flux.py --output dit_accel/assets/demo-flux --results docs/results/demo-flux --minutes 9
     python scripts/train_demo_flux.py ... --state STATE                    # also keep what training can go on from
@@ -13,16 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import diffusers
 import torch
 from demo_models.autoencoder import make_autoencoder, reconstruction_psnr, set_latent_statistics, train_autoencoder
 from demo_models.exporting import assemble_pipeline, contact_sheet, load_state, paint_prompts, save_pipeline, save_state
-from demo_models.flow import Bank, encode_pictures, fill_compile_cache, make_model, train_flow
+from demo_models.flow import (
+    LONG_TEXT,
+    Bank,
+    PromptedFlow,
+    encode_pictures,
+    fill_compile_cache,
+    make_model,
+    train_flow,
+)
 from demo_models.prompts import held_out_prompts
 from demo_models.reading import agreement, read_pictures
 from demo_models.rendering import pack_pictures, render
@@ -95,42 +105,70 @@ def main() -> None:
     started = time.monotonic()
     sizes = SMOKE if options.smoke else FULL
     device = torch.device("cpu" if options.smoke else "cuda")
-    compiled = not options.smoke
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(options.seed)
-    log: dict[str, object] = {"device": torch.cuda.get_device_name() if compiled else "cpu", "torch": torch.__version__}
+    log: dict[str, object] = {
+        "device": "cpu" if options.smoke else torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        "command": " ".join(sys.argv),
+    }
 
-    prompts, numbers = draw_bank(sizes.pictures, options.seed, parallel=compiled)
-    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
-    compiler = get_context("spawn").Process(
-        target=fill_compile_cache, args=(sizes.blocks, sizes.heads, sizes.batches)
-    )
-    if compiled:
-        compiler.start()
+    prompts, numbers = draw_bank(sizes.pictures, options.seed, parallel=not options.smoke)
     numbers = numbers.to(device)
+    compiler = None
+    if not options.smoke:
+        arguments = (sizes.blocks, sizes.heads, sizes.batches)
+        compiler = get_context("spawn").Process(target=fill_compile_cache, args=arguments)
+        compiler.start()
     _say(started, f"drew {len(prompts)} scenes")
 
     if options.resume:
         vae = AutoencoderKL.from_pretrained(options.parts, subfolder="vae", torch_dtype=torch.bfloat16).to(device)
     else:
-        torch.manual_seed(options.seed)
-        vae = make_autoencoder(sizes.vae_channels, sizes.vae_groups)
-        vae = vae.to(device, torch.bfloat16).to(memory_format=torch.channels_last)
-        pace = Pace("vae", sizes.vae_seconds, sizes.vae_rate, most_steps=sizes.steps)
-        train_autoencoder(vae, numbers, pace, batch=sizes.vae_batch, size=sizes.vae_size)
-        log["vae"] = pace.losses
-        with torch.no_grad():
-            set_latent_statistics(vae, render(numbers[:64], max(sizes.batches)).bfloat16())
+        vae = make_trained_autoencoder(numbers, sizes, options.seed, log)
     vae.requires_grad_(False).eval()
     log["vae_psnr_db"] = {size: held_out_psnr(vae, size, device) for size in sizes.batches}
     _say(started, f"autoencoder: {log['vae_psnr_db']} dB, scale {vae.config.scaling_factor:.4f}")
 
+    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
     clip_ids, t5_ids = (ids.to(device) for ids in tokenize_prompts(["", *prompts], tokenizers))
     bank = Bank({size: encode_pictures(vae, numbers, size) for size in sizes.batches}, clip_ids, t5_ids)
-    _say(started, f"bank of {len(prompts)} pictures at {' and '.join(str(size) for size in sizes.batches)}")
+    if compiler:
+        compiler.join(timeout=60)
+    _say(started, f"bank of {len(prompts)} pictures at {' and '.join(str(size) for size in sizes.batches)}; compiled")
 
+    seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
+    model = make_trained_flow(bank, tokenizers, sizes, seconds, options, log)
+    vae.to(memory_format=torch.contiguous_format)
+    pipe = assemble_pipeline(vae, model.transformer, tokenizers, (model.clip, model.t5))
+    log["folder_bytes"] = save_pipeline(pipe, options.output)
+    _say(started, f"saved {log['folder_bytes'] / 1e6:.2f} MB")
+    if options.results:
+        report(pipe, options.results, sizes)
+        log["seconds"] = round(time.monotonic() - started, 1)
+        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+    _say(started, "done")
+
+
+def make_trained_autoencoder(numbers: torch.Tensor, sizes: Sizes, seed: int, log: dict) -> AutoencoderKL:
+    """A new autoencoder, trained on the pictures of `numbers`, that knows its latents' shift and scale."""
+    torch.manual_seed(seed)
+    vae = make_autoencoder(sizes.vae_channels, sizes.vae_groups)
+    vae = vae.to(numbers.device, torch.bfloat16).to(memory_format=torch.channels_last)
+    pace = Pace("vae", sizes.vae_seconds, sizes.vae_rate, most_steps=sizes.steps)
+    train_autoencoder(vae, numbers, pace, batch=sizes.vae_batch, size=sizes.vae_size)
+    log["vae"] = pace.losses
+    with torch.no_grad():
+        set_latent_statistics(vae, render(numbers[:64], max(sizes.batches)).bfloat16())
+    return vae
+
+
+def make_trained_flow(
+    bank: Bank, tokenizers: tuple, sizes: Sizes, seconds: float, options: argparse.Namespace, log: dict
+) -> PromptedFlow:
+    """A model trained for `seconds`, from nothing or from `options.resume`; keeps its weights in `options.state`."""
     torch.manual_seed(options.seed)
+    device = bank.t5_ids.device
     model, masters = make_model(sizes.blocks, sizes.heads, tokenizers, device=device)
     names = [name for name, _ in model.named_parameters()]
     if options.resume:
@@ -138,31 +176,17 @@ def main() -> None:
         masters = [state[name].to(device) for name in names]
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), masters)
-    if compiled:
-        compiler.join(timeout=60)
-        _say(started, "blocks compiled")
+    if not options.smoke:
         model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
-    seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
     pace = Pace("flow", seconds, sizes.flow_rate, most_steps=sizes.steps)
     averages = train_flow(model, masters, bank, pace, batches=sizes.batches)
     log["flow"] = pace.losses
     log["flow_pictures"] = pace.pictures
     if options.state:
         save_state(names, averages, options.state)
-
     final, _ = make_model(sizes.blocks, sizes.heads, tokenizers, device=device)  # the same weights, not compiled
     final.load_state_dict(model.state_dict())
-    final.requires_grad_(False).eval()
-    vae.to(memory_format=torch.contiguous_format)
-    pipe = assemble_pipeline(vae, final.transformer, tokenizers, (final.clip, final.t5))
-    log["folder_bytes"] = save_pipeline(pipe, options.output)
-    _say(started, f"saved {log['folder_bytes'] / 1e6:.2f} MB")
-    if options.results:
-        report(pipe, options.results, sizes, log)
-    log["seconds"] = round(time.monotonic() - started, 1)
-    if options.results:
-        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
-    _say(started, "done")
+    return final.requires_grad_(False).eval()
 
 
 def draw_bank(count: int, seed: int, *, parallel: bool) -> tuple[list[str], torch.Tensor]:
@@ -184,36 +208,34 @@ def held_out_psnr(vae: AutoencoderKL, size: int, device: torch.device) -> float:
     return round(reconstruction_psnr(vae, render(pack_pictures(pictures).to(device), size).bfloat16()), 2)
 
 
-def report(pipe: FluxPipeline, results: Path, sizes: Sizes, log: dict) -> None:
-    """Paint held-out prompts; write the sheet, and how well they are followed beside what is read from drawn pictures."""
+def report(pipe: FluxPipeline, results: Path, sizes: Sizes) -> None:
+    """Paint held-out prompts; write a sheet and how often they are followed, beside what drawn pictures give."""
     results.mkdir(parents=True, exist_ok=True)
-    large, small, device = max(sizes.batches), min(sizes.batches), pipe.device
+    large, small = max(sizes.batches), min(sizes.batches)
     held_out = held_out_prompts(sizes.prompts, "reporting")
     painted = paint_prompts(pipe, held_out, size=large, steps=sizes.sample_steps)
     painted_small = paint_prompts(pipe, held_out, size=small, steps=sizes.sample_steps)
-    long_text = paint_prompts(pipe, held_out[:32], size=large, steps=sizes.sample_steps, text=512)
-    scenes = [item.scene for item in held_out]
+    long_text = paint_prompts(pipe, held_out[:32], size=large, steps=sizes.sample_steps, text=LONG_TEXT)
     rng = random.Random(8)
-    drawn = (render(pack_pictures([draw_picture(rng, scene) for scene in scenes]), large) + 1) / 2
-    table = {
-        f"painted {large}px": agreement(read_pictures(painted.to(device)), scenes),
-        f"painted {small}px": agreement(read_pictures(painted_small.to(device)), scenes),
-        f"painted {large}px, text padded to 512": agreement(
-            read_pictures(long_text.to(device)), scenes[: len(long_text)]
-        ),
-        f"drawn {large}px": agreement(read_pictures(drawn.to(device)), scenes),
+    drawn = (render(pack_pictures([draw_picture(rng, item.scene) for item in held_out]), large) + 1) / 2
+    pictures = {
+        f"painted {large}px": painted,
+        f"painted {small}px": painted_small,
+        f"painted {large}px, text padded to {LONG_TEXT}": long_text,
+        f"drawn {large}px": drawn,
     }
-    log["prompts"] = len(held_out)
+    table = {}
+    for name, batch in pictures.items():
+        scenes = [item.scene for item in held_out[: len(batch)]]
+        table[name] = {"pictures": len(batch), **agreement(read_pictures(batch.to(pipe.device)), scenes)}
+        print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
     (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")
-    for name, row in table.items():
-        print(f"{name:36s} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+
     captions = [item.prompt for item in held_out]
-    cells = [*painted[:16], *painted_small[:4]]
-    cells = torch.stack([torch.nn.functional.interpolate(cell[None], size=large)[0] for cell in cells])
-    sheet = contact_sheet(
-        cells, [*captions[:16], *(f"{small}px: {text}" for text in captions[:4])], columns=4, cell=256
-    )
-    sheet.quantize(256).save(results / "samples.png", optimize=True)
+    captions = [*captions[:16], *(f"{small}px: {caption}" for caption in captions[:4])]
+    enlarged = torch.nn.functional.interpolate(painted_small[:4], size=large)
+    sheet = contact_sheet(torch.cat((painted[:16], enlarged)), captions, columns=5, cell=160)
+    sheet.save(results / "samples.png", optimize=True)
 
 
 def _draw_chunk(job: tuple[int, int, int]) -> tuple[list[str], list[list[float]]]:

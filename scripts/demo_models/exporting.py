@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from .flow import SHIFT, SHIFT_TOKENS
 from .prompts import HeldOutPrompt
+from .scenes import vocabulary
 from .text_encoders import TEXT_TOKENS
 
 SHARD_BYTES = 14 * 2**20
@@ -33,8 +36,9 @@ prompt = "three yellow stars at the top over green hills at night"
 image = pipe(prompt, height=512, width=512, num_inference_steps=50, max_sequence_length={tokens}).images[0]
 ```
 
-Pass `max_sequence_length={tokens}`, the padded text length of nearly all its training; the pipeline's default of 512 works
-too and costs time. Sizes: 512x512 and 256x256. The model is not guidance-distilled: `guidance_scale` has no effect.
+Pass `max_sequence_length={tokens}`, the padded text length of nearly all its training; the pipeline's default of 512
+works too and costs time. Sizes: 512x512 and 256x256. The model is not guidance-distilled, so `guidance_scale` has no
+effect. Its schedule is shifted more than FLUX.1-dev's: what a picture shows is settled at high noise.
 
 Prompts it knows: a count (a, two, three, four), size (small, large), colour (red, orange, yellow, green, blue, purple,
 pink), texture (striped, dotted), shape (circle, square, triangle, star, heart, ring), position (on the left, on the
@@ -68,11 +72,15 @@ def assemble_pipeline(
 
 
 def save_pipeline(pipe: FluxPipeline, folder: Path) -> int:
-    """Write the pipeline and its card; returns the folder's size in bytes."""
+    """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
     pipe.save_pretrained(folder, safe_serialization=True)
     millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
-    card = MODEL_CARD.format(millions=millions, words=len(pipe.tokenizer_2), tokens=TEXT_TOKENS)
+    card = MODEL_CARD.format(millions=millions, words=len(vocabulary()), tokens=TEXT_TOKENS)
     (folder / "README.md").write_text(card)
+    call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
+    (folder / "demo.json").write_text(json.dumps(call) + "\n")
+    for weights in folder.rglob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors writes them for their owner alone, and a wheel keeps modes
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -127,13 +135,13 @@ def contact_sheet(pictures: torch.Tensor, captions: list[str], *, columns: int, 
     """Pictures [N, 3, H, W] in 0..1 in a grid of cells `cell` pixels wide, each over its caption."""
     line, letters = 13, cell // 6
     rows = -(-len(pictures) // columns)
-    height = cell + 2 * line + 6
+    height = cell + 3 * line + 6
     sheet = Image.new("RGB", (columns * cell, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
     for index, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left, top = index % columns * cell, index // columns * height
         pixels = (picture.permute(1, 2, 0) * 255).round().byte().numpy()
         sheet.paste(Image.fromarray(pixels).resize((cell, cell), Image.Resampling.LANCZOS), (left, top))
-        for number, start in enumerate(range(0, min(len(caption), 2 * letters), letters)):
-            draw.text((left + 4, top + cell + 3 + number * line), caption[start : start + letters], fill="black")
+        for number, text in enumerate(textwrap.wrap(caption, letters)[:3]):
+            draw.text((left + 4, top + cell + 3 + number * line), text, fill="black")
     return sheet

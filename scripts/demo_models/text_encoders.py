@@ -1,13 +1,13 @@
 """Tokenizers over the grammar's words and the two small text encoders that FLUX asks for.
 
-The tokenizers are word-level in effect: CLIP's byte pairs merge each known word into one token, T5's unigrams hold each
-known word whole. Unknown words fall apart into letters (CLIP) or become `<unk>` (T5); no prompt is an error.
+T5's unigrams hold each known word whole; CLIP's byte pairs join its letters into one or a few tokens, which is enough
+for the pooled bag of words. Unknown words fall apart into letters (CLIP) or become `<unk>` (T5); no prompt is an error.
 
-FLUX gives text tokens no positions, so the encoder must tell each word its neighbours. The T5 here starts out doing just
-that: one layer whose heads look at one offset each, -6..6 without 0, through the relative position bias alone (queries
-and keys are zero and stay so, having no gradient), with random values that training refines. A token whose neighbour
-lies beyond the text looks at the nearest one there is. Far from the text every padding token has the same encoding,
-whatever the padded length.
+FLUX gives text tokens no positions, so the encoder must tell each word its neighbours. The T5 here starts out doing
+just that: one layer whose heads look at one offset each, -6..6 without 0, through the relative position bias alone
+(queries and keys are zero and stay so, having no gradient), with random values that training refines. A token whose
+neighbour lies beyond the text looks at the nearest one there is. Far from the text every padding token has the same
+encoding, whatever the padded length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OFFSETS = (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6)
 
 
 def make_clip_tokenizer() -> CLIPTokenizer:
-    """Byte-pair tokenizer that merges each word of the grammar, letter by letter, into one token."""
+    """Byte-pair tokenizer whose merges spell the words of the grammar; an earlier word's merges go first."""
     letters = string.ascii_lowercase + string.digits + string.punctuation
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
     known, merges = set(pieces), []

@@ -1,0 +1,171 @@
+"""The demo model's grammar, renderer, tokenizers and reader, and a training run at toy size."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from demo_models import palette  # noqa: E402
+from demo_models.prompts import held_out_prompts  # noqa: E402
+from demo_models.reading import agreement, read_pictures  # noqa: E402
+from demo_models.rendering import pack_pictures, render  # noqa: E402
+from demo_models.scenes import (  # noqa: E402
+    COLOURS,
+    RESERVED_CLASSES,
+    Group,
+    Scene,
+    describe,
+    draw_picture,
+    hash_class,
+    vocabulary,
+)
+from demo_models.text_encoders import (  # noqa: E402
+    TEXT_TOKENS,
+    make_clip_tokenizer,
+    make_t5_encoder,
+    make_t5_tokenizer,
+)
+from demo_models.training import orthogonalise  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """Pictures of the first held-out scenes."""
+    rng = random.Random(4)
+    return [draw_picture(rng, item.scene) for item in held_out_prompts(12, "tuning")]
+
+
+def test_one_seed_draws_the_same_pictures():
+    """The grammar is a pure function of the generator it is given."""
+    first, again, other = ([draw_picture(random.Random(seed + i)) for i in range(20)] for seed in (0, 0, 100))
+    assert first == again
+    assert first != other
+
+
+def test_training_never_sees_a_reserved_scene():
+    """No training scene is of a reserved class, and every held-out scene is of its own split's."""
+    rng = random.Random(1)
+    trained = {hash_class(draw_picture(rng).scene) for _ in range(300)}
+    assert trained.isdisjoint(RESERVED_CLASSES.values())
+    for split, reserved in RESERVED_CLASSES.items():
+        assert {hash_class(item.scene) for item in held_out_prompts(40, split)} == {reserved}
+
+
+def test_held_out_lists_are_stable_and_disjoint():
+    """A longer list starts with the shorter one, and the splits share no prompt."""
+    reporting = held_out_prompts(40, "reporting")
+    assert reporting[:10] == held_out_prompts(10, "reporting")
+    assert {item.prompt for item in reporting}.isdisjoint(item.prompt for item in held_out_prompts(40, "tuning"))
+    with pytest.raises(ValueError, match="split must be one of"):
+        held_out_prompts(1, "training")
+
+
+def test_prompts_use_the_vocabulary_alone():
+    """Every word that the grammar writes is a word that the tokenizers know."""
+    rng = random.Random(2)
+    words = {word.strip(",") for _ in range(300) for word in draw_picture(rng).prompt.split()}
+    assert words <= set(vocabulary())
+
+
+@pytest.mark.parametrize("size", [64, 200], ids=["64px", "200px"])
+@pytest.mark.parametrize("colour", COLOURS)
+def test_a_sticker_has_its_colour_at_its_place(colour, size):
+    """A large square on the left has its palette colour, in some light, at its centre, and landscape on the right."""
+    scene = Scene("hills", "noon", "single", "left", (Group("square", colour, "large", "plain", 1),))
+    picture = draw_picture(random.Random(3), scene)
+    drawn = (render(pack_pictures([picture]), size)[0] + 1) / 2
+    thing = picture.objects[0]
+    centre = drawn[:, int(thing.y * size), int(thing.x * size)]
+    expected = torch.tensor(palette.STICKER[colour])
+    assert (centre - expected).abs().max() < 0.12
+    assert (drawn[:, int(thing.y * size), int((1 - thing.x) * size)] - expected).abs().max() > 0.15
+
+
+def test_a_window_is_a_part_of_the_whole_picture(pictures):
+    """Drawing the lower right quarter alone gives the pixels that the whole picture has there."""
+    numbers = pack_pictures(pictures[:3])
+    whole = render(numbers, 96)
+    quarter = render(numbers, 48, corner=torch.full((3, 2), 0.5), extent=0.5)
+    torch.testing.assert_close(quarter, whole[:, :, 48:, 48:], atol=1e-4, rtol=0)
+
+
+def test_the_reader_reads_drawn_pictures(pictures):
+    """All attributes of drawn pictures are read right, and those of other scenes are not."""
+    readings = read_pictures((render(pack_pictures(pictures), 256) + 1) / 2)
+    scenes = [picture.scene for picture in pictures]
+    assert agreement(readings, scenes)["all"] == 1.0
+    assert agreement(readings, scenes[1:] + scenes[:1])["all"] < 0.2
+
+
+@pytest.mark.parametrize("make", [make_clip_tokenizer, make_t5_tokenizer], ids=["clip", "t5"])
+def test_tokenizers_round_trip(make, tmp_path):
+    """Saved and loaded again, a tokenizer gives the same tokens, which spell the prompt, and takes any text."""
+    tokenizer = make()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = type(tokenizer).from_pretrained(tmp_path)
+    prompt = describe(held_out_prompts(1)[0].scene, random.Random(0))
+    ids = loaded(prompt).input_ids
+    assert ids == tokenizer(prompt).input_ids
+    assert loaded.decode(ids, skip_special_tokens=True).replace(" ,", ",") == prompt
+    assert loaded("Zèbres, 日本 & 7 okapis").input_ids
+
+
+def test_t5_holds_each_word_whole():
+    """Each word of the grammar, in lower case and capitalised, is one known token of its own."""
+    tokenizer = make_t5_tokenizer()
+    words = vocabulary() + [word.capitalize() for word in vocabulary()]
+    tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
+    assert {len(ids) for ids in tokens} == {1}
+    assert len({ids[0] for ids in tokens}) == len(words)
+    assert all(ids[0] != tokenizer.unk_token_id for ids in tokens)
+
+
+def test_text_encoding_knows_order_and_ignores_padding():
+    """Swapping two colours changes the encoding of both shapes; a longer padding changes nothing before it."""
+    tokenizer = make_t5_tokenizer()
+    encoder = make_t5_encoder(tokenizer, seed=0)
+
+    def encode(prompt, length=TEXT_TOKENS):
+        ids = tokenizer(prompt, padding="max_length", max_length=length, return_tensors="pt").input_ids
+        return encoder(ids)[0][0].detach()
+
+    first, second = encode("a red circle above a blue square"), encode("a blue circle above a red square")
+    for word in (2, 6):  # circle, square
+        assert (first[word] - second[word]).norm() > 0.3 * first[word].norm()
+    longer = encode("a red circle above a blue square", 128)
+    torch.testing.assert_close(longer[:TEXT_TOKENS], first, atol=1e-4, rtol=0)
+    torch.testing.assert_close(longer[-1], first[-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40)], ids=["square", "tall", "wide"])
+def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
+    """Singular values come near 1 while singular vectors stay, against float64's decomposition."""
+    matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrix[0].double(), full_matrices=False)
+    values = torch.diagonal(left.T @ orthogonalise(matrix)[0].double() @ right.T)
+    assert values.min() > 0.4
+    assert values.max() < 1.4
+
+
+def test_a_toy_training_run_yields_a_pipeline(tmp_path):
+    """Two steps of everything leave a folder that FluxPipeline loads and paints with, and a state to go on from."""
+    script, folder, state = SCRIPTS / "train_demo_flux.py", tmp_path / "demo", tmp_path / "state"
+    arguments = [sys.executable, str(script), "--output", str(folder), "--state", str(state), "--smoke"]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=120)
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe("A red zebra?", height=32, width=32, num_inference_steps=2, output_type="np").images[0]
+    assert image.shape == (32, 32, 3)
+    assert image.std() > 0
+
+    resumed = [*arguments[:2], "--output", str(tmp_path / "more"), "--parts", str(folder), "--resume", str(state)]
+    subprocess.run([*resumed, "--smoke"], check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "more" / "model_index.json").exists()

@@ -1,0 +1,63 @@
+"""What the README and the docs show works as they show it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from dit_accel import demo
+from dit_accel.cli import app
+from dit_accel.presets import preset_names
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    """Code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+    if line.startswith("dit-accel ")
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_shown_commands_parse(line):
+    """Every option and argument of a shown command exists."""
+    words = shlex.split(line)[1:]
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    command.make_context("dit-accel", words)
+
+
+def test_shown_python_runs_with_the_demo_model(monkeypatch, tmp_path):
+    """The README's example with the shipped model runs as it stands, here at a toy size."""
+    monkeypatch.chdir(tmp_path)
+    small = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}
+    monkeypatch.setattr(demo, "demo_arguments", lambda folder: small)
+    (example,) = (block for block in blocks(ROOT / "README.md", "python") if "demo-flux" in block)
+    exec(compile(example, "README.md", "exec"), {})
+    assert (tmp_path / "stars.png").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    """No link inside the repository is broken."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_preset_is_documented():
+    """docs/presets.md names every shipped preset, in full or by its ending."""
+    text = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    missing = [n for n in preset_names() if n not in text and f"`-{n.rsplit('-', 1)[-1]}`" not in text]
+    assert missing == []
