@@ -153,7 +153,7 @@ class Controller:
         branch = self._branch(transformer, context, shapes)
         mode = self._mode(transformer, tick, branch)
         schedule = self.preset.schedule
-        coordinates = tick.sigmas if self.preset.forecast.coordinate == "sigma" else range(tick.steps)
+        coordinates = tick.coordinates(self.preset.forecast.coordinate)
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
         )

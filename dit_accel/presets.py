@@ -65,8 +65,9 @@ class Forecast(_Section):
     reuse: the last value."""
     order: int = Field(default=1, ge=0, le=4)
     """Degree D of the polynomial; order + 1 values are remembered. reuse wants 0."""
-    coordinate: Literal["step", "sigma"] = "step"
-    """What the polynomial runs over: the step's index, or the scheduler's noise level."""
+    coordinate: Literal["step", "sigma", "auto"] = "step"
+    """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
+    level falls evenly and the noise level where it does not."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,19 @@ class Tick:
     timesteps: Sequence[float]
     sigmas: Sequence[float]
     repeats: str | None = None
+
+    def coordinates(self, kind: str) -> Sequence[float]:
+        """What forecasts run over, for every step of the run.
+
+        Args:
+            kind: ``step``, ``sigma``, or ``auto``: the step unless neighbouring steps differ more than twofold in
+                sigma, as at the seam of Mochi's linear-quadratic schedule, which no polynomial in the step crosses.
+        """
+        gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
+        if 0.0 in gaps:  # two steps at one place determine no polynomial
+            return range(self.steps)
+        uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
+        return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
 
 class SchedulerClock:
@@ -108,7 +122,7 @@ class TimestepClock:
 
     def __init__(self, timesteps: Sequence[float] | torch.Tensor) -> None:
         self._values = [float(value) for value in timesteps]
-        gaps = [abs(b - a) for a, b in zip(self._values, self._values[1:], strict=False)]
+        gaps = [abs(b - a) for a, b in pairwise(self._values)]
         if not self._values or 0 in gaps:
             raise UnsupportedError(
                 f"timesteps must be a non-empty sequence without equal neighbours, got {len(self._values)} values"

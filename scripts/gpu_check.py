@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -323,7 +324,8 @@ def describe_run() -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "commit": git.stdout.strip() or "unknown",
+        # DIT_ACCEL_COMMIT names it where the tree came without its history.
+        "commit": git.stdout.strip() or os.environ.get("DIT_ACCEL_COMMIT", "unknown"),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 
