@@ -92,9 +92,9 @@ class Controller:
         finally:
             self.call = None
 
-    def forecast(self, history: History, coordinate: float) -> tuple[torch.Tensor, ...]:
-        """The feature at ``coordinate``, each of its tensors a new one."""
-        weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate)
+    def forecast(self, history: History, coordinate: float, order: int | None = None) -> tuple[torch.Tensor, ...]:
+        """The feature at ``coordinate``, of at most degree ``order``, each of its tensors a new one."""
+        weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate, order)
         return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
 
     def observe(
@@ -110,15 +110,29 @@ class Controller:
             return
         history = call.branch.outputs
         if self.preset.schedule.control == "error" and len(history):
-            forecast = self.forecast(history, call.coordinate)
-            errors = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
-            error = float(torch.stack(errors).max())  # unlike max(), it lets what is no number through
-            previous = history.coordinates[0]
-            self._controls[call.transformer].observe(call.tick.step, call.coordinates, previous, history.order, error)
-            self._step_record.error = max(error, self._step_record.error or 0.0)
+            control, previous = self._controls[call.transformer], history.coordinates[0]
+            errors = self._errors(call, output, judged)
+            call.branch.order = order = control.best_order(errors)
+            control.observe(call.tick.step, call.coordinates, previous, order, errors[order])
+            self._step_record.error = max(errors[order], self._step_record.error or 0.0)
         if self.preset.schedule.control == "error" or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
             history.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
+
+    def _errors(
+        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[int, float]:
+        """For each degree that the history allows, the error that its forecast of ``output`` would have had.
+
+        The host reads them all at once, the one synchronisation of a computed step.
+        """
+        history = call.branch.outputs
+        errors = {}
+        for order in range(min(1, history.order), history.order + 1):
+            forecast = self.forecast(history, call.coordinate, order)
+            parts = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
+            errors[order] = torch.stack(parts).max()  # unlike Python's max, it lets what is no number through
+        return dict(zip(errors, torch.stack(list(errors.values())).tolist(), strict=True))
 
     def read_densities(self, call: Call) -> None:
         """Moves the densities of new symbols to the host, all layers at once, and decides which layers degrade."""
@@ -177,7 +191,7 @@ class Controller:
             self._forget()
             self.report.notes.append(f"shapes changed at step {self._step_record.index}: caches dropped")
         if key not in self._branches:
-            self._branches[key] = BranchState(shapes, History(self.preset.forecast.order))
+            self._branches[key] = BranchState(shapes, History(self.preset.forecast.order), self.preset.forecast.order)
         return self._branches[key]
 
     def _mode(self, transformer: str, tick: Tick, branch: BranchState) -> StepMode:

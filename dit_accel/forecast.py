@@ -50,11 +50,19 @@ def taylor_weights(coordinates: Sequence[float], target: float) -> list[float]:
     return weights
 
 
-def forecast_weights(method: str, coordinates: Sequence[float], target: float) -> list[float]:
-    """Weights over history for a forecast at ``target``; one a coordinate, newest first, summing to one."""
-    if method == "reuse":
-        return [1.0] + [0.0] * (len(coordinates) - 1)
-    return (newton_weights if method == "newton" else taylor_weights)(coordinates, target)
+def forecast_weights(method: str, coordinates: Sequence[float], target: float, order: int | None = None) -> list[float]:
+    """Weights over history for a forecast at ``target``; one a coordinate, newest first, summing to one.
+
+    Args:
+        method: ``newton``, ``taylor`` or ``reuse``.
+        coordinates: where the values were recorded, newest first.
+        target: where the forecast is wanted.
+        order: highest degree, beyond whose ``order + 1`` values the others weigh nothing; None = as the values allow.
+    """
+    count = 1 if method == "reuse" else len(coordinates) if order is None else order + 1
+    used = coordinates[:count]
+    weights = (taylor_weights if method == "taylor" else newton_weights)(used, target)
+    return weights + [0.0] * (len(coordinates) - len(used))
 
 
 class History:

@@ -64,7 +64,8 @@ class Forecast(_Section):
     """newton: polynomial through the recorded values, exact on any spacing. taylor: TaylorSeer's finite differences.
     reuse: the last value."""
     order: int = Field(default=1, ge=0, le=4)
-    """Degree D of the polynomial; order + 1 values are remembered. reuse wants 0."""
+    """Degree D of the polynomial; order + 1 values are remembered. With control error the highest degree: every
+    computed step goes on with the one that would have reached farthest. reuse wants 0."""
     coordinate: Literal["step", "sigma", "auto"] = "step"
     """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
     level falls evenly and the noise level where it does not."""

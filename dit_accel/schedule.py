@@ -7,6 +7,7 @@ into a step mode, either on a fixed interval or by the closed loop.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,8 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import Schedule
+
+ABOUT = 0.9  # 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 
 
 class StepMode(enum.Enum):
@@ -185,6 +188,22 @@ class ErrorControl:
         if step < self._schedule.warmup or step >= steps - self._schedule.final_full:
             return StepMode.FULL
         return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
+
+    def best_order(self, errors: dict[int, float]) -> int:
+        """The degree to go on with: the one whose error lets the next forecasts reach farthest.
+
+        High degrees win where outputs are smooth and low ones where rounding noise dominates, which high ones amplify.
+        Of two that reach about as far the higher is taken, for its error falls faster towards the record.
+
+        Args:
+            errors: ‖F − F̂‖ / ‖F‖ that a forecast of each degree would have had.
+        """
+        reaches = {
+            order: (self._schedule.target_error / error) ** (1 / (order + 1)) if error > 0 else math.inf
+            for order, error in errors.items()
+        }
+        farthest = max(reaches.values())
+        return max((order for order, reach in reaches.items() if reach >= ABOUT * farthest), default=max(errors))
 
     def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:
         """Takes the error of one forecast, measured at a computed step; of several at one step, the worst decides.

@@ -46,10 +46,19 @@ class SiteState:
 
 @dataclass
 class BranchState:
-    """What one CFG stream of one transformer remembers within a run; ``structure`` is how its output nests tensors."""
+    """What one CFG stream of one transformer remembers within a run.
+
+    Args:
+        shapes: of the tensors that its calls get.
+        outputs: the transformer's outputs.
+        order: degree of its forecasts at present.
+        updated: blocks remember what a DISPATCH call needs.
+        structure: how the transformer's output nests its tensors.
+    """
 
     shapes: tuple
     outputs: History
+    order: int
     sites: dict[str, SiteState] = field(default_factory=dict)
     updated: bool = False
     structure: object = None

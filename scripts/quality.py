@@ -166,6 +166,26 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """What runs must have in common to be compared."""
+    return {key: str(getattr(options, key)) for key in ("prompts", "split", "steps", "height", "width", "dtype")}
+
+
+def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Results of an earlier run, to which ``--only`` adds.
+
+    Raises:
+        SystemExit: that run had other settings.
+    """
+    file = options.output.with_suffix(".json")
+    if not options.only or not file.exists():
+        return []
+    document = json.loads(file.read_text(encoding="utf-8"))
+    if document["settings"] != _settings(options):
+        raise SystemExit(f"{file} was measured with {document['settings']}; give the same settings or another --output")
+    return document["results"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
@@ -177,7 +197,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="*", help="names of methods to run")
+    parser.add_argument(
+        "--only", nargs="*", help="names of methods to run; the others stay as an earlier file has them"
+    )
     options = parser.parse_args()
 
     folder = demo_path("demo-flux")
@@ -189,17 +211,17 @@ def main() -> None:
     prompts = held_out_prompts(options.prompts, split=options.split)
     started = time.perf_counter()
     comparison = Comparison(pipe, {**demo_arguments(folder), **sizes}, prompts)
-    results = []
+    results = _earlier(options)
+    origin = describe_run()
     for series, name, method in closed_loop_variants() if options.variants else methods():
         if not options.only or name in options.only:
-            results.append(comparison.measure(series, name, method))
+            results = [r for r in results if r["name"] != name] + [comparison.measure(series, name, method) | origin]
             r = results[-1]
             seconds = time.perf_counter() - started
             print(f"{seconds:6.0f} s  {name:32s} {r['computed_fraction']:.3f}  {r['psnr_db']:.1f} dB", flush=True)
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: str(value) for key, value in vars(options).items()}
-    document = {**describe_run(), "settings": settings, "margins": margins(results), "results": results}
+    document = {"settings": _settings(options), "margins": margins(results), "results": results}
     options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     options.output.with_suffix(".md").write_text(table(results) + "\n", encoding="utf-8")
     frontier_plot(

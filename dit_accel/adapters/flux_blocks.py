@@ -76,7 +76,7 @@ class _BlockHook(ModelHook):
     def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
         """The forecast of a whole feature."""
         call = self.controller.call
-        return self.controller.forecast(call.site(self.name).features[feature], call.coordinate)
+        return self.controller.forecast(call.site(self.name).features[feature], call.coordinate, call.branch.order)
 
     def site(self) -> SparseSite:
         return SparseSite(self.name, self.controller.call, self.controller.preset)

@@ -74,7 +74,7 @@ class GenericAdapter:
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         with self.controller.calling(self.name, context, arguments["timestep"], shapes) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
-                leaves = self.controller.forecast(call.branch.outputs, call.coordinate)
+                leaves = self.controller.forecast(call.branch.outputs, call.coordinate, call.branch.order)
                 output = pytree.tree_unflatten(list(leaves), call.branch.structure)
             else:
                 output = original(*args, **kwargs)

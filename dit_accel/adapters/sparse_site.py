@@ -88,7 +88,9 @@ class SparseSite:
         """GEMM-O of the stream that starts at token ``offset`` of ``o`` ``[B, T, H, D]`` -> ``[B, S, N]``."""
         state, stream = self.state, o[:, offset:]
         if dispatch:
-            weights = forecast_weights(self._preset.forecast.method, state.bias_coordinates, self._call.coordinate)
+            weights = forecast_weights(
+                self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order
+            )
             return gemm_o_dispatch(
                 stream, weight, state.plan, state.bias_stack, weights, offset=offset, backend=self._gemm
             )

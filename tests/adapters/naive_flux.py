@@ -41,7 +41,7 @@ class Schedule:
         return self.mode == "update" or self.step < self.preset.schedule.warmup
 
     def weights(self, coordinates: list[int]) -> list[float]:
-        return forecast_weights(self.preset.forecast.method, coordinates, self.step)
+        return forecast_weights(self.preset.forecast.method, coordinates, self.step, self.preset.forecast.order)
 
 
 class Remembered:
