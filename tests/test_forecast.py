@@ -92,3 +92,9 @@ def test_history_keeps_the_newest_records():
     assert history.coordinates == (30.0, 20.0, 10.0)
     assert history.values == (values[3], values[2], values[1])
     assert [float(tensor) for tensor in history.tensors()] == [3.0, -3.0, 2.0, -2.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("method", ["newton", "taylor"])
+def test_lower_order_uses_the_newest_values_only(method):
+    """A forecast of lower degree is that of a shorter history, and the older values weigh nothing."""
+    assert forecast_weights(method, UNEVEN[:3], 9.0, order=1) == [*forecast_weights(method, UNEVEN[:2], 9.0), 0.0]

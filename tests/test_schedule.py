@@ -131,6 +131,39 @@ def test_closed_loop_measures_distance_on_the_coordinate(direction):
         assert interval_after(control, 2, len(coordinates)) == interval
 
 
+@pytest.mark.parametrize(
+    "errors, order",
+    [
+        pytest.param({1: 0.04, 2: 0.01}, 2, id="smooth-output"),
+        pytest.param({1: 0.012, 2: 0.022, 3: 0.042}, 1, id="rounding-noise"),
+        pytest.param({1: 0.05, 2: 0.05}, 2, id="as-far-takes-the-higher"),
+        pytest.param({1: 0.0, 2: 0.0}, 2, id="exact"),
+        pytest.param({0: 0.3}, 0, id="one-degree-known"),
+        pytest.param({1: math.nan, 2: math.nan}, 2, id="no-numbers"),
+    ],
+)
+def test_closed_loop_goes_on_with_the_order_that_reaches_farthest(errors, order):
+    """Reach is (0.05 / e) ** (1 / (D + 1)); within a tenth of the farthest the highest degree wins."""
+    assert closed_loop().best_order(errors) == order
+
+
+@pytest.mark.parametrize(
+    "sigmas, kind, runs_over_sigma",
+    [
+        pytest.param([1.0, 0.9, 0.75, 0.55], "auto", False, id="even-enough"),
+        pytest.param([1.0, 0.99, 0.98, 0.5], "auto", True, id="seam"),
+        pytest.param([1.0, 0.9, 0.75, 0.55], "sigma", True, id="sigma"),
+        pytest.param([1.0, 0.99, 0.98, 0.5], "step", False, id="step"),
+        pytest.param([1.0, 0.5, 0.5, 0.1], "sigma", False, id="equal-neighbours"),
+        pytest.param([1.0], "auto", False, id="one-step"),
+    ],
+)
+def test_coordinates_of_a_run(sigmas, kind, runs_over_sigma):
+    """Auto takes sigma where neighbouring steps differ more than twofold; equal neighbours never serve."""
+    tick = Tick(object(), 0, len(sigmas), sigmas, sigmas)
+    assert list(tick.coordinates(kind)) == (sigmas if runs_over_sigma else list(range(len(sigmas))))
+
+
 def test_closed_loop_survives_equal_coordinates():
     """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
     control = closed_loop()
