@@ -16,7 +16,7 @@ STEPS = 8
 HEADS = load_preset("flux-flashomni", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 STACK = load_preset("exact", schedule={"warmup": 2, "interval": 3, "final_full": 1})
-BF16_BOUND = 2e-2  # relative L2 after four blocks of full width; plain bf16 against fp32 is about 1e-2
+BF16_BOUND = 5e-3  # relative L2 after four blocks; one H200 measured 3.4e-3, and 6.3e-3 from sparse to plain
 
 
 def transformer(double: int, single: int, dtype: torch.dtype) -> FluxTransformer2DModel:

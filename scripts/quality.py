@@ -3,7 +3,7 @@
 
 Each run is compared with the plain run of the same prompt and seed. Writes a JSON file, a Markdown table and a plot.
 
-    python scripts/quality.py --output docs/results/quality-demo-flux                 # 16 prompts, minutes on a GPU
+    python scripts/quality.py --output docs/results/quality-demo-flux                 # 10 prompts, minutes on a GPU
     python scripts/quality.py --output /tmp/quality --prompts 1 --height 256 --width 256 --only flux-balanced
 
 Prompts come from the `reporting` list, which presets were never tuned on; `--split tuning` is for choosing thresholds.
@@ -189,7 +189,7 @@ def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--variants", action="store_true", help="closed-loop thresholds instead of the presets")
     parser.add_argument("--steps", type=int, default=50)
@@ -213,13 +213,16 @@ def main() -> None:
     comparison = Comparison(pipe, {**demo_arguments(folder), **sizes}, prompts)
     results = _earlier(options)
     origin = describe_run()
-    for series, name, method in closed_loop_variants() if options.variants else methods():
+    listed = closed_loop_variants() if options.variants else methods()
+    for series, name, method in listed:
         if not options.only or name in options.only:
             results = [r for r in results if r["name"] != name] + [comparison.measure(series, name, method) | origin]
             r = results[-1]
             seconds = time.perf_counter() - started
             print(f"{seconds:6.0f} s  {name:32s} {r['computed_fraction']:.3f}  {r['psnr_db']:.1f} dB", flush=True)
 
+    order = [name for _, name, _ in listed]
+    results.sort(key=lambda r: order.index(r["name"]))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     document = {"settings": _settings(options), "margins": margins(results), "results": results}
     options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
