@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -47,6 +48,7 @@ class Controller:
         self._tick: Tick | None = None
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._anonymous_calls: dict[str, int] = {}
+        self._called: set[tuple[str, str]] = set()
         self._forget()
         self.last_symbols: dict[str, SparseSymbols] = {}
         self.last_layout: TokenLayout | None = None
@@ -79,7 +81,7 @@ class Controller:
             shapes: shapes of the call's tensors; a change within a run ends that run.
         """
         on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
-        elapsed = timing.gpu_stopwatch() if on_gpu else timing.stopwatch()
+        elapsed = timing.gpu_stopwatch(timestep.device) if on_gpu else timing.stopwatch()
         self.call = self._open(transformer, context, timestep, shapes)
         try:
             yield self.call
@@ -109,12 +111,16 @@ class Controller:
         if call.tick.repeats is not None:
             return
         history = call.branch.outputs
-        if self.preset.schedule.control == "error" and len(history):
-            control, previous = self._controls[call.transformer], history.coordinates[0]
-            errors = self._errors(call, output, judged)
-            call.branch.order = order = control.best_order(errors)
-            control.observe(call.tick.step, call.coordinates, previous, order, errors[order])
-            self._step_record.error = max(errors[order], self._step_record.error or 0.0)
+        if self.preset.schedule.control == "error":
+            control = self._controls[call.transformer]
+            # A branch's first output judges nothing, so the next step is computed too.
+            order, error, previous = 0, math.inf, call.coordinate
+            if len(history):
+                errors = self._errors(call, output, judged)
+                call.branch.order = order = control.best_order(errors)
+                error, previous = errors[order], history.coordinates[0]
+                self._step_record.error = max(error, self._step_record.error or 0.0)
+            control.observe(call.tick.step, call.coordinates, previous, order, error)
         if self.preset.schedule.control == "error" or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
             history.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
@@ -176,6 +182,7 @@ class Controller:
     def _start_step(self, tick: Tick) -> None:
         self._decisions.clear()
         self._anonymous_calls.clear()
+        self._called.clear()
         self._step_record = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
         self._step_work: dict[str, list[tuple[float, float]]] = {}
         self.report.steps.append(self._step_record)
@@ -187,9 +194,15 @@ class Controller:
             count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
             context = f"call {count}"
         key = (transformer, context)
-        if key in self._branches and self._branches[key].shapes != shapes:
+        changes = {
+            "shapes changed": key in self._branches and self._branches[key].shapes != shapes,
+            # Another pipeline's loop over the same transformer, which this clock can't follow.
+            "branch called twice": key in self._called,
+        }
+        for change in (change for change, happened in changes.items() if happened):
             self._forget()
-            self.report.notes.append(f"shapes changed at step {self._step_record.index}: caches dropped")
+            self.report.notes.append(f"{change} at step {self._step_record.index}: caches dropped")
+        self._called.add(key)
         if key not in self._branches:
             self._branches[key] = BranchState(shapes, History(self.preset.forecast.order), self.preset.forecast.order)
         return self._branches[key]

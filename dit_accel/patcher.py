@@ -139,7 +139,8 @@ def accelerate_transformer(
             apart by ``transformer.cache_context(name)``.
         preset: as for :func:`accelerate_pipeline`.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
-            ``accelerate_transformer``; a loop that starts again needs nothing.
+            ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
+            before needs ``reset()``.
         overrides: preset keys to change.
 
     Returns:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dit_accel.errors import PresetError
 
-# The two controls exclude each other's keys.
+# Sections that only scope head reads, and the keys that each control leaves to the other.
+_HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
 _FOREIGN_KEYS = {"fixed": ("target_error", "max_interval"), "error": ("interval",)}
 
 
@@ -130,6 +131,16 @@ class Preset(_Section):
     blocks: Blocks = Blocks()
     kernels: Kernels = Kernels()
 
+    def effective(self) -> dict[str, Any]:
+        """All values that have an effect, defaults included, as plain values: a preset file's content."""
+        values = self.model_dump(mode="json")
+        for key in _FOREIGN_KEYS[self.schedule.control]:
+            del values["schedule"][key]
+        if self.forecast.scope != "head":
+            for section in _HEAD_SECTIONS:
+                del values[section]
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
         if self.model == "any" and self.forecast.scope != "stack":
@@ -137,8 +148,7 @@ class Preset(_Section):
                 f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
             )
         if self.forecast.scope != "head":
-            sections = ("reuse", "skip", "blocks", "kernels")
-            touched = [name for name in sections if getattr(self, name).model_fields_set]
+            touched = [name for name in _HEAD_SECTIONS if getattr(self, name).model_fields_set]
             if touched:
                 raise ValueError(
                     f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "

@@ -18,6 +18,7 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import Schedule
 
+BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 ABOUT = 0.9  # 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 
 
@@ -90,8 +91,12 @@ class SchedulerClock:
         self._timesteps = scheduler.timesteps
         values = [float(value) for value in scheduler.timesteps.tolist()]
         self._first = getattr(scheduler, "begin_index", None) or 0
-        if not hasattr(scheduler, "step_index") and _largest(timestep) in values:
-            self._first = values.index(_largest(timestep))  # video-to-video begins in the middle
+        if getattr(scheduler, "begin_index", None) is None and getattr(scheduler, "step_index", None) is None:
+            # Video-to-video begins in the middle and may not say so. Pipelines that rescale timesteps always do.
+            value = _largest(timestep)
+            nearest = min(range(len(values)), key=lambda index: abs(values[index] - value))
+            if abs(values[nearest] - value) <= abs(value) * BF16_ROUNDING:
+                self._first = nearest
         sigmas = getattr(scheduler, "sigmas", None)
         has_sigmas = sigmas is not None and len(sigmas) >= len(values)
         self._values = values[self._first :]
@@ -199,10 +204,11 @@ class ErrorControl:
             errors: ‖F − F̂‖ / ‖F‖ that a forecast of each degree would have had.
         """
         reaches = {
-            order: (self._schedule.target_error / error) ** (1 / (order + 1)) if error > 0 else math.inf
+            order: (self._schedule.target_error / error) ** (1 / (order + 1)) if error else math.inf
             for order, error in errors.items()
+            if not math.isnan(error)
         }
-        farthest = max(reaches.values())
+        farthest = max(reaches.values(), default=math.nan)
         return max((order for order, reach in reaches.items() if reach >= ABOUT * farthest), default=max(errors))
 
     def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:

@@ -78,6 +78,7 @@ class Call:
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
         work: by block, (computed, plain) FLOPs; an adapter fills it.
+        dense: blocks that fell back to their own forward.
         densities: by block, device scalars (row density, tile density) of new symbols, read at the end of the call.
     """
 
@@ -89,6 +90,7 @@ class Call:
     records: bool
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
+    dense: set[str] = field(default_factory=set)
 
     @property
     def coordinate(self) -> float:

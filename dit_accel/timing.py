@@ -19,13 +19,13 @@ def stopwatch() -> Callable[[], Callable[[], float]]:
     return stop
 
 
-def gpu_stopwatch() -> Callable[[], Callable[[], float]]:
+def gpu_stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
     """The same on the GPU's own clock, without waiting for it until the seconds are asked for."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    start.record(torch.cuda.current_stream(device))
 
     def stop() -> Callable[[], float]:
-        end.record()
+        end.record(torch.cuda.current_stream(device))
 
         def seconds() -> float:
             end.synchronize()

@@ -313,8 +313,10 @@ def print_table(results: list[dict]) -> None:
 
 def describe_run() -> dict:
     """What the figures were measured on and with."""
-    import triton
-
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
     git = subprocess.run(
         ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
@@ -322,7 +324,7 @@ def describe_run() -> dict:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton_version,
         "cuda": torch.version.cuda,
         # DIT_ACCEL_COMMIT names it where the tree came without its history.
         "commit": git.stdout.strip() or os.environ.get("DIT_ACCEL_COMMIT", "unknown"),

@@ -66,7 +66,7 @@ def timesteps() -> torch.Tensor:
 
 
 def check_few_layers() -> list[dict[str, Any]]:
-    """Triton against the torch reference, both in bf16 through the whole adapter, at full width."""
+    """Attention and GEMMs in Triton against the torch reference, in bf16 through the adapter, at full width."""
     model = transformer(2, 2, torch.bfloat16)
     plain = denoise(model)
     rows = []

@@ -202,6 +202,12 @@ def main() -> None:
     )
     options = parser.parse_args()
 
+    listed = closed_loop_variants() if options.variants else methods()
+    names = [name for _, name, _ in listed]
+    unknown = set(options.only or ()) - set(names)
+    if unknown:
+        parser.error(f"--only names no method: {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+
     folder = demo_path("demo-flux")
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
         options.device
@@ -211,9 +217,8 @@ def main() -> None:
     prompts = held_out_prompts(options.prompts, split=options.split)
     started = time.perf_counter()
     comparison = Comparison(pipe, {**demo_arguments(folder), **sizes}, prompts)
-    results = _earlier(options)
+    results = [r for r in _earlier(options) if r["name"] in names]
     origin = describe_run()
-    listed = closed_loop_variants() if options.variants else methods()
     for series, name, method in listed:
         if not options.only or name in options.only:
             results = [r for r in results if r["name"] != name] + [comparison.measure(series, name, method) | origin]
@@ -221,8 +226,7 @@ def main() -> None:
             seconds = time.perf_counter() - started
             print(f"{seconds:6.0f} s  {name:32s} {r['computed_fraction']:.3f}  {r['psnr_db']:.1f} dB", flush=True)
 
-    order = [name for _, name, _ in listed]
-    results.sort(key=lambda r: order.index(r["name"]))
+    results.sort(key=lambda r: names.index(r["name"]))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     document = {"settings": _settings(options), "margins": margins(results), "results": results}
     options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -222,7 +222,7 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
     checked = run("presets", "check", "mine.yaml")
     assert checked.exit_code == 0, checked.output
     printed = yaml.safe_load(checked.stdout)
-    assert printed == load_preset("flux-flashomni").model_dump(mode="json")
+    assert printed == load_preset("flux-flashomni").effective()
 
 
 @pytest.mark.parametrize(

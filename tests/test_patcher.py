@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.hooks import HookRegistry, ModelHook
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.schedule import SchedulerClock
 from dit_accel.testing import TINY_PIPELINES, tiny_inputs, tiny_pipeline
 
 STEPS = 12
@@ -295,3 +297,74 @@ def _modules(pipe):
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             yield from ((f"{name}.{key}", module) for key, module in component.named_modules())
+
+
+@pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
+def test_loop_that_begins_in_the_middle_counts_from_there(rounding):
+    """Video-to-video starts mid-schedule without telling the scheduler; its first is step 0 of what remains."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler.set_timesteps(20)
+    clock, sample, ticks = SchedulerClock(lambda: scheduler), torch.zeros(1, 4), []
+    for timestep in scheduler.timesteps[8:]:
+        ticks.append(clock.read(timestep.to(rounding)))
+        sample = scheduler.step(torch.zeros(1, 4), timestep, sample).prev_sample
+    assert [tick.step for tick in ticks] == list(range(12))
+    assert {tick.steps for tick in ticks} == {12}
+
+
+def test_branch_that_begins_late_is_measured_before_it_is_forecast():
+    """SD3's skip-layer guidance adds a call after some steps: its first two are computed and all stays close."""
+    pipe = tiny_pipeline("sd3")
+    guidance = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.3, "skip_layer_guidance_stop": 0.9}
+    plain = call(pipe, "sd3", steps=30, **guidance)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    result = call(pipe, "sd3", steps=30, **guidance)
+    assert pipe.dit_accel.report().computed_fraction < 0.8
+    assert float((result - plain).norm() / plain.norm()) < 0.05
+
+
+@pytest.mark.parametrize("preset", [pytest.param(LAYERS, id="layer"), pytest.param(HEADS, id="head")])
+def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
+    """A hook of diffusers that was there first (group offload, say) is called at every step, and the report says so."""
+
+    class Counter(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    counter = Counter()
+    HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0]).register_hook(counter, "counter")
+    accelerate_pipeline(pipe, preset)
+    call(pipe)
+    assert counter.calls == STEPS
+    assert pipe.dit_accel.report().fallbacks == [
+        {"site": "transformer_blocks.0", "reason": "another hook of diffusers lies on the block: counter"}
+    ]
+    restore_pipeline(pipe)
+    assert list(pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks) == ["counter"]
+
+
+def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
+    """Another pipeline's loop over an accelerated transformer, with its own scheduler, gets computed outputs only."""
+    other = type(pipe)(**{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
+    plain = call(other)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    pipe.scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=1.0)
+    assert torch.equal(call(other), plain)
+    assert "branch called twice at step 0: caches dropped" in pipe.dit_accel.report().notes
+
+
+def test_outputs_may_hold_what_is_no_tensor():
+    """An output with a None beside the sample is forecast with the None in its place."""
+
+    class Transformer(torch.nn.Module):
+        def forward(self, hidden_states, timestep):
+            return hidden_states * timestep, None
+
+    transformer, timesteps = Transformer(), [float(t) for t in range(10, 0, -1)]
+    accelerate_transformer(transformer, CLOSED_LOOP, timesteps)
+    outputs = [transformer(torch.ones(1, 3), timestep=timestep) for timestep in timesteps]
+    assert all(extra is None for _, extra in outputs)
+    assert [float(sample.mean()) for sample, _ in outputs] == pytest.approx(timesteps)

@@ -328,3 +328,11 @@ def test_unknown_preset_is_an_error(preset, complaint):
     """What is no preset is refused with what would be one."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset)
+
+
+@every_preset
+def test_effective_values_load_again(name, tmp_path):
+    """What ``presets check`` prints is a preset that means the same."""
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(load_preset(name).effective()), encoding="utf-8")
+    assert load_preset(file).effective() == load_preset(name).effective()

@@ -71,10 +71,10 @@ class FluxAdapter(GenericAdapter):
             self.controller.last_layout = self.layout(arguments)
         for name in self.layers():
             site = call.branch.sites.get(name)
-            sparse = scope == "head" and site is not None and site.plan is not None
+            sparse = scope == "head" and site is not None and site.plan is not None and name not in call.dense
             computed = plain
             if call.mode is StepMode.DISPATCH:
-                computed = plain if scope == "head" else 0.0
+                computed = plain if scope == "head" or name in call.dense else 0.0
                 if sparse:
                     rows, tiles = site.row_density, site.tile_density
                     sites_work = 2 * projection * (1 + rows) + mlp + attention * tiles

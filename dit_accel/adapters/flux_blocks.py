@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from torch import nn
 from torch.nn import functional
 
+from dit_accel.adapters.generic import why_not_replaceable
 from dit_accel.adapters.sparse_site import SparseSite, why_not_sliceable
 from dit_accel.controller import Controller
 from dit_accel.forecast import History
@@ -54,16 +55,18 @@ class _BlockHook(ModelHook):
 
         if call is None or not (call.records or call.mode is StepMode.DISPATCH):
             return original()
-        whole_layer = preset.forecast.scope == "layer" or call.site(self.name).degraded
-        if call.mode is StepMode.DISPATCH and whole_layer:
-            return self.forecast(module, hidden_states, encoder_hidden_states, temb)
-        if preset.forecast.scope == "head":
+        reason = why_not_replaceable(module)
+        if reason is None and preset.forecast.scope == "head":
             reason = self.why_dense(module, extra, hidden_states.device)
             if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name).plan is None:
                 reason = "no symbols: the block could not run sparsely at the latest UPDATE"
-            if reason is not None:
-                self.controller.fall_back(self.name, reason)
-                return original()
+        if reason is not None:
+            call.dense.add(self.name)
+            self.controller.fall_back(self.name, reason)
+            return original()
+        whole_layer = preset.forecast.scope == "layer" or call.site(self.name).degraded
+        if call.mode is StepMode.DISPATCH and whole_layer:
+            return self.forecast(module, hidden_states, encoder_hidden_states, temb)
         return self.compute(module, hidden_states, encoder_hidden_states, temb, image_rotary_emb, extra)
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...]) -> None:
@@ -86,7 +89,7 @@ class _BlockHook(ModelHook):
     ) -> torch.Tensor:
         """Dense joint attention ``[B, S, H, D]`` of a recording call; an UPDATE also draws new symbols."""
         call, site = self.controller.call, self.site()
-        o = dispatch_attention_fn(q, k, v, backend=attn.processor._attention_backend).to(q.dtype)
+        o = dispatch_attention_fn(q, k, v, backend=getattr(attn.processor, "_attention_backend", None)).to(q.dtype)
         site.record(o)
         if call.mode is StepMode.UPDATE:
             layout = TokenLayout(text, q.shape[1] - text, self.controller.preset.blocks.size)
@@ -98,7 +101,7 @@ class _BlockHook(ModelHook):
         attn = block.attn
         if type(attn.processor) is not FluxAttnProcessor:
             return f"attention processor {type(attn.processor).__name__}"
-        if attn.processor._parallel_config is not None:
+        if getattr(attn.processor, "_parallel_config", None) is not None:
             return "context parallelism"
         if set(extra) - _IGNORED_ATTENTION_ARGUMENTS:
             return f"joint_attention_kwargs {sorted(set(extra) - _IGNORED_ATTENTION_ARGUMENTS)}"

@@ -18,6 +18,7 @@ from dit_accel.schedule import StepMode
 from dit_accel.state import Call
 
 HOOK_NAME = "dit_accel"
+TENSOR = object()  # stands for a tensor in the remembered structure of an output
 
 
 class GenericAdapter:
@@ -74,13 +75,16 @@ class GenericAdapter:
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         with self.controller.calling(self.name, context, arguments["timestep"], shapes) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
-                leaves = self.controller.forecast(call.branch.outputs, call.coordinate, call.branch.order)
-                output = pytree.tree_unflatten(list(leaves), call.branch.structure)
+                forecast = iter(self.controller.forecast(call.branch.outputs, call.coordinate, call.branch.order))
+                spec, leaves = call.branch.structure
+                output = pytree.tree_unflatten([next(forecast) if leaf is TENSOR else leaf for leaf in leaves], spec)
             else:
                 output = original(*args, **kwargs)
-                leaves, call.branch.structure = pytree.tree_flatten(output)
+                leaves, spec = pytree.tree_flatten(output)
+                tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+                call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 if call.mode is not StepMode.DISPATCH:
-                    self.controller.observe(call, tuple(leaves), lambda leaf: self.judged(leaf, arguments))
+                    self.controller.observe(call, tensors, lambda tensor: self.judged(tensor, arguments))
             self.account(call, arguments)
         return output
 
@@ -130,6 +134,12 @@ def find_hook(module: torch.nn.Module) -> TransformerHook | None:
     """Our hook on a transformer, whoever put it there."""
     registry = getattr(module, "_diffusers_hook", None)
     return registry.hooks.get(HOOK_NAME) if registry is not None else None
+
+
+def why_not_replaceable(module: torch.nn.Module) -> str | None:
+    """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
+    beneath = module._diffusers_hook._hook_order[0]
+    return None if beneath == HOOK_NAME else f"another hook of diffusers lies on the block: {beneath}"
 
 
 @contextmanager

@@ -172,13 +172,13 @@ def _loop_timer(pipe: Any) -> Iterator[Callable[[], float]]:
     from dit_accel.adapters import denoisers
     from dit_accel.timing import gpu_stopwatch, stopwatch
 
-    start = gpu_stopwatch if pipe._execution_device.type == "cuda" else stopwatch
+    device = pipe._execution_device
     stops: list[Callable[[], Callable[[], float]]] = []
     readings: list[Callable[[], float]] = []
 
     def enter(*_: Any) -> None:
         if not stops:
-            stops.append(start())
+            stops.append(gpu_stopwatch(device) if device.type == "cuda" else stopwatch())
 
     def leave(*_: Any) -> None:
         readings.append(stops[0]())

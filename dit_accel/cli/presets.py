@@ -42,7 +42,7 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
 
     preset = load_preset(file)
     typer.echo(f"# {file} is valid; with its base and all defaults it reads:")
-    typer.echo(yaml.safe_dump(preset.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+    typer.echo(yaml.safe_dump(preset.effective(), sort_keys=False, allow_unicode=True), nl=False)
 
 
 @app.command("schema")

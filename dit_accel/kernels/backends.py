@@ -9,6 +9,7 @@ import torch
 from dit_accel.errors import BackendError
 
 BACKENDS = ("reference", "triton")
+MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies
 
 
@@ -46,9 +47,11 @@ def backend_status() -> dict[str, str]:
 def _triton_problem(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
     """Why Triton kernels can't run on tensors of this device and dtype, or None."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"triton can't be imported ({error})"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < MINIMUM_TRITON:
+        return f"triton is {triton.__version__}, and the kernels need {'.'.join(map(str, MINIMUM_TRITON))} or later"
     if os.environ.get("TRITON_INTERPRET") == "1":
         # triton 3.6 keeps bfloat16 as uint16 there: products multiply the bit patterns
         return "TRITON_INTERPRET=1 gives wrong results for bfloat16" if dtype == torch.bfloat16 else None
