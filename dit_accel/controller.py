@@ -156,7 +156,11 @@ class Controller:
         if entry not in self.report.fallbacks:
             self.report.fallbacks.append(entry)
 
-    def _forget(self) -> None:
+    def _forget(self, why: str | None = None) -> None:
+        """Drops the run's caches; ``why`` goes to the report, once however often it happens in a step."""
+        note = f"{why} at step {self._step_record.index}: caches dropped" if why else None
+        if note and note not in self.report.notes:
+            self.report.notes.append(note)
         self._branches: dict[tuple[str, str], BranchState] = {}
         self._controls: dict[str, FixedControl | ErrorControl] = {}
         self._decisions: dict[str, StepMode] = {}
@@ -165,6 +169,7 @@ class Controller:
         tick = self._clock.read(timestep)
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
+            self._coordinates = tick.coordinates(self.preset.forecast.coordinate)
             if tick.repeats is not None:
                 self.report.notes.append(f"every step computed: {tick.repeats}")
         if self._tick is None or tick.step != self._tick.step:
@@ -173,11 +178,10 @@ class Controller:
         branch = self._branch(transformer, context, shapes)
         mode = self._mode(transformer, tick, branch)
         schedule = self.preset.schedule
-        coordinates = tick.coordinates(self.preset.forecast.coordinate)
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
         )
-        return Call(transformer, mode, tick, coordinates, branch, records)
+        return Call(transformer, mode, tick, self._coordinates, branch, records)
 
     def _start_step(self, tick: Tick) -> None:
         self._decisions.clear()
@@ -194,14 +198,10 @@ class Controller:
             count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
             context = f"call {count}"
         key = (transformer, context)
-        changes = {
-            "shapes changed": key in self._branches and self._branches[key].shapes != shapes,
-            # Another pipeline's loop over the same transformer, which this clock can't follow.
-            "branch called twice": key in self._called,
-        }
-        for change in (change for change, happened in changes.items() if happened):
-            self._forget()
-            self.report.notes.append(f"{change} at step {self._step_record.index}: caches dropped")
+        if key in self._branches and self._branches[key].shapes != shapes:
+            self._forget("shapes changed")
+        elif key in self._called:  # another pipeline's loop over the same transformer, which this clock can't follow
+            self._forget("branch called twice")
         self._called.add(key)
         if key not in self._branches:
             self._branches[key] = BranchState(shapes, History(self.preset.forecast.order), self.preset.forecast.order)
