@@ -110,9 +110,9 @@ class Blocks(_Section):
 class Kernels(_Section):
     """Which implementation runs each op; auto picks by device, anything else must be able to run."""
 
-    attention: Literal["auto", "reference", "triton"] = "auto"
+    attention: Literal["auto", "reference", "triton", "cuda", "cute"] = "auto"
     """Sparse attention."""
-    gemm: Literal["auto", "reference", "triton"] = "auto"
+    gemm: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """GEMM-Q and GEMM-O."""
 
 

@@ -18,6 +18,50 @@ from dit_accel.layout import block_count
 
 MAX_HEADS = 64  # a row-block's heads fit one 64-bit word
 
+FULL_TILE = 0  # codes of TileMasks
+CAUSAL_TILE = 1
+FIRST_PARTIAL_TILE = 2
+
+
+@dataclass(frozen=True)
+class TileMasks:
+    """Masks inside tiles: which (query, key) pairs of a tile that computes attend.
+
+    A code says nothing about tiles that are skipped. Codes are not checked (that would make the host wait): one below
+    0, or beyond the pool's last entry, reads memory that is not the pool's.
+
+    Args:
+        codes: int32 ``[B or 1, H or 1, Tq, Tk]``, axes of size 1 broadcast. 0 = FULL, every pair attends; 1 = CAUSAL, a
+            pair attends where the key's position is at most the query's; ``2 + p`` = PARTIAL, as entry p of the pool
+            says.
+        pool: uint8 ``[P, block, block / 8]``, P may be 0. Row i of an entry holds the bits of the tile's query i,
+            packed along keys, least significant bit first; 1 = attend.
+    """
+
+    codes: torch.Tensor
+    pool: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.int32 or self.codes.dim() != 4:
+            raise ShapeError(
+                f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {self.codes.dtype} {list(self.codes.shape)}"
+            )
+        block = self.block
+        if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != block:
+            raise ShapeError(
+                f"pool must be uint8 [P, block, block / 8], got {self.pool.dtype} {list(self.pool.shape)}; "
+                "pack masks bool [P, block, block] with pack_bits"
+            )
+        if self.pool.device != self.codes.device:
+            raise ShapeError(f"pool must be on codes's device {self.codes.device}, got {self.pool.device}")
+
+    @property
+    def block(self) -> int:
+        return self.pool.shape[1] if self.pool.dim() == 3 else 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.codes, self.pool]
+
 
 @dataclass(frozen=True)
 class SparseSymbols:
@@ -25,12 +69,13 @@ class SparseSymbols:
 
     Args:
         cache_bits: S_c, uint8 ``[B, Tq, ceil(H / 8)]``, packed along heads; 0 = the row is REUSED (filled from the
-        cache). skip_bits: S_s, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, packed along key blocks, each row byte-aligned; 0 =
-        the tile
+            cache).
+        skip_bits: S_s, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, packed along key blocks, each row byte-aligned; 0 = the tile
             is skipped. None = every tile computes.
         heads: H, at most 64.
         tokens: length of the joint sequence; queries and keys are the same tokens.
         block: tokens in a block.
+        masks: masks inside the tiles that compute, for tiles of the same B, H, Tq, Tk and block. None = all are FULL.
     """
 
     cache_bits: torch.Tensor
@@ -38,6 +83,7 @@ class SparseSymbols:
     heads: int
     tokens: int
     block: int
+    masks: TileMasks | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.heads <= MAX_HEADS:
@@ -47,13 +93,15 @@ class SparseSymbols:
         _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)))
         if self.skip_bits is not None:
             _require_bits("skip_bits", self.skip_bits, (batch, self.heads, blocks, block_count(blocks, 8)))
+        if self.masks is not None:
+            _require_masks(self.masks, batch, self.heads, blocks, self.block, self.cache_bits.device)
 
     @property
     def blocks(self) -> int:
         return block_count(self.tokens, self.block)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.cache_bits] + ([] if self.skip_bits is None else [self.skip_bits])
+        return _tensors_of(self)
 
 
 @dataclass(frozen=True)
@@ -69,9 +117,13 @@ class AttentionPlan:
         row_count: int32 ``[B, H]``; row-blocks that compute.
         row_index: int32 ``[B, H, Tq]``; those row-blocks, ascending.
         work_count: int32 ``[1]``; rows that compute over all batches and heads.
-        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, head by head, longest first within a head.
+        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
+            index, either head by head or over all heads (:func:`dit_accel.kernels.lowering.lower`'s ``order``).
         tokens: length of the sequence.
         block: tokens in a block.
+        full_count: int32 ``[B, H, Tq]``; how many of the row's tiles are FULL. Only with masks: a row's ``kv_index``
+            then holds its FULL tiles, ascending, and behind them its masked tiles, ascending.
+        masks: the symbols' masks. None = all tiles are FULL.
     """
 
     mask64: torch.Tensor
@@ -83,6 +135,20 @@ class AttentionPlan:
     work: torch.Tensor
     tokens: int
     block: int
+    full_count: torch.Tensor | None = None
+    masks: TileMasks | None = None
+
+    def __post_init__(self) -> None:
+        if (self.full_count is None) != (self.masks is None):
+            raise ShapeError("full_count and masks must both be given, or both be None")
+        if self.masks is None:
+            return
+        shape = (self.batch, self.heads, self.blocks)
+        if self.full_count.dtype != torch.int32 or tuple(self.full_count.shape) != shape:
+            raise ShapeError(
+                f"full_count must be int32 {list(shape)}, got {self.full_count.dtype} {list(self.full_count.shape)}"
+            )
+        _require_masks(self.masks, *shape, self.block, self.kv_count.device)
 
     @property
     def batch(self) -> int:
@@ -97,9 +163,26 @@ class AttentionPlan:
         return self.kv_count.shape[2]
 
     def tensors(self) -> list[torch.Tensor]:
-        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        return _tensors_of(self)
+
+
+def _tensors_of(holder: SparseSymbols | AttentionPlan) -> list[torch.Tensor]:
+    held = [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+    return held + ([] if holder.masks is None else holder.masks.tensors())
 
 
 def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...]) -> None:
     if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
         raise ShapeError(f"{name} must be uint8 {list(shape)}, got {bits.dtype} {list(bits.shape)}")
+
+
+def _require_masks(masks: TileMasks, batch: int, heads: int, blocks: int, block: int, device: torch.device) -> None:
+    shape = tuple(masks.codes.shape)
+    if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != (blocks, blocks):
+        raise ShapeError(
+            f"masks.codes must have shape [{batch} or 1, {heads} or 1, {blocks}, {blocks}], got {list(shape)}"
+        )
+    if masks.block != block:
+        raise ShapeError(f"masks.pool must hold tiles of {block} tokens, got {masks.block}")
+    if masks.codes.device != device:
+        raise ShapeError(f"masks must be on the device {device} of what they mask, got {masks.codes.device}")

@@ -165,7 +165,7 @@ def test_name_is_not_a_key(given, write):
         ("forecast.order", 5),
         ("forecast.scope", "block"),
         ("blocks.size", 96),
-        ("kernels.attention", "cuda"),
+        ("kernels.attention", "cudnn"),
         ("reuse.tau_q", float("nan")),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dit_accel.forecast import History, forecast_weights
-from dit_accel.kernels import attention, gemm_o_dispatch, gemm_o_update, gemm_q, lower, pack_bits, pooled_map
+from dit_accel.kernels import attention, gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map
 from dit_accel.layout import TokenLayout
 from dit_accel.policies import flashomni, sparge
 from dit_accel.presets import Preset
@@ -33,20 +33,21 @@ class SparseSite:
         reuse, skip = self._preset.reuse, self._preset.skip
         probabilities = pooled_map(q, k, layout.block).probabilities
         progress = self._call.progress
-        rows = flashomni.row_mask(probabilities, layout, flashomni.ramped(reuse.tau_q, progress, reuse.ramp))
-        tiles = None
+        tau_rows = flashomni.ramped(reuse.tau_q, progress, reuse.ramp)
+        skip_bits = None
         if skip.policy == "sparge":
-            tiles = sparge.tile_mask(probabilities, layout, flashomni.ramped(skip.tau_kv, progress, reuse.ramp))
+            tau_tiles = flashomni.ramped(skip.tau_kv, progress, reuse.ramp)
+            skip_bits = sparge.tile_bits(probabilities, layout, tau_tiles)
         self.state.symbols = SparseSymbols(
-            cache_bits=pack_bits(rows.transpose(1, 2)),
-            skip_bits=None if tiles is None else pack_bits(tiles),
+            cache_bits=flashomni.row_bits(probabilities, layout, tau_rows),
+            skip_bits=skip_bits,
             heads=q.shape[2],
             tokens=layout.tokens,
             block=layout.block,
         )
-        self.state.plan = lower(self.state.symbols)
-        computing = rows if tiles is None else rows * tiles.float().mean(dim=-1)
-        self._call.densities[self._name] = torch.stack([rows.float().mean(), computing.float().mean()])
+        plan = self.state.plan = lower(self.state.symbols)
+        rows, tiles = plan.kv_count.numel(), plan.kv_index.numel()
+        self._call.densities[self._name] = torch.cat([plan.work_count / rows, plan.kv_count.sum()[None] / tiles])
 
     def record(self, o: torch.Tensor) -> None:
         """Remembers the dense attention output ``[B, S, H, D]`` for the cached bias."""

@@ -12,6 +12,7 @@ from dit_accel.kernels.gemm_q import gemm_q
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
+from dit_accel.kernels.selection import select_rows, select_tiles
 
 __all__ = [
     "PooledMap",
@@ -23,6 +24,8 @@ __all__ = [
     "lower",
     "pack_bits",
     "pooled_map",
+    "select_rows",
+    "select_tiles",
     "unpack_bits",
     "weighted_sum",
 ]

@@ -2,9 +2,20 @@
 
 For row ``i`` with key blocks ``J_i``: ``O_i = softmax(Q_i K_J^T * scale) V_J`` (FlashOmni, algorithm 1). Reused rows
 are not launched: what their output holds is the caller's business (FlashOmni, section 3.5, the cached bias stands in).
+
+Two options need the softmax tile by tile, in the order of the plan's list, with m the running maximum of each query:
+
+    m' = max(m, s)     l' = e^(m - m') l + sum e^(S - m')     O' = e^(m - m') O + e^(S - m') V     s = row maxima of S
+
+where S is the scaled scores of a tile, with -inf for pairs that its mask leaves out (OmniAttention's CAUSAL and PARTIAL
+blocks). Groups of ``PV_QUERIES`` queries leave a tile out where ``s - m' < pv_threshold`` for all of them: SpargeAttn's
+skip by warps (section 3.4), except that the sum leaves it out as well, so the weights that remain still sum to one.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +28,16 @@ from dit_accel.kernels.checks import (
     require_plan,
     require_same,
     require_shape,
-    require_triton_head_dim,
     require_unit_stride,
+    triton_head_dim_limit,
 )
+from dit_accel.kernels.packing import unpack_bits
+from dit_accel.kernels.quantize import attention_quantized, qk_dtype_limit, require_qk_dtype
 from dit_accel.kernels.regions import take, token_index
-from dit_accel.symbols import AttentionPlan
+from dit_accel.layout import BLOCK_SIZES
+from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan
+
+PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
 
 
 @torch.no_grad()
@@ -33,6 +49,8 @@ def attention(
     *,
     scale: float | None = None,
     kv_len: torch.Tensor | None = None,
+    pv_threshold: float | None = None,
+    qk_dtype: str | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -42,72 +60,165 @@ def attention(
     Args:
         q: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k, v: ``[B, S, H_kv, D]`` like q, with H a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``.
-        plan: which rows and tiles compute, for B, H and S tokens.
+        plan: which rows and tiles compute, for B, H and S tokens, and the masks inside tiles.
         scale: factor of the scores, positive; None = ``1 / sqrt(D)``.
-        kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part. None = all.
+        kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part, and tiles that hold only such keys
+            count as not listed. None = all.
+        pv_threshold: negative, in units of the scaled scores. Where the best score in a tile lies further than this
+            below the best so far, for each of 64 queries, these leave the tile out: a key of it would weigh less than
+            ``e^pv_threshold`` times the best key. A row's last tile always counts. None = all tiles do.
+        qk_dtype: None = q and k are multiplied in their dtype. "int8" = in 8 bits, with the few largest channels in
+            float16; "int8+fp8" = probabilities and v in float8 e4m3 as well. Errors of 1% and 4% of the output's norm;
+            see :mod:`dit_accel.kernels.quantize`.
         return_lse: also return the log-sum-exp of the scaled scores.
         out: ``[B, S, H, D]`` like q, written in place. Reused rows keep what it holds; with None it is allocated
             **uninitialised**, so its reused rows hold garbage.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128.
+            "cute": Hopper, with flash-attn-4 installed; likewise, blocks of 64 too, and masks.
+            "triton": from sm80 on; head dimensions 16, 32, 64 and 128; ``pv_threshold`` in half precision,
+            ``qk_dtype``, masks.
 
     Returns:
-        ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A row that computes but has no
+        ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A query that computes but has no
         valid key is 0, with lse -inf. The lse of a reused row is -inf.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, or ``scale`` is not positive.
-        UnsupportedError: the backend does not support the head dimension.
+        ShapeError: a shape, dtype, stride or device does not fit, ``scale`` is not positive, or ``pv_threshold`` is not
+            negative.
+        UnsupportedError: the backend can't take these arguments; the message says why.
         BackendError: ``backend`` can't run here.
     """
-    _require_arguments(q, k, v, plan, scale, kv_len, out)
-    chosen = resolve_backend(backend, q)
-    if chosen == "triton":
-        require_triton_head_dim(q.shape[-1])
+    _require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
+    require_qk_dtype(qk_dtype)
+    chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keep_reused = out is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     batch, tokens, heads, _ = q.shape
     lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32) if return_lse else None
-    if chosen == "triton":
-        from dit_accel.kernels._triton.attention import attention_into
+    if chosen == "cuda":
+        from dit_accel.kernels._cuda.attention import attention_into
 
         attention_into(q, k, v, plan, scale, kv_len, out, lse)
+    elif chosen == "cute":
+        from dit_accel.kernels._cute.attention import attention_into
+
+        attention_into(q, k, v, plan, scale, kv_len, out, lse, keep_reused=keep_reused)
+    elif chosen == "triton" and qk_dtype is not None:
+        from dit_accel.kernels._triton.attention_int8 import attention_int8_into
+
+        attention_int8_into(q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
+    elif chosen == "triton":
+        from dit_accel.kernels._triton.attention import attention_into
+
+        attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
+    elif qk_dtype is not None:
+
+        def attend(q, k, v, out):
+            _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
+
+        attention_quantized(attend, q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
     else:
-        _attention_reference(q, k, v, plan, scale, kv_len, out, lse)
+        _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     return (out, lse) if return_lse else out
 
 
-def _attention_reference(q, k, v, plan, scale, kv_len, out, lse) -> None:
-    """Rows of a head with the same tiles go through one dense attention over just those keys."""
-    batch, tokens, heads, _ = q.shape
-    group = heads // k.shape[2]
-    if kv_len is None and lse is None and group == 1 and bool((plan.kv_count == plan.blocks).all()):
+def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out) -> dict[str, str | None]:
+    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    from dit_accel.kernels._cuda.attention import limit as cuda_limit
+    from dit_accel.kernels._cute.attention import limit as cute_limit
+
+    return {
+        "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
+        "cute": cute_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse),
+        "triton": _triton_limit(q, plan, pv_threshold) or qk_dtype_limit(q, plan, pv_threshold, qk_dtype),
+    }
+
+
+def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
+    lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
+    if plan.masks is not None or pv_threshold is not None:
+        _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse)
+    elif lse is None and kv_len is None and q.shape[2] == k.shape[2] and bool((plan.kv_count == plan.blocks).all()):
         out.copy_(_dense(q, k, v, scale))
-        return
+    else:
+        _attend_by_row(q, k, v, plan, scale, lengths, out, lse)
+
+
+def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> None:
+    """One group of queries after the other, by the formulas at the top of this page."""
+    kv_group = q.shape[2] // k.shape[2]
+    for b, h, row, listed in _rows_that_compute(plan):
+        tiles = [tile for tile in listed if tile * plan.block < lengths[b]]
+        keys = [token_index([tile], plan.block, 0, lengths[b], q.device) for tile in tiles]
+        masks = [_tile_mask(plan, b, h, row, tile) for tile in tiles]
+        for first in range(0, plan.block, PV_QUERIES):
+            start = row * plan.block + first
+            queries = slice(start, min(start + PV_QUERIES, plan.tokens))
+            query = q[b, queries, h].float()
+            maximum = query.new_full(query.shape[:1], -torch.inf)
+            total, result = torch.zeros_like(maximum), torch.zeros_like(query)
+            for position, (key, mask) in enumerate(zip(keys, masks, strict=True)):
+                scores = query @ k[b, key, h // kv_group].float().T * scale
+                if mask is not None:
+                    scores.masked_fill_(~mask[first:, :][: scores.shape[0], : scores.shape[1]], -torch.inf)
+                best = scores.amax(-1)
+                new_maximum = torch.maximum(maximum, best)
+                behind = torch.where(best.isinf(), best, best - new_maximum)  # -inf where a query has no key here
+                if pv_threshold is not None and position + 1 < len(tiles) and (behind < pv_threshold).all():
+                    continue
+                shift = new_maximum.clamp(min=torch.finfo(torch.float32).min)  # finite, also before the first key
+                probabilities, decay = (scores - shift[:, None]).exp(), (maximum - shift).exp()
+                total = decay * total + probabilities.sum(-1)
+                result = decay[:, None] * result + probabilities @ v[b, key, h // kv_group].float()
+                maximum = new_maximum
+            out[b, queries, h] = (result / total.where(total > 0, 1)[:, None]).to(out.dtype)
+            if lse is not None:
+                lse[b, h, queries] = maximum + total.log()
+
+
+def _tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch.Tensor | None:
+    """Which pairs of a tile attend, bool ``[block, block]``; None = all."""
+    if plan.masks is None:
+        return None
+    code = int(plan.masks.codes.expand(plan.batch, plan.heads, -1, -1)[b, h, row, tile])
+    if code == FULL_TILE:
+        return None
+    if code == CAUSAL_TILE:
+        token = torch.arange(plan.block, device=plan.masks.codes.device)
+        return tile * plan.block + token <= row * plan.block + token[:, None]
+    return unpack_bits(plan.masks.pool[code - FIRST_PARTIAL_TILE], plan.block, backend="reference")
+
+
+def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
+    """Rows of a head with the same tiles go through one dense attention over just those keys."""
+    group = q.shape[2] // k.shape[2]
+    rows_of_tiles = defaultdict(list)
+    for b, h, row, tiles in _rows_that_compute(plan):
+        rows_of_tiles[b, h, tiles].append(row)
+    for (b, h, tiles), rows in rows_of_tiles.items():
+        queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
+        keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
+        query = take(q[b, :, h], queries)
+        key, value = take(k[b, :, h // group], keys), take(v[b, :, h // group], keys)
+        if key.shape[0] == 0:
+            out[b, queries, h] = 0
+        else:
+            out[b, queries, h] = _dense(query[None, :, None], key[None, :, None], value[None, :, None], scale)[0, :, 0]
+        if lse is not None:
+            scores = query.float() @ key.float().T * scale
+            lse[b, h, queries] = scores.logsumexp(-1)  # -inf where there is no key
+
+
+def _rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """Batch entry, head, query block and, in list order, key blocks."""
     row_count, row_index = plan.row_count.tolist(), plan.row_index.tolist()
     kv_count, kv_index = plan.kv_count.tolist(), plan.kv_index.tolist()
-    lengths = [tokens] * batch if kv_len is None else kv_len.clamp(0, tokens).tolist()
-    for b in range(batch):
-        for h in range(heads):
-            rows_of_tiles: dict[tuple[int, ...], list[int]] = {}
+    for b in range(plan.batch):
+        for h in range(plan.heads):
             for row in row_index[b][h][: row_count[b][h]]:
-                tiles = tuple(kv_index[b][h][row][: kv_count[b][h][row]])
-                rows_of_tiles.setdefault(tiles, []).append(row)
-            for tiles, rows in rows_of_tiles.items():
-                queries = token_index(rows, plan.block, 0, tokens, q.device)
-                keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
-                query = take(q[b, :, h], queries)
-                key, value = take(k[b, :, h // group], keys), take(v[b, :, h // group], keys)
-                out[b, queries, h] = _attend(query, key, value, scale)
-                if lse is not None:
-                    scores = query.float() @ key.float().T * scale
-                    lse[b, h, queries] = scores.logsumexp(-1)  # -inf where there is no key
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """One head's dense attention, ``[n, D], [m, D], [m, D] -> [n, D]``; 0 where there is no key."""
-    if key.shape[0] == 0:
-        return torch.zeros_like(query)
-    return _dense(query[None, :, None], key[None, :, None], value[None, :, None], scale)[0, :, 0]
+                yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -115,7 +226,19 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
-def _require_arguments(q, k, v, plan, scale, kv_len, out) -> None:
+def _triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None) -> str | None:
+    if limit := triton_head_dim_limit(q.shape[-1]):
+        return limit
+    if plan.block not in BLOCK_SIZES:
+        return f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+    if pv_threshold is not None and q.dtype == torch.float32:  # whole tiles do not fit the registers in float32
+        return "with pv_threshold, q must have dtype torch.float16 or torch.bfloat16, got torch.float32"
+    if pv_threshold is not None and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 10:
+        return "triton 3.6 can't compile pv_threshold for compute capability 10"
+    return None
+
+
+def _require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
     require_shape("q", q, ("B", "S", "H", "D"))
     require_dtype("q", q, FLOAT_DTYPES)
     batch, tokens, heads, head_dim = q.shape
@@ -137,6 +260,11 @@ def _require_arguments(q, k, v, plan, scale, kv_len, out) -> None:
         raise ShapeError(f"plan must have q's {tokens} tokens, got {plan.tokens}; lower symbols of the same length")
     if scale is not None and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
+    if pv_threshold is not None and not pv_threshold < 0:
+        raise ShapeError(
+            f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
+            "use None to leave no tile out"
+        )
     if kv_len is not None:
         require_shape("kv_len", kv_len, (batch,))
         require_dtype("kv_len", kv_len, (torch.int32,))

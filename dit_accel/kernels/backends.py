@@ -1,50 +1,73 @@
-"""Which implementation of an op runs: ``auto`` picks by device, an explicit choice runs or raises."""
+"""Which implementation of an op runs: ``auto`` takes the first that can, an explicit choice runs or raises."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Mapping
 
 import torch
 
-from dit_accel.errors import BackendError
+from dit_accel.errors import BackendError, UnsupportedError
 
-BACKENDS = ("reference", "triton")
 MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies
+TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
 
 
-def resolve_backend(backend: str, tensor: torch.Tensor) -> str:
+def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str | None] = TRITON_ONLY) -> str:
     """The backend that runs an op on ``tensor``.
 
     Args:
-        backend: "auto" ("triton" for CUDA tensors where it can run, else "reference"), "reference" or "triton".
-        tensor: the op's main argument; its device decides.
+        backend: "auto" (the first of ``limits`` that can run, else "reference"), "reference" or one of ``limits``.
+        tensor: the op's main argument; its device and dtype decide.
+        limits: the op's backends besides the reference, in the order in which ``auto`` tries them, and what keeps each
+            from the call's other arguments (None: nothing).
 
     Raises:
-        BackendError: ``backend`` is unknown, or can't run on the tensor's device.
+        BackendError: ``backend`` is unknown to the op, or can't run on the tensor's device.
+        UnsupportedError: ``backend`` can run here, but can't take these arguments.
     """
     if backend == "auto":
-        runs = tensor.is_cuda and _triton_problem(tensor.device, tensor.dtype) is None
-        backend = "triton" if runs else "reference"
-    if backend not in BACKENDS:
-        raise BackendError(f"backend must be 'auto' or one of {BACKENDS}, got {backend!r}")
-    if backend == "triton":
-        problem = _triton_problem(tensor.device, tensor.dtype)
-        if problem:
-            raise BackendError(f"backend 'triton' can't run here: {problem}; use backend='reference'")
+        able = (name for name, limit in limits.items() if limit is None and _problem(name, tensor) is None)
+        return next(able, "reference") if tensor.is_cuda else "reference"
+    if backend == "reference":
+        return backend
+    if backend not in limits:
+        raise BackendError(f"backend must be 'auto' or one of {('reference', *limits)}, got {backend!r}")
+    problem = _problem(backend, tensor)
+    if problem:
+        raise BackendError(f"backend {backend!r} can't run here: {problem}; use backend='auto' or 'reference'")
+    if limits[backend]:
+        raise UnsupportedError(f"backend {backend!r} can't take this call: {limits[backend]}; use backend='auto'")
     return backend
 
 
 def backend_status() -> dict[str, str]:
     """For each backend "ok", or the reason why it can't run on this machine. Never raises."""
-    try:
-        problem = _triton_problem(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    except Exception as error:  # a broken driver or installation is a status to report, whatever it raises
-        problem = f"{type(error).__name__}: {error}"
-    return {"reference": "ok", "triton": problem or "ok"}
+    status = {"reference": "ok"}
+    for name, problem_of in _PROBLEMS.items():
+        try:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            status[name] = problem_of(torch.device(device), None) or "ok"
+        except Exception as error:  # a broken driver or installation is a status to report, whatever it raises
+            status[name] = f"{type(error).__name__}: {error}"
+    return status
 
 
-def _triton_problem(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+def hopper_limit(tensor: torch.Tensor) -> str | None:
+    """What keeps a kernel made of Hopper's own instructions (wgmma, TMA) from the tensor's device, or None."""
+    if not tensor.is_cuda:
+        return None  # whether there is a GPU at all is the backend's problem, not a limit
+    capability = _capability(tensor.device)
+    return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100, H200), got {capability}"
+
+
+def _problem(backend: str, tensor: torch.Tensor) -> str | None:
+    return _PROBLEMS[backend](tensor.device, tensor.dtype)
+
+
+def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
     """Why Triton kernels can't run on tensors of this device and dtype, or None."""
     try:
         import triton
@@ -57,7 +80,35 @@ def _triton_problem(device: torch.device, dtype: torch.dtype | None = None) -> s
         return "TRITON_INTERPRET=1 gives wrong results for bfloat16" if dtype == torch.bfloat16 else None
     if device.type != "cuda":
         return f"the tensors are on '{device.type}', and Triton needs a CUDA device (or TRITON_INTERPRET=1)"
-    capability = torch.cuda.get_device_capability(device)
+    return _capability_problem(device)
+
+
+def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
+    """Why our CUDA C++ kernels can't be compiled and run on this device, or None."""
+    if device.type != "cuda":
+        return f"the tensors are on '{device.type}', and CUDA kernels need a CUDA device"
+    from dit_accel.kernels._cuda.runtime import why_no_compiler
+
+    return why_no_compiler() or _capability_problem(device)
+
+
+def _cute_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
+    """Why flash-attn-4 can't run on tensors of this device, or None."""
+    from dit_accel.kernels._cute import why_not
+
+    return why_not(device)
+
+
+def _capability_problem(device: torch.device) -> str | None:
+    capability = _capability(device)
     if capability < MINIMUM_CAPABILITY:
         return f"the GPU's compute capability is {capability}, and at least {MINIMUM_CAPABILITY} is required"
     return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+_PROBLEMS = {"triton": _triton_problem, "cuda": _cuda_problem, "cute": _cute_problem}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.errors import ShapeError
 from dit_accel.symbols import AttentionPlan
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,8 +62,6 @@ def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> 
         )
 
 
-def require_triton_head_dim(head_dim: int) -> None:
-    if head_dim not in TRITON_HEAD_DIMS:
-        raise UnsupportedError(
-            f"head_dim must be one of {TRITON_HEAD_DIMS} for backend 'triton', got {head_dim}; use backend='reference'"
-        )
+def triton_head_dim_limit(head_dim: int) -> str | None:
+    """What keeps the Triton kernels from a head dimension, or None."""
+    return None if head_dim in TRITON_HEAD_DIMS else f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"

@@ -8,7 +8,9 @@ under different ones would mix different heads.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,8 @@ from dit_accel.kernels.checks import (
     require_same,
     require_shape,
     require_stream,
-    require_triton_head_dim,
     require_unit_stride,
+    triton_head_dim_limit,
 )
 from dit_accel.kernels.regions import Region, regions, take
 from dit_accel.symbols import AttentionPlan
@@ -50,7 +52,10 @@ def gemm_o_update(
         plan: the **new** symbols, over the joint sequence.
         history: attention outputs of earlier updates, newest first, each shaped like o.
         offset: token of the plan's sequence at which o begins.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
+            at a block, N a multiple of 8, rows at multiples of 16 bytes, at most 3 history entries.
+            "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
 
     Returns:
         ``out`` ``[B, S, N]``, the dense linear, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
@@ -58,7 +63,7 @@ def gemm_o_update(
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
+        UnsupportedError: the backend can't take these arguments; the message says why.
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(o, weight, plan, offset)
@@ -70,12 +75,9 @@ def gemm_o_update(
         require_shape(f"history[{index}]", entry, tuple(o.shape))
         require_same(f"history[{index}]", entry, "o", o)
         require_unit_stride(f"history[{index}]", entry)
-    if resolve_backend(backend, o) == "triton":
-        from dit_accel.kernels._triton.gemm_o import update
-
-        require_triton_head_dim(o.shape[-1])
-        return update(o, weight, bias, plan, history, offset)
-    return _update_reference(o, weight, bias, plan, history, offset)
+    chosen = resolve_backend(backend, o, _limits(o, weight, plan, offset, bias=bias, history=history))
+    implement = _update_reference if chosen == "reference" else _kernels(chosen).update
+    return implement(o, weight, bias, plan, history, offset)
 
 
 @torch.no_grad()
@@ -101,14 +103,14 @@ def gemm_o_dispatch(
         weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
         offset: token of the plan's sequence at which o begins.
         out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: as for :func:`gemm_o_update`; "cuda" takes at most 8 stack entries.
 
     Returns:
         ``out``.
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError: the backend does not support the head dimension.
+        UnsupportedError: the backend can't take these arguments; the message says why.
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(o, weight, plan, offset)
@@ -124,14 +126,22 @@ def gemm_o_dispatch(
         if tensor is not None and not tensor.is_contiguous():
             raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
     out = o.new_empty(shape) if out is None else out
-    if resolve_backend(backend, o) == "triton":
-        from dit_accel.kernels._triton.gemm_o import dispatch_into
-
-        require_triton_head_dim(o.shape[-1])
-        dispatch_into(o, weight, plan, stack, weights, offset, out)
-    else:
-        _dispatch_reference(o, weight, plan, stack, weights, offset, out)
+    limits = _limits(o, weight, plan, offset, entries=len(stack), tensors=(("stack", stack), ("out", out)))
+    chosen = resolve_backend(backend, o, limits)
+    implement = _dispatch_reference if chosen == "reference" else _kernels(chosen).dispatch_into
+    implement(o, weight, plan, stack, weights, offset, out)
     return out
+
+
+def _limits(o: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, offset: int, **rest) -> dict[str, str | None]:
+    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    from dit_accel.kernels._cuda.gemm_o import limit
+
+    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": triton_head_dim_limit(o.shape[-1])}
+
+
+def _kernels(backend: str) -> ModuleType:
+    return importlib.import_module(f"dit_accel.kernels._{backend}.gemm_o")
 
 
 def _update_reference(o, weight, bias, plan, history, offset) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,8 @@ is reused needs no query at all.
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 
@@ -18,8 +20,8 @@ from dit_accel.kernels.checks import (
     require_same,
     require_shape,
     require_stream,
-    require_triton_head_dim,
     require_unit_stride,
+    triton_head_dim_limit,
 )
 from dit_accel.kernels.regions import regions, take
 from dit_accel.symbols import AttentionPlan
@@ -54,29 +56,29 @@ def gemm_q(
             as FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
         out: ``[B, plan.tokens, H, D]`` like x; its tokens ``offset .. offset + S`` are written. With None, a tensor of
             x's own length ``[B, S, H, D]`` is allocated **uninitialised**.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
+            at a block, rows at multiples of 16 bytes.
+            "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
 
     Returns:
         ``out``; rows that do not compute keep what it held.
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
+        UnsupportedError: the backend can't take these arguments; the message says why.
         BackendError: ``backend`` can't run here.
     """
     head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
-    chosen = resolve_backend(backend, x)
     batch, length, _ = x.shape
-    if chosen == "triton":
-        require_triton_head_dim(head_dim)
     result = x.new_empty(batch, length, plan.heads, head_dim) if out is None else out
     stream = result if out is None else result[:, offset : offset + length]  # [B, S, H, D], what x writes
-    if chosen == "triton":
-        from dit_accel.kernels._triton.gemm_q import gemm_q_into
-
-        gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+    arguments = (x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+    chosen = resolve_backend(backend, x, _limits(x, weight, bias, plan, offset, norm_weight, rope, stream))
+    if chosen == "reference":
+        _gemm_q_reference(*arguments)
     else:
-        _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
+        importlib.import_module(f"dit_accel.kernels._{chosen}.gemm_q").gemm_q_into(*arguments)
     return result
 
 
@@ -96,6 +98,16 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
             cos, sin = (take(table[offset : offset + length], region.tokens)[:, None] for table in rope)
             query = query.float() * cos + _rotate_pairs(query.float()) * sin
         stream[region.batch][region.index] = query.to(stream.dtype)
+
+
+def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[str, str | None]:
+    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    from dit_accel.kernels._cuda.gemm_q import limit
+
+    return {
+        "cuda": limit(x, weight, bias, plan, offset, norm_weight, rope, stream),
+        "triton": triton_head_dim_limit(stream.shape[-1]),
+    }
 
 
 def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:

@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.symbols import AttentionPlan, SparseSymbols
+from dit_accel.symbols import FULL_TILE, AttentionPlan, SparseSymbols
+
+ORDERS = ("auto", "head", "length")
+ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
+MAX_RANKED_CUDA = 11 * 1024  # rows ranked together: 33 bits each in the 48 KiB of shared memory that every GPU has
 
 
-def lower(symbols: SparseSymbols, *, scratch: AttentionPlan | None = None, backend: str = "auto") -> AttentionPlan:
+def lower(
+    symbols: SparseSymbols, *, order: str = "auto", scratch: AttentionPlan | None = None, backend: str = "auto"
+) -> AttentionPlan:
     """The plan of a set of symbols; see :class:`~dit_accel.symbols.AttentionPlan` for its lists.
 
     A reused row has ``kv_count`` 0 and is in no list. A row that computes but has no tile is listed, with ``kv_count``
-    0. ``work`` goes head by head, longest row first within a head and rows of equal length by index.
+    0. ``work`` goes from long to short, and by index among rows of equal length. Order "head" sorts each head by itself
+    and goes head by head, so that rows which share keys run at one time; "length" sorts the rows of all heads together,
+    so that no long row starts last.
 
     Args:
         symbols: B, H, T as in :class:`~dit_accel.symbols.SparseSymbols`; ``skip_bits`` None = every tile computes.
-        scratch: a plan of the same B, H, T and device, whose buffers are overwritten and returned in the new plan.
-            Long video lowers into one scratch for all layers, just before use.
-        backend: "auto", "reference" or "triton".
+        order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values about stay in
+            the cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". A matter of shape alone.
+        scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose
+            buffers are overwritten and returned in the new plan. Long video lowers into one scratch for all layers,
+            just before use.
+        backend: "auto", "reference", "cuda" or "triton".
 
     Raises:
-        ShapeError: ``scratch`` has another shape or device.
+        ShapeError: ``order`` is unknown, or ``scratch`` has another shape or device.
         BackendError: ``backend`` can't run here.
+        UnsupportedError: ``backend`` can't take that many blocks.
     """
+    if order not in ORDERS:
+        raise ShapeError(f"order must be one of {ORDERS}, got {order!r}")
     plan = _empty_plan(symbols) if scratch is None else _reused_plan(symbols, scratch)
-    if resolve_backend(backend, symbols.cache_bits) == "triton":
+    rows = plan.work.numel()
+    across_heads = order == "length" or (order == "auto" and rows <= ACROSS_HEADS_ROWS)
+    ranked_together = rows if across_heads else plan.blocks
+    cuda_limit = None
+    if ranked_together > MAX_RANKED_CUDA:
+        cuda_limit = f"it ranks at most {MAX_RANKED_CUDA} rows together, got {ranked_together}"
+    backend = resolve_backend(backend, symbols.cache_bits, {"cuda": cuda_limit, "triton": None})
+    if backend == "cuda":
+        from dit_accel.kernels._cuda.lowering import lower_into
+    elif backend == "triton":
         from dit_accel.kernels._triton.lowering import lower_into
-
-        lower_into(symbols, plan)
     else:
-        _lower_reference(symbols, plan)
+        lower_into = _lower_reference
+    lower_into(symbols, plan, ranked_together)
     return plan
 
 
-def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan) -> None:
+def expanded_codes(symbols: SparseSymbols) -> torch.Tensor | None:
+    """The symbols' tile codes as int32 ``[B, H, Tq, Tk]``, without a copy of what broadcasts; the last stride is 1."""
+    if symbols.masks is None:
+        return None
+    codes = symbols.masks.codes.expand(symbols.cache_bits.shape[0], symbols.heads, -1, -1)
+    return codes if codes.stride(3) == 1 else codes.contiguous()
+
+
+def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
     heads, blocks = symbols.heads, symbols.blocks
     device = symbols.cache_bits.device
     by_row = unpack_bits(symbols.cache_bits, heads, backend="reference")  # [B, Tq, H]
@@ -47,22 +79,21 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan) -> None:
     if symbols.skip_bits is not None:
         tiles = tiles & unpack_bits(symbols.skip_bits, blocks, backend="reference")
     plan.kv_count.copy_(tiles.sum(-1))
-    plan.kv_index.copy_(_true_first(tiles))
+    if symbols.masks is None:
+        plan.kv_index.copy_(_true_first(tiles))
+    else:
+        full = tiles & (symbols.masks.codes == FULL_TILE)
+        plan.full_count.copy_(full.sum(-1))
+        plan.kv_index.copy_(torch.sort(2 - tiles.int() - full.int(), dim=-1, stable=True).indices)
     plan.row_count.copy_(rows.sum(-1))
     plan.row_index.copy_(_true_first(rows))
 
-    length = torch.where(rows, plan.kv_count, -1).flatten(0, 1)  # [B * H, Tq]; reused rows sort behind empty ones
-    order = torch.sort(length, dim=-1, descending=True, stable=True).indices
-    count = plan.row_count.flatten().long()
-    head = torch.arange(len(count), device=device)
-    rank = torch.arange(blocks, device=device)
-    capacity = plan.work.numel()
-    slot = (count.cumsum(0) - count)[:, None] + rank
-    slot = torch.where(rank < count[:, None], slot, capacity)  # the slot behind the end takes what does not compute
-    work = plan.work.new_zeros(capacity + 1)
-    work.scatter_(0, slot.flatten(), (head[:, None] * blocks + order).flatten().int())
-    plan.work.copy_(work[:capacity])
-    plan.work_count.copy_(count.sum()[None])
+    length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows sort behind empty ones
+    ranked = torch.sort(length, dim=-1, descending=True, stable=True)
+    row = ranked.indices + torch.arange(len(length), device=device)[:, None] * ranked_together
+    listed = _true_first(ranked.values.flatten() >= 0)
+    plan.work.copy_(row.flatten()[listed])
+    plan.work_count.copy_(rows.sum()[None])
 
 
 def _true_first(mask: torch.Tensor) -> torch.Tensor:
@@ -86,6 +117,8 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
         work=empty(batch * heads * blocks),
         tokens=symbols.tokens,
         block=symbols.block,
+        full_count=None if symbols.masks is None else empty(batch, heads, blocks),
+        masks=symbols.masks,
     )
 
 
@@ -97,5 +130,8 @@ def _reused_plan(symbols: SparseSymbols, scratch: AttentionPlan) -> AttentionPla
             f"scratch must have the symbols' batch, heads and blocks {list(required)} on {symbols.cache_bits.device}, "
             f"got {list(got)} on {scratch.mask64.device}; pass scratch=None to allocate a plan"
         )
-    buffers = {name: value for name, value in vars(scratch).items() if isinstance(value, torch.Tensor)}
-    return AttentionPlan(**buffers, tokens=symbols.tokens, block=symbols.block)
+    if symbols.masks is not None and scratch.full_count is None:
+        raise ShapeError("scratch must come from symbols with masks where the symbols have masks, got full_count None")
+    buffers = {field.name: getattr(scratch, field.name) for field in fields(scratch)}
+    own = {"tokens": symbols.tokens, "block": symbols.block, "masks": symbols.masks}
+    return AttentionPlan(**(buffers | own | ({"full_count": None} if symbols.masks is None else {})))

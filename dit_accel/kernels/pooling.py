@@ -16,10 +16,10 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
+    TRITON_HEAD_DIMS,
     require_dtype,
     require_same,
     require_shape,
-    require_triton_head_dim,
     require_unit_stride,
 )
 from dit_accel.layout import BLOCK_SIZES, block_count
@@ -54,31 +54,53 @@ def pooled_map(
     """Pool queries and keys by block. Forward only: no gradient flows.
 
     Means of keys are taken from the mean over the sample's valid keys, which leaves the softmax as it is but keeps its
-    exponents small. Similarities are those of the tokens as they come.
+    exponents small; "cuda" and "triton" take them from the first block's mean, which costs no second pass and does the
+    same to what all keys share. Similarities are those of the tokens as they come.
 
     Args:
         q, k: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         block: tokens in a block, 64 or 128.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all. Queries are all valid.
-        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: "auto", "reference", "cuda" (head dimensions 32, 64 and 128, strides in multiples of 16 bytes, at most
+            1280 blocks) or "triton" (head dimensions 16, 32, 64 and 128).
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
+        UnsupportedError: the backend does not support the head dimension, the strides or the number of blocks.
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, block, kv_len)
+    backend = resolve_backend(backend, q, _limits(q, k, block))
+    if backend == "reference":
+        return _pooled_map_reference(q, k, block, kv_len)
+    if backend == "cuda":
+        from dit_accel.kernels._cuda.pooling import pooled_map_into
+    else:
+        from dit_accel.kernels._triton.pooling import pooled_map_into
+    batch, tokens, heads, head_dim = q.shape
+    blocks = block_count(tokens, block)
+    mean = torch.empty(2, batch, heads, blocks, head_dim, dtype=torch.float32, device=q.device)  # of q, of k
+    similarity = torch.empty(2, batch, heads, blocks, dtype=torch.float32, device=q.device)
+    probabilities = torch.empty(batch, heads, blocks, blocks, dtype=torch.float32, device=q.device)
+    pooled_map_into(mean, similarity, probabilities, q, k, block, kv_len)
+    return PooledMap(probabilities, *similarity)
+
+
+def _limits(q: torch.Tensor, k: torch.Tensor, block: int) -> dict[str, str | None]:
+    from dit_accel.kernels._cuda.pooling import limit as cuda_limit
+
+    head_dim = q.shape[-1]
+    fits = head_dim in TRITON_HEAD_DIMS
+    triton_limit = None if fits else f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"
+    return {"cuda": cuda_limit(q, k, block), "triton": triton_limit}
+
+
+def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> PooledMap:
     batch, tokens = q.shape[:2]
     q_len = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
     k_len = q_len if kv_len is None else kv_len.clamp(0, tokens)
-    if resolve_backend(backend, q) == "triton":
-        from dit_accel.kernels._triton.pooling import block_statistics
-
-        require_triton_head_dim(q.shape[-1])
-    else:
-        block_statistics = _block_statistics_reference
-    q_mean, q_similarity = block_statistics(q, block, q_len)
-    k_mean, k_similarity = block_statistics(k, block, k_len)
+    q_mean, q_similarity = _block_statistics(q, block, q_len)
+    k_mean, k_similarity = _block_statistics(k, block, k_len)
     return PooledMap(_probabilities(q_mean, k_mean, block, k_len), q_similarity, k_similarity)
 
 
@@ -91,9 +113,7 @@ def _probabilities(q_mean: torch.Tensor, k_mean: torch.Tensor, block: int, k_len
     return scores.softmax(-1).nan_to_num(0.0)  # a sample without a valid key has no distribution
 
 
-def _block_statistics_reference(
-    x: torch.Tensor, block: int, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean ``[B, H, T, D]`` and mean pairwise cosine ``[B, H, T]`` of each block's valid tokens, float32."""
     tokens = x.shape[1]
     blocks = block_count(tokens, block)

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, _g
 from torch.nn import functional
 
 from dit_accel.forecast import forecast_weights
-from dit_accel.kernels import pooled_map
+from dit_accel.kernels import pooled_map, unpack_bits
 from dit_accel.layout import TokenLayout
 from dit_accel.policies import flashomni, sparge
 from dit_accel.presets import Preset
@@ -97,8 +97,9 @@ class NaiveProcessor(FluxAttnProcessor):
         layout = TokenLayout(self.text, q.shape[1] - self.text, size)
         probabilities = pooled_map(q, k, size, backend="reference").probabilities
         growth = (self.schedule.step / self.schedule.steps) ** preset.reuse.ramp
-        rows = flashomni.row_mask(probabilities, layout, preset.reuse.tau_q * growth)
-        tiles = sparge.tile_mask(probabilities, layout, preset.skip.tau_kv * growth)
+        row_bits = flashomni.row_bits(probabilities, layout, preset.reuse.tau_q * growth)
+        rows = unpack_bits(row_bits, q.shape[2]).transpose(1, 2)
+        tiles = unpack_bits(sparge.tile_bits(probabilities, layout, preset.skip.tau_kv * growth), layout.blocks)
         if preset.skip.policy == "none":
             tiles = torch.ones_like(tiles)
         self.row_density = rows.float().mean().item()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.symbols import AttentionPlan, SparseSymbols
+from dit_accel.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseSymbols, TileMasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = [
@@ -60,15 +60,34 @@ def make_tensor():
 
 @pytest.fixture
 def make_sparsity():
-    """``make(batch, heads, tokens, block=64, rows=0.6, tiles=0.5)``: symbols of those densities, lowered."""
+    """``make(batch, heads, tokens, block=64, rows=0.6, tiles=0.5, masked=None)``: symbols of those densities, lowered.
+
+    ``masked``: the share of tiles with a random mask, CAUSAL or one of three PARTIAL ones; None = no masks at all.
+    """
     generator = torch.Generator().manual_seed(1)
 
-    def make(batch: int, heads: int, tokens: int, block: int = 64, rows: float = 0.6, tiles: float = 0.5) -> Sparsity:
+    def make_masks(batch: int, heads: int, blocks: int, block: int, masked: float) -> TileMasks:
+        shape = (batch, heads, blocks, blocks)
+        codes = torch.randint(1, FIRST_PARTIAL_TILE + 3, shape, generator=generator, dtype=torch.int32)
+        codes[torch.rand(shape, generator=generator) >= masked] = 0
+        pool = torch.rand(3, block, block, generator=generator) < 0.5
+        return TileMasks(codes.to(DEVICE), pack_bits(pool, backend="reference").to(DEVICE))
+
+    def make(
+        batch: int,
+        heads: int,
+        tokens: int,
+        block: int = 64,
+        rows: float = 0.6,
+        tiles: float = 0.5,
+        masked: float | None = None,
+    ) -> Sparsity:
         blocks = -(-tokens // block)
         row_mask = (torch.rand(batch, heads, blocks, generator=generator) < rows).to(DEVICE)
         tile_mask = (torch.rand(batch, heads, blocks, blocks, generator=generator) < tiles).to(DEVICE)
         cache_bits, skip_bits = pack_bits(row_mask.transpose(1, 2)), pack_bits(tile_mask)
-        symbols = SparseSymbols(cache_bits, skip_bits, heads, tokens, block)
+        masks = None if masked is None else make_masks(batch, heads, blocks, block, masked)
+        symbols = SparseSymbols(cache_bits, skip_bits, heads, tokens, block, masks)
         return Sparsity(row_mask, tile_mask & row_mask[..., None], symbols, lower(symbols, backend="reference"))
 
     return make

@@ -1,5 +1,6 @@
 """Sparse attention equals dense masked attention in float64, and touches only the rows that compute."""
 
+import importlib
 import math
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 
 from dit_accel.errors import BackendError, ShapeError, UnsupportedError
 from dit_accel.kernels import attention
+from tests.kernels.naive_attention import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
+    "one-head": {"batch": 1, "heads": 1, "tokens": 200},
+    "forty-heads": {"batch": 1, "heads": 40, "tokens": 70},
     "single-block": {"batch": 1, "heads": 5, "tokens": 40},
     "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
     "whole-blocks": {"batch": 1, "heads": 2, "tokens": 192},
@@ -19,34 +23,6 @@ CASES = {
     "everything": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "tiles": 1.1},
     "whole-rows-reused": {"batch": 1, "heads": 3, "tokens": 200, "rows": 0.4, "tiles": 1.1},
 }
-
-
-def dense(q, k, v, tiles, block, scale=None, kv_len=None):
-    """Masked dense attention in q's dtype: out ``[B, S, H, D]`` and lse ``[B, H, S]``; 0 and -inf without a key."""
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    keep = tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens]
-    if kv_len is not None:
-        keep = keep & (torch.arange(tokens, device=q.device) < kv_len[:, None, None, None])
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    scores = scores.masked_fill(~keep, -math.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("bhij,bjhd->bihd", probabilities, v), scores.double().logsumexp(-1)
-
-
-def check(q, k, v, sparsity, backend, assert_no_worse, **options):
-    """Compares with float64 where rows compute, and requires the poison everywhere else."""
-    computed = sparsity.tokens_computed()
-    poisoned = torch.full_like(q, math.nan)
-    out, lse = attention(q, k, v, sparsity.plan, return_lse=True, out=poisoned, backend=backend, **options)
-    assert out is poisoned
-    assert torch.equal(out.isnan().any(-1), ~computed)
-    assert torch.equal(out.isnan().all(-1), ~computed)
-    exact, exact_lse = dense(*(x.double() for x in (q, k, v)), sparsity.tiles, sparsity.plan.block, **options)
-    low, _ = dense(q, k, v, sparsity.tiles, sparsity.plan.block, **options)
-    assert_no_worse(out[computed], exact[computed], low[computed])
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)  # -inf in reused and in empty rows
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -68,7 +44,7 @@ def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_n
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, device, make_tensor, make_sparsity, assert_no_worse):
     """Even where they hold NaN; rows left without a key are empty."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
-    q, k, v = (make_tensor(2, 200, 3, 16) for _ in range(3))
+    q, k, v = (make_tensor(2, 200, 3, 16, dtype=torch.float16) for _ in range(3))
     check(q, k, v, make_sparsity(2, 3, 200), backend, assert_no_worse, kv_len=kv_len)
     plan = make_sparsity(2, 3, 200, rows=1.1).plan
     clean = attention(q, k, v, plan, kv_len=kv_len, backend=backend)
@@ -123,6 +99,40 @@ def test_all_ones_is_bit_identical_to_dense_on_a_cpu(make_tensor, make_sparsity)
     assert torch.equal(attention(q, k, v, plan, backend="reference"), expected.transpose(1, 2))
 
 
+GPU_WAYS = {
+    "plain": {},
+    "everything": {"masked": 0.5, "kv_len": (150, 300), "pv_threshold": -1.0},
+}
+
+
+@pytest.mark.parametrize("options", GPU_WAYS.values(), ids=GPU_WAYS.keys())
+@pytest.mark.parametrize("block", [64, 128])
+def test_gpus_without_tensor_descriptors(block, options, monkeypatch, device, make_tensor, make_sparsity):
+    """Other GPUs than Hopper read tiles by pointers, in other sizes."""
+    implementation = importlib.import_module("dit_accel.kernels._triton.attention")
+    options = dict(options)
+    plan = make_sparsity(2, 2, 300, block=block, masked=options.pop("masked", None), rows=1.1).plan
+    if "kv_len" in options:
+        options["kv_len"] = torch.tensor(options["kv_len"], dtype=torch.int32, device=device)
+    q, k, v = (make_tensor(2, 300, 2, 16, dtype=torch.float16) for _ in range(3))
+    expected = attention(q, k, v, plan, backend="triton", **options)
+    monkeypatch.setattr(implementation, "hopper_limit", lambda tensor: "it is not a Hopper GPU")
+    torch.testing.assert_close(attention(q, k, v, plan, backend="triton", **options), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_strides_that_no_descriptor_takes(device, make_tensor, make_sparsity, assert_no_worse):
+    """Of 17 half-precision numbers, say: 34 bytes, where the copy engine wants a multiple of 16."""
+    q, k, v = (make_tensor(2, 130, 3, 17, dtype=torch.float16)[..., :16] for _ in range(3))
+    check(q, k, v, make_sparsity(2, 3, 130), "triton", assert_no_worse)
+
+
+def test_one_key_head_of_a_wide_tensor(device, make_tensor, make_sparsity, assert_no_worse):
+    """An axis of length 1 may have any stride, also one that no descriptor takes."""
+    q, k, v = make_tensor(1, 130, 2, 16, dtype=torch.float16), *(make_tensor(2, 130, 16, dtype=torch.float16))
+    k, v = (x.as_strided((1, 130, 1, 16), (3, 16, 5, 1)) for x in (k, v))
+    check(q, k, v, make_sparsity(1, 2, 130), "triton", assert_no_worse)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,11 +144,16 @@ def test_all_ones_is_bit_identical_to_dense_on_a_cpu(make_tensor, make_sparsity)
         ({"q": torch.zeros(1, 130, 16, 2).transpose(2, 3)}, "q must have stride 1 along its last axis"),
         ({"out": torch.zeros(1, 130, 2, 8)}, r"out must have shape \[1, 130, 2, 16\]"),
         ({"scale": -1.0}, "scale must be positive, got -1.0"),
+        ({"pv_threshold": 0.0}, "pv_threshold must be negative .*, got 0.0; use None"),
+        ({"pv_threshold": math.nan}, "pv_threshold must be negative .*, got nan"),
         ({"kv_len": torch.zeros(2, dtype=torch.int32)}, r"kv_len must have shape \[1\], got \[2\]"),
         ({"kv_len": torch.zeros(1)}, "kv_len must have dtype torch.int32, got torch.float32"),
     ],
-    ids=["q-axes", "q-dtype", "k-length", "v-dtype", "kv-heads", "q-stride", "out", "scale", "kv_len", "kv_len-dtype"],
-)
+    ids=[
+        "q-axes", "q-dtype", "k-length", "v-dtype", "kv-heads", "q-stride", "out", "scale", "threshold-0",
+        "threshold-nan", "kv_len", "kv_len-dtype",
+    ],
+)  # fmt: skip
 def test_bad_arguments(change, message, device, make_tensor, make_sparsity):
     arguments = {name: make_tensor(1, 130, 2, 16) for name in "qkv"} | {"plan": make_sparsity(1, 2, 130).plan}
     change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
@@ -161,12 +176,21 @@ def test_a_plan_of_another_shape_is_an_error(plan_of, message, make_tensor, make
         attention(q, q, q, make_sparsity(**plan_of).plan)
 
 
-def test_triton_names_the_head_dimensions_it_has(make_tensor, make_sparsity):
-    q = make_tensor(1, 130, 2, 24)
-    with pytest.raises(
-        UnsupportedError, match=r"head_dim must be one of \(16, 32, 64, 128\) for backend 'triton', got 24"
-    ):
-        attention(q, q, q, make_sparsity(1, 2, 130).plan, backend="triton")
+@pytest.mark.parametrize(
+    ("head_dim", "block", "options", "message"),
+    [
+        (24, 64, {}, r"head_dim must be one of \(16, 32, 64, 128\), got 24"),
+        (16, 32, {}, r"plan.block must be one of \(64, 128\), got 32"),
+        (16, 64, {"pv_threshold": -1.0}, "with pv_threshold, q must have dtype torch.float16 or .*got torch.float32"),
+    ],
+    ids=["head-dim", "block", "threshold-float32"],
+)
+def test_triton_says_what_it_cannot_take(head_dim, block, options, message, make_tensor, make_sparsity):
+    q = make_tensor(1, 130, 2, head_dim)
+    plan = make_sparsity(1, 2, 130, block=block).plan
+    with pytest.raises(UnsupportedError, match=f"backend 'triton' can't take this call: {message}; use backend='auto'"):
+        attention(q, q, q, plan, backend="triton", **options)
+    attention(q, q, q, plan, **options)  # auto takes the reference
 
 
 def test_an_unknown_backend_is_an_error(make_tensor, make_sparsity):

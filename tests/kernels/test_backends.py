@@ -16,7 +16,7 @@ def test_auto_runs_the_reference_on_a_cpu():
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(BackendError, match=r"backend must be 'auto' or one of \('reference', 'triton'\), got 'cudnn'"):
+    with pytest.raises(BackendError, match=r"backend must be 'auto' or one of \('reference', .*\), got 'cudnn'"):
         pack_bits(torch.ones(8, dtype=torch.bool), backend="cudnn")
 
 

@@ -55,6 +55,29 @@ def test_strided_inputs_and_outputs(planned, backend, make_tensor, make_sparsity
     torch.testing.assert_close(out, 2 * history[0] - history[1])
 
 
+STRIDED = {
+    "rows": lambda x: x[:, 3:40, 8:24],
+    "uneven-rows": lambda x: x[:, 3:40],
+    "transposed": lambda x: x.transpose(1, 2),
+    "steps": lambda x: x[..., ::2],
+}
+
+
+@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED.keys())
+def test_views_of_any_kind(view, backend, make_tensor):
+    """What lies beside a view is left alone, whether its rows can be addressed by one stride or not."""
+    strided = view(make_tensor(2, 48, 48))
+    history = [strided, make_tensor(*strided.shape)]
+    whole = torch.full((2, 48, 48), math.nan, device=strided.device)
+    weighted_sum(history, [2.0, -1.0], out=view(whole), backend=backend)
+    torch.testing.assert_close(view(whole), 2 * history[0] - history[1])
+    assert whole.isnan().sum() == whole.numel() - strided.numel()
+
+
+def test_nothing_to_sum(backend, make_tensor):
+    assert weighted_sum([make_tensor(2, 0, 8)], [1.0], backend=backend).shape == (2, 0, 8)
+
+
 def test_the_output_may_be_a_history_entry(backend, make_tensor):
     history = [make_tensor(5, 7), make_tensor(5, 7)]
     expected = 2 * history[0] - history[1]

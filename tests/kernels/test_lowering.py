@@ -1,5 +1,6 @@
 """A plan lists exactly what its symbols mark, in the documented order."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,34 +8,46 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.symbols import SparseSymbols
+from dit_accel.symbols import SparseSymbols, TileMasks
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA kernels need a GPU")
+every_backend = pytest.mark.parametrize("backend", ["reference", "triton", pytest.param("cuda", marks=needs_gpu)])
+every_order = pytest.mark.parametrize("order", ["head", "length"])
 
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
     "single-block": {"batch": 1, "heads": 5, "tokens": 40},
+    "40-heads": {"batch": 2, "heads": 40, "tokens": 200},
     "64-heads": {"batch": 1, "heads": 64, "tokens": 130},
     "more-blocks-than-a-byte": {"batch": 1, "heads": 1, "tokens": 64 * 37},
+    "more-blocks-than-a-chunk": {"batch": 1, "heads": 1, "tokens": 64 * 300 - 7},
+    "more-bits-than-are-counted-anew": {"batch": 1, "heads": 2, "tokens": 64 * 370},
     "everything": {"batch": 1, "heads": 3, "tokens": 200, "rows": 1.1, "tiles": 1.1},
     "all-reused": {"batch": 2, "heads": 2, "tokens": 130, "rows": 0.0},
     "all-empty": {"batch": 1, "heads": 2, "tokens": 130, "tiles": 0.0},
 }
 
 
-def naive_lists(rows, tiles):
-    """The lists of a plan, by looping over every bit."""
+def naive_lists(rows, tiles, order, masked=None):
+    """The lists of a plan, by looping over every bit. ``masked``: tiles that stand behind a row's full ones."""
     batch, heads, blocks = rows.shape
-    lists = {"mask64": [], "kv": [], "rows": [], "work": []}
+    masked = torch.zeros_like(tiles) if masked is None else masked
+    rows, tiles, masked = rows.tolist(), tiles.tolist(), masked.tolist()
+    lists = {"mask64": [], "kv": [], "full": [], "rows": [], "work": []}
     for b in range(batch):
         for i in range(blocks):
-            word = sum(1 << h for h in range(heads) if rows[b, h, i])
+            word = sum(1 << h for h in range(heads) if rows[b][h][i])
             lists["mask64"].append(word - (1 << 64) if word >> 63 else word)
         for h in range(heads):
-            kv = [[j for j in range(blocks) if tiles[b, h, i, j]] for i in range(blocks)]
-            computed = [i for i in range(blocks) if rows[b, h, i]]
-            lists["kv"] += kv
-            lists["rows"].append(computed)
-            longest_first = sorted(computed, key=lambda i: -len(kv[i]))
-            lists["work"] += [(b * heads + h) * blocks + i for i in longest_first]
+            for i in range(blocks):
+                computed = [j for j in range(blocks) if tiles[b][h][i][j]]
+                full = [j for j in computed if not masked[b][h][i][j]]
+                lists["kv"].append(full + [j for j in computed if masked[b][h][i][j]])
+                lists["full"].append(len(full))
+            lists["rows"].append([i for i in range(blocks) if rows[b][h][i]])
+    work = [[head_row * blocks + i for i in computed] for head_row, computed in enumerate(lists["rows"])]
+    for group in work if order == "head" else [itertools.chain(*work)]:
+        lists["work"] += sorted(group, key=lambda row: -len(lists["kv"][row]))
     return lists
 
 
@@ -47,39 +60,110 @@ def plan_lists(plan):
     return {
         "mask64": plan.mask64.flatten().tolist(),
         "kv": heads_of(plan.kv_index, plan.kv_count),
+        "full": (plan.kv_count if plan.full_count is None else plan.full_count).flatten().tolist(),
         "rows": heads_of(plan.row_index, plan.row_count),
         "work": plan.work[: plan.work_count.item()].tolist(),
     }
 
 
+@every_order
+@every_backend
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_lowering_equals_a_naive_loop(case, backend, make_sparsity):
+def test_lowering_equals_a_naive_loop(case, backend, order, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(**case)
-    plan = lower(symbols, backend=backend)
-    assert plan_lists(plan) == naive_lists(rows, tiles)
+    plan = lower(symbols, order=order, backend=backend)
+    assert plan_lists(plan) == naive_lists(rows, tiles, order)
     assert (plan.tokens, plan.block) == (case["tokens"], 64)
 
 
+@every_backend
+@pytest.mark.parametrize("axes", ["batch-and-heads", "heads", "broadcast", "strided"])
+@pytest.mark.parametrize("case", ["ragged", "40-heads", "more-blocks-than-a-chunk", "all-empty"])
+def test_masked_tiles_stand_behind_full_ones(case, axes, backend, make_sparsity):
+    rows, tiles, symbols, _ = make_sparsity(**CASES[case])
+    batch, heads, blocks, _ = tiles.shape
+    shape = {"heads": (1, heads), "broadcast": (1, 1)}.get(axes, (batch, heads))
+    codes = torch.randint(0, 4, (*shape, blocks, blocks), dtype=torch.int32).to(tiles.device)
+    codes = codes.transpose(2, 3) if axes == "strided" else codes
+    pool = torch.zeros(2, 64, 8, dtype=torch.uint8, device=tiles.device)
+    masks = TileMasks(codes, pool)
+    plan = lower(replace(symbols, masks=masks), order="head", backend=backend)
+    assert plan.masks is masks
+    assert plan_lists(plan) == naive_lists(rows, tiles, "head", masked=(codes != 0).expand_as(tiles))
+
+
+@pytest.mark.parametrize(("batch", "heads", "order"), [(1, 32, "length"), (3, 11, "head")], ids=["1024-rows", "1056"])
+def test_the_order_follows_from_the_shape(batch, heads, order, make_sparsity):
+    """Up to 1024 rows are ranked across heads, more than that head by head."""
+    *_, symbols, _ = make_sparsity(batch, heads, 64 * 32)
+    assert plan_lists(lower(symbols)) == plan_lists(lower(symbols, order=order))
+    assert plan_lists(lower(symbols, order="head")) != plan_lists(lower(symbols, order="length"))
+
+
+@every_backend
 def test_no_skip_bits_means_every_tile(backend, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(1, 3, 600)
-    plan = lower(replace(symbols, skip_bits=None), backend=backend)
-    assert plan_lists(plan) == naive_lists(rows, torch.ones_like(tiles) & rows[..., None])
+    plan = lower(replace(symbols, skip_bits=None), order="head", backend=backend)
+    assert plan_lists(plan) == naive_lists(rows, torch.ones_like(tiles) & rows[..., None], "head")
 
 
-def test_scratch_is_overwritten_and_returned(backend, make_sparsity):
+@every_order
+@every_backend
+def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
     """Buffers that hold the lists of other symbols give the same plan as fresh ones, and no new memory."""
     *_, scratch = make_sparsity(2, 3, 600, rows=1.1, tiles=1.1)
     rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
-    plan = lower(symbols, scratch=scratch, backend=backend)
-    assert plan_lists(plan) == naive_lists(rows, tiles)
+    plan = lower(symbols, order=order, scratch=scratch, backend=backend)
+    assert plan_lists(plan) == naive_lists(rows, tiles, order)
     assert plan.kv_index.data_ptr() == scratch.kv_index.data_ptr()
     assert plan.work.data_ptr() == scratch.work.data_ptr()
 
 
+@every_backend
+def test_scratch_of_a_masked_plan(backend, make_sparsity):
+    """It serves symbols with other masks, and symbols with none."""
+    rows, tiles, symbols, _ = make_sparsity(2, 3, 200)
+    pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=tiles.device)
+    first, second = (
+        TileMasks(torch.full((1, 1, 4, 4), code, dtype=torch.int32).to(tiles.device), pool) for code in (0, 1)
+    )
+    scratch = lower(replace(symbols, masks=first), backend=backend)
+    plan = lower(replace(symbols, masks=second), order="head", scratch=scratch, backend=backend)
+    assert plan.full_count.data_ptr() == scratch.full_count.data_ptr()
+    assert plan_lists(plan) == naive_lists(rows, tiles, "head", masked=torch.ones_like(tiles))
+    plain = lower(symbols, order="head", scratch=scratch, backend=backend)
+    assert plain.full_count is None
+    assert plan_lists(plain) == naive_lists(rows, tiles, "head")
+
+
+@every_backend
 def test_bits_beyond_the_last_head_and_block_are_ignored(backend, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(1, 3, 300)
     stray = SparseSymbols(symbols.cache_bits | 0b11111000, symbols.skip_bits | 0b11100000, 3, 300, 64)
-    assert plan_lists(lower(stray, backend=backend)) == naive_lists(rows, tiles)
+    assert plan_lists(lower(stray, order="head", backend=backend)) == naive_lists(rows, tiles, "head")
+
+
+@needs_gpu
+def test_too_many_rows_for_shared_memory_go_to_triton(make_sparsity):
+    *_, symbols, _ = make_sparsity(1, 64, 64 * 180)
+    assert plan_lists(lower(symbols, order="length")) == plan_lists(lower(symbols, order="length", backend="reference"))
+
+
+@needs_gpu
+@every_backend
+def test_lowering_never_waits_for_the_gpu(backend, make_sparsity):
+    """It can be captured in a CUDA graph, which a synchronisation would break."""
+    if backend == "reference":
+        pytest.skip("the reference may wait")
+    rows, tiles, symbols, scratch = make_sparsity(2, 3, 600)
+    lower(symbols, order="head", scratch=scratch, backend=backend)
+    for tensor in scratch.tensors():
+        tensor.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lower(symbols, order="head", scratch=scratch, backend=backend)
+    graph.replay()
+    assert plan_lists(scratch) == naive_lists(rows, tiles, "head")
 
 
 def test_scratch_of_another_shape_is_an_error(make_sparsity):
@@ -87,6 +171,20 @@ def test_scratch_of_another_shape_is_an_error(make_sparsity):
     *_, symbols, _ = make_sparsity(1, 2, 300)
     with pytest.raises(ShapeError, match=r"scratch must have the symbols' batch, heads and blocks \[1, 2, 5\]"):
         lower(symbols, scratch=scratch)
+
+
+def test_scratch_without_masks_is_an_error_for_symbols_with_masks(make_sparsity):
+    *_, symbols, scratch = make_sparsity(1, 3, 100)
+    pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=scratch.kv_count.device)
+    masks = TileMasks(torch.zeros_like(scratch.kv_index), pool)
+    with pytest.raises(ShapeError, match="scratch must come from symbols with masks"):
+        lower(replace(symbols, masks=masks), scratch=scratch)
+
+
+def test_an_unknown_order_is_an_error(make_sparsity):
+    *_, symbols, _ = make_sparsity(1, 3, 100)
+    with pytest.raises(ShapeError, match=r"order must be one of .*, got 'row'"):
+        lower(symbols, order="row")
 
 
 def test_symbols_of_the_wrong_shape_are_an_error(device):

@@ -8,11 +8,14 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import pooled_map
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA kernels need a GPU")
+every_backend = pytest.mark.parametrize("backend", ["reference", "triton", pytest.param("cuda", marks=needs_gpu)])
 CASES = {
     "ragged": (2, 200, 3, 64),
     "single-block": (1, 40, 5, 64),
     "block-128": (1, 260, 2, 128),
     "whole-blocks": (1, 192, 2, 64),
+    "more-blocks-than-a-step": (1, 64 * 64 + 5, 1, 64),
 }
 
 
@@ -55,18 +58,33 @@ def check(q, k, block, lengths, backend):
         torch.testing.assert_close(actual.double().cpu(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_equals_the_definition(case, implementation, make_tensor):
+@every_backend
+def test_equals_the_definition(case, head_dim, backend, dtype, device, make_tensor):
     """Inputs are rounded to their dtype; everything after that is float32, so one bound serves all dtypes."""
-    backend, dtype = implementation
+    if (backend, dtype, device) == ("triton", torch.bfloat16, "cpu"):
+        pytest.skip("bfloat16 is wrong in Triton's interpreter, and refused there")
+    if (backend, head_dim) == ("cuda", 16):
+        pytest.skip("refused")
     batch, tokens, heads, block = case
-    q, k = (make_tensor(batch, tokens, heads, 16, dtype=dtype) + 0.5 for _ in range(2))
+    q, k = (make_tensor(batch, tokens, heads, head_dim, dtype=dtype) + 0.5 for _ in range(2))
     check(q, k, block, [tokens] * batch, backend)
 
 
+@every_backend
+def test_outliers_that_all_keys_share_do_not_blur_the_map(backend, make_tensor):
+    """A channel at 1000 in every key shifts the scores of a row by a constant, which a softmax does not see."""
+    q, k = make_tensor(1, 300, 2, 64), make_tensor(1, 300, 2, 64)
+    k[..., 3] += 1000
+    check(q, k, 64, [300], backend)
+
+
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
+@every_backend
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_tensor):
-    q, k = make_tensor(2, 200, 3, 16), make_tensor(2, 200, 3, 16)
+    q, k = make_tensor(2, 200, 3, 32), make_tensor(2, 200, 3, 32)
     check(q, k, 64, lengths, backend)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     clean = pooled_map(q, k, 64, kv_len=kv_len, backend=backend)
@@ -77,9 +95,10 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_tensor):
     assert torch.equal(poisoned.k_similarity, clean.k_similarity)
 
 
+@every_backend
 def test_similarity_of_known_blocks(backend, device):
     """Equal directions give 1, opposite pairs 0, all-zero tokens 0; a zero token pulls the mean down."""
-    q = torch.zeros(1, 256, 1, 16, device=device)
+    q = torch.zeros(1, 256, 1, 32, device=device)
     q[0, :64, 0, 0] = torch.rand(64, device=device) + 0.5
     q[0, 64:128, 0, 0] = torch.tensor([1.0, -1.0], device=device).repeat(32)
     q[0, 192:224, 0, 3] = 2.0
@@ -90,8 +109,9 @@ def test_similarity_of_known_blocks(backend, device):
     assert not pooled.probabilities.isnan().any()
 
 
+@every_backend
 def test_strided_views(backend, make_tensor):
-    q, k, _ = make_tensor(2, 130, 3, 3, 16).unbind(2)
+    q, k, _ = make_tensor(2, 130, 3, 3, 32).unbind(2)
     check(q, k, 64, [130, 130], backend)
 
 

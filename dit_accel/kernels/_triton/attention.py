@@ -1,13 +1,18 @@
-"""Block-sparse attention: a persistent grid over the rows that compute, online softmax in base 2.
+"""Block-sparse attention: one program for each 64 (or 128) queries of a row that computes, online softmax in base 2.
 
-Each program strides through ``work[:work_count]``, whose length it reads on the device. A row holds one query block;
-it goes through its key blocks in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), running maximum m and sum l:
+A program whose number lies beyond ``work_count``, which it reads on the device, ends at once. The others go through the
+key blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), running maximum m and sum l:
 
     m' = max(m, s * max_j q k_j)      p_j = exp2(s * q k_j - m')      a = exp2(m - m')
     l  = a * l + sum_j p_j            acc = a * acc + sum_j p_j v_j
 
-Key blocks are listed ascending, so at most one of them is cut by the end of the sequence (or by ``kv_len``), and it
-stands behind all whole ones: whole blocks need no mask.
+Whole FULL tiles, nearly all, need no mask; what is cut or masked follows in a second loop (see ``attention_steps``).
+What a call does not use costs nothing: masks, ``kv_len``, ragged tails, the threshold and lse are compiled in or out.
+
+On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB: the
+query and one tile, which holds the keys and then the values), and each computes while the others wait. Dense, head
+dimension 128, 33K tokens, one H200: 551 TF; two programs of 128 queries and two stages reach 544 TF, one such program
+with three stages 512 TF.
 """
 
 from __future__ import annotations
@@ -17,110 +22,198 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, multiprocessors, on_device
+from dit_accel.kernels._triton.attention_steps import (
+    LN_2,
+    is_negligible,
+    pairs_that_attend,
+    softmax_step,
+    visits_of_row,
+)
+from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels.backends import hopper_limit
 from dit_accel.symbols import AttentionPlan
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _attend_tile(
-    query, acc, running_max, running_sum, k_tile, v_tile, k_token, v_token, valid_keys, scale_log2,
-    KEY_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+def _load_tile(
+    tiles, base, batch, head, start, token_stride, valid_tokens,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys and values, of which the first ``valid_keys`` count where MASKED."""
-    key = tl.arange(0, KEY_TILE)
-    dim = tl.arange(0, HEAD_DIM)
-    k_pointers = k_tile + key[None, :] * k_token + dim[:, None]  # [head_dim, key_tile]
-    v_pointers = v_tile + key[:, None] * v_token + dim[None, :]  # [key_tile, head_dim]
-    if MASKED:
-        keys = tl.load(k_pointers, (key < valid_keys)[None, :], other=0.0)
-        values = tl.load(v_pointers, (key < valid_keys)[:, None], other=0.0)
-    else:
-        keys = tl.load(k_pointers)
-        values = tl.load(v_pointers)
-    scores = tl.dot(query, keys, input_precision=PRECISION)  # [block, key_tile]
-    if MASKED:
-        scores = tl.where((key < valid_keys)[None, :], scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
-    probabilities = tl.math.exp2(scores * scale_log2 - new_max[:, None])
-    decay = tl.math.exp2(running_max - new_max)
-    running_sum = running_sum * decay + tl.sum(probabilities, 1)
-    acc = tl.dot(probabilities.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-    return acc, new_max, running_sum
+    """``[TOKENS, HEAD_DIM]`` keys or values from token ``start`` on; IS_CUT: tokens from ``valid_tokens`` on read 0.
+
+    A descriptor reads 0 beyond the end of the sequence only, whatever ``valid_tokens`` says.
+    """
+    if BY_DESCRIPTOR:
+        return tiles.load([batch, start, head, 0]).reshape([TOKENS, HEAD_DIM])
+    token = tl.arange(0, TOKENS)[:, None]
+    pointers = base + start.to(tl.int64) * token_stride + token * token_stride + tl.arange(0, HEAD_DIM)[None, :]
+    if IS_CUT:
+        return tl.load(pointers, token < valid_tokens, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _add_values(
+    acc, probabilities, tiles, base, batch, head, start, token_stride, valid_tokens,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    values = _load_tile(
+        tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, BY_DESCRIPTOR, IS_CUT
+    )
+    return tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _attention(
-    q, k, v, out, lse, work, work_count, kv_count, kv_index, kv_len,
+    q, k, v, out, lse, work, work_count, kv_count, full_count, kv_index, kv_len, codes, pool, k_tiles, v_tiles,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
-    heads, group, blocks, tokens, scale_log2,
-    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_TILE: tl.constexpr, LIST: tl.constexpr,
-    HAS_KV_LEN: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    codes_batch, codes_head, heads, group, blocks, tokens, scale_log2, pv_threshold_log2,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEY_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, LIST: tl.constexpr,
+    HAS_KV_LEN: tl.constexpr, HAS_MASKS: tl.constexpr, IS_RAGGED: tl.constexpr, HAS_PV_THRESHOLD: tl.constexpr,
+    HAS_LSE: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = BLOCK // KEY_TILE
+    PARTS: tl.constexpr = BLOCK // QUERIES
+    HAS_REST: tl.constexpr = HAS_KV_LEN or HAS_MASKS or IS_RAGGED
+    item = tl.program_id(0)
+    row = tl.load(work + item // PARTS)  # (b * H + h) * Tq + i
+    if item >= tl.load(work_count) * PARTS:
+        return
+    query_block = row % blocks
+    head = row // blocks % heads
+    batch = row // blocks // heads
+    kv_head = head // group
+    query_in_block = item % PARTS * QUERIES
+    first_query = query_block * BLOCK + query_in_block
+    query_offset = tl.arange(0, QUERIES)
+    query_valid = query_offset < tokens - first_query
     dim = tl.arange(0, HEAD_DIM)
-    for item in range(tl.program_id(0), tl.load(work_count), tl.num_programs(0)):
-        row = tl.load(work + item).to(tl.int64)  # (b * H + h) * Tq + i
-        head = row // blocks % heads
-        batch = row // blocks // heads
-        token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
-        token_valid = (token < tokens)[:, None]
-        token_wide = token.to(tl.int64)[:, None]
-        query = tl.load(
-            q + batch * q_batch + head * q_head + token_wide * q_token + dim[None, :], token_valid, other=0.0
-        )  # [block, head_dim]
-        k_base = k + batch * k_batch + head // group * k_head
-        v_base = v + batch * v_batch + head // group * v_head
+    q_base = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + first_query.to(tl.int64) * q_token
+    query = tl.load(q_base + query_offset[:, None] * q_token + dim[None, :], query_valid[:, None], other=0.0)
+    k_base = k + batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
+    v_base = v + batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
 
-        count = tl.load(kv_count + row)
-        key_blocks = kv_index + row * blocks
-        key_end = tokens
-        if HAS_KV_LEN:
-            key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
-            slot = tl.arange(0, LIST)
-            listed = tl.load(key_blocks + slot, slot < count, other=blocks)
-            whole = tl.sum((listed < key_end // BLOCK).to(tl.int32), 0)
-        else:
-            last = tl.load(key_blocks + count - 1, count > 0, other=0)
-            whole = count - ((count > 0) & (last >= key_end // BLOCK)).to(tl.int32)
+    key_blocks = kv_index + row.to(tl.int64) * blocks
+    key_end = tokens
+    if HAS_KV_LEN:
+        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    if HAS_REST:
+        full, whole, visible_full, visible_masked = visits_of_row(
+            kv_count, full_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS
+        )
+        visits = visible_full + visible_masked
+    else:
+        whole = tl.load(kv_count + row)
+        visits = whole
 
-        running_max = tl.full([BLOCK], float("-inf"), tl.float32)
-        running_sum = tl.zeros([BLOCK], tl.float32)
-        acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-        for tile in tl.range(0, whole * TILES, num_stages=STAGES):
-            start = tl.load(key_blocks + tile // TILES).to(tl.int64) * BLOCK + tile % TILES * KEY_TILE
-            acc, running_max, running_sum = _attend_tile(
-                query, acc, running_max, running_sum, k_base + start * k_token, v_base + start * v_token,
-                k_token, v_token, KEY_TILE, scale_log2, KEY_TILE, HEAD_DIM, False, PRECISION,
+    running_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    running_sum = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
+    steps = whole * TILES
+    # The next step's key block is loaded a step ahead: loaded where it is used, Triton sends it through shared memory,
+    # which costs two barriers a step (33K tokens, tiles of 64 keys, three stages: 341 instead of 463 TF).
+    key_block = tl.load(key_blocks, steps > 0, other=0)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        start = key_block * BLOCK + step % TILES * KEY_TILE
+        key_block = tl.load(key_blocks + (step + 1) // TILES, step + 1 < steps, other=0)
+        keys = _load_tile(
+            k_tiles, k_base, batch, kv_head, start, k_token, KEY_TILE, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, False
+        ).T
+        scores = tl.dot(query, keys, input_precision=PRECISION)  # [queries, key_tile]
+        negligible = False
+        if HAS_PV_THRESHOLD:
+            negligible = (step + 1 < visits) & is_negligible(
+                scores, running_max, query_valid, scale_log2, pv_threshold_log2
+            )
+        if not negligible:
+            probabilities, decay, running_max, running_sum = softmax_step(
+                scores, running_max, running_sum, scale_log2, False
+            )
+            acc = _add_values(
+                acc * decay[:, None], probabilities, v_tiles, v_base, batch, kv_head, start, v_token, KEY_TILE,
+                KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, False, PRECISION,
             )  # fmt: skip
-        if whole < count:
-            ragged = tl.load(key_blocks + whole).to(tl.int64) * BLOCK
-            for start in range(0, tl.minimum(key_end - ragged, BLOCK), KEY_TILE):
-                acc, running_max, running_sum = _attend_tile(
-                    query, acc, running_max, running_sum,
-                    k_base + (ragged + start) * k_token, v_base + (ragged + start) * v_token,
-                    k_token, v_token, key_end - ragged - start, scale_log2, KEY_TILE, HEAD_DIM, True, PRECISION,
-                )  # fmt: skip
 
-        # a row without keys has sum 0 and maximum -inf: output 0, lse -inf
-        result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
-        out_pointers = out + batch * out_batch + head * out_head + token_wide * out_token + dim[None, :]
-        tl.store(out_pointers, result.to(out.dtype.element_ty), token_valid)
-        if HAS_LSE:
-            row_lse = (running_max + tl.math.log2(running_sum)) * 0.6931471805599453  # ln 2
-            tl.store(lse + row // blocks * tokens + token, row_lse, token < tokens)
+    if HAS_REST:
+        cut = visible_full - whole  # 0 or 1
+        steps = (cut + visible_masked) * TILES
+        if not HAS_MASKS:  # at most the cut tile, whose last parts may have no key
+            left = key_end - tl.load(key_blocks + whole, cut > 0, other=0) * BLOCK
+            steps = tl.where(cut > 0, tl.cdiv(tl.minimum(left, BLOCK), KEY_TILE), 0)
+        for step in tl.range(0, steps, num_stages=STAGES if HAS_MASKS else 1):
+            visit = step // TILES
+            key_block = tl.load(key_blocks + visit + tl.where(visit < cut, whole, full - cut))
+            key_in_block = step % TILES * KEY_TILE
+            start = key_block * BLOCK + key_in_block
+            valid_keys = key_end - start
+            keys = _load_tile(
+                k_tiles, k_base, batch, kv_head, start, k_token, valid_keys, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, True
+            ).T
+            scores = tl.dot(query, keys, input_precision=PRECISION)
+            scores = tl.where((tl.arange(0, KEY_TILE) < valid_keys)[None, :], scores, float("-inf"))
+            if HAS_MASKS:
+                codes_of_row = codes + batch * codes_batch + head * codes_head + query_block * blocks
+                attends = pairs_that_attend(
+                    codes_of_row, pool, query_block, key_block, query_in_block, key_in_block, QUERIES, KEY_TILE, BLOCK
+                )
+                scores = tl.where(attends, scores, float("-inf"))
+            negligible = False
+            if HAS_PV_THRESHOLD:
+                negligible = (step + 1 < steps) & is_negligible(
+                    scores, running_max, query_valid, scale_log2, pv_threshold_log2
+                )
+            if not negligible:
+                probabilities, decay, running_max, running_sum = softmax_step(
+                    scores, running_max, running_sum, scale_log2, True
+                )
+                acc *= decay[:, None]
+                if HAS_KV_LEN and BY_DESCRIPTOR:
+                    if valid_keys < KEY_TILE:  # what lies beyond kv_len may be NaN, and 0 * NaN is NaN: read 0 there
+                        acc = _add_values(
+                            acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
+                            KEY_TILE, HEAD_DIM, False, True, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        acc = _add_values(
+                            acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
+                            KEY_TILE, HEAD_DIM, True, True, PRECISION,
+                        )  # fmt: skip
+                else:
+                    acc = _add_values(
+                        acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
+                        KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, True, PRECISION,
+                    )  # fmt: skip
+
+    # a query without keys has sum 0 and maximum -inf: output 0, lse -inf
+    norm = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
+    out_base = (
+        out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head + first_query.to(tl.int64) * out_token
+    )
+    tl.store(
+        out_base + query_offset[:, None] * out_token + dim[None, :], (acc * norm[:, None]).to(out.dtype.element_ty),
+        query_valid[:, None],
+    )  # fmt: skip
+    if HAS_LSE:
+        row_lse = (running_max + tl.math.log2(running_sum)) * LN_2
+        tl.store(lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset, row_lse, query_valid)
 
 
-def _config(q: torch.Tensor, block: int) -> dict[str, int]:
-    """Tile and pipeline sizes that fit the device's shared memory: query + stages * (keys + values)."""
-    head_dim = q.shape[-1]
-    if q.dtype == torch.float32:
-        return {"KEY_TILE": 32, "STAGES": 1, "num_warps": 8}
-    if is_hopper_or_later(q):
-        return {"KEY_TILE": block, "STAGES": 2 if block * head_dim == 128 * 128 else 3, "num_warps": block // 16}
-    return {"KEY_TILE": 64, "STAGES": 2, "num_warps": block // 16}
+def _config(q: torch.Tensor, block: int, has_pv_threshold: bool, by_descriptor: bool) -> dict[str, int]:
+    """Sizes of tiles and pipeline, which fit the shared memory of every GPU since sm80 (sm89: 99 KiB)."""
+    if q.dtype == torch.float32:  # on the scalar units, for checks
+        return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
+    if by_descriptor:
+        # tiles of 64 keys leave room for prefetching, and need it: 483 TF with three stages, 431 TF with one
+        stages = {"STAGES": 1, "maxnreg": 168} if block == 128 else {"STAGES": 3}
+        return {"QUERIES": 64, "KEY_TILE": block, "num_warps": 4} | stages
+    if has_pv_threshold:
+        return {"QUERIES": 64, "KEY_TILE": block, "STAGES": 1, "num_warps": 4}
+    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": 3, "num_warps": block // 16}
 
 
 def attention_into(
@@ -130,16 +223,46 @@ def attention_into(
     plan: AttentionPlan,
     scale: float,
     kv_len: torch.Tensor | None,
+    pv_threshold: float | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    programs = min(plan.work.numel(), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q))
+    # the interpreter, which is on no GPU, takes Hopper's way
+    is_hopper = hopper_limit(q) is None
+    by_descriptor = is_hopper and q.dtype != torch.float32 and _fits_descriptor(k) and _fits_descriptor(v)
+    config = _config(q, plan.block, pv_threshold is not None, by_descriptor)
+    codes = pool = None
+    codes_strides = (0, 0)
+    if plan.masks is not None:
+        codes, pool = plan.masks.codes.contiguous(), plan.masks.pool.contiguous()
+        codes_strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
+    programs = plan.work.numel() * (plan.block // config["QUERIES"])
     with on_device(q):
         _attention[(programs,)](
-            q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens, scale * math.log2(math.e),
+            q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
+            None if kv_len is None else kv_len.contiguous(), codes, pool,
+            _descriptor(k, config["KEY_TILE"]) if by_descriptor else None,
+            _descriptor(v, config["KEY_TILE"]) if by_descriptor else None,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
+            plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens,
+            scale * LOG2_E, (pv_threshold or 0.0) * LOG2_E,
             BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=triton.next_power_of_2(plan.blocks),
-            HAS_KV_LEN=kv_len is not None, HAS_LSE=lse is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **_config(q, plan.block),
+            HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=plan.tokens % plan.block != 0,
+            HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **config,
         )  # fmt: skip
+
+
+def _fits_descriptor(x: torch.Tensor) -> bool:
+    """The copy engine (TMA) takes addresses and strides that are multiples of 16 bytes."""
+    strides = [
+        stride * x.element_size() for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1
+    ]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def _descriptor(x: torch.Tensor, key_tile: int) -> TensorDescriptor:
+    """Tiles ``[1, key_tile, 1, D]`` of ``[B, S, H, D]``."""
+    head_dim = x.shape[-1]  # also stands for the stride of an axis of length 1, which may be anything
+    strides = [stride if length > 1 else head_dim for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, key_tile, 1, head_dim])

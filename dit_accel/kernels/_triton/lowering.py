@@ -1,9 +1,9 @@
-"""Lowering in three launches, none of which needs the host to know a count.
+"""Lowering in two launches, neither of which needs the host to know a count.
 
 1. one program a row: decodes its bits into ``kv_count`` and ``kv_index`` (and, for head 0, the row-block's ``mask64``);
-2. one program a head: the head's rows that compute, by a prefix sum;
-3. one program a head and chunk of rows: where each row stands in the work list. Its rank within the head is the number
-   of rows that are longer, or as long and earlier, and before the head come all rows of earlier heads.
+2. one program a chunk of rows: where each stands in the work list. Its rank is the number of rows in its group (its
+   head, or all heads) that are longer, or as long and earlier, and before the group come the rows of earlier heads. The
+   same program lists the rows that compute, where its rows begin a head.
 """
 
 from __future__ import annotations
@@ -12,15 +12,29 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.lowering import expanded_codes
+from dit_accel.symbols import FULL_TILE, AttentionPlan, SparseSymbols
 
-RANK_ROWS = 32  # rows that a program ranks against all rows of their head
+RANK_ROWS = 32  # rows that a program ranks against all rows of their group
+
+
+@triton.jit
+def _load_tiles(row_bits, row_codes, tile, blocks, HAS_SKIP: tl.constexpr, HAS_MASKS: tl.constexpr, FULL: tl.constexpr):
+    """Which of a row's tiles compute, and which of those are full: 0 or 1."""
+    keep = (tile < blocks).to(tl.int32)
+    if HAS_SKIP:
+        keep &= tl.load(row_bits + tile // 8, tile < blocks, other=0).to(tl.int32) >> tile % 8
+    full = keep
+    if HAS_MASKS:
+        full &= (tl.load(row_codes + tile, tile < blocks, other=FULL) == FULL).to(tl.int32)
+    return keep, full
 
 
 @triton.jit
 def _lower_rows(
-    cache_bits, skip_bits, mask64, kv_count, kv_index, heads, blocks, head_bytes, row_bytes,
-    HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr,
+    cache_bits, skip_bits, codes, mask64, kv_count, full_count, kv_index,
+    codes_batch, codes_head, codes_row, heads, blocks, head_bytes, row_bytes,
+    HAS_SKIP: tl.constexpr, HAS_MASKS: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # (b * H + h) * Tq + i
     row_block = row % blocks
@@ -33,81 +47,107 @@ def _lower_rows(
     word = tl.sum((cache_bytes >> position % 8 & 1) << position, 0)
     if head == 0:
         tl.store(mask64 + batch * blocks + row_block, word)
-    computes = (word >> head.to(tl.int64) & 1).to(tl.int32)
+    stop = blocks * (word >> head.to(tl.int64) & 1).to(tl.int32)  # a reused row has no tile
 
-    count = 0
-    for start in range(0, blocks * computes, CHUNK):
+    row_bits = skip_bits + row * row_bytes if HAS_SKIP else skip_bits
+    row_codes = codes + batch * codes_batch + head * codes_head + row_block * codes_row if HAS_MASKS else codes
+    full_tiles = 0
+    if HAS_MASKS:
+        for start in range(0, stop, CHUNK):
+            tile = start + tl.arange(0, CHUNK)
+            _, full = _load_tiles(row_bits, row_codes, tile, blocks, HAS_SKIP, HAS_MASKS, FULL)
+            full_tiles += tl.sum(full, 0)
+        tl.store(full_count + row, full_tiles)
+    before = 0  # full tiles in earlier chunks, or all tiles where none is masked
+    masked_before = full_tiles
+    for start in range(0, stop, CHUNK):
         tile = start + tl.arange(0, CHUNK)
-        if HAS_SKIP:
-            bits = tl.load(skip_bits + row * row_bytes + tile // 8, tile < blocks, other=0).to(tl.int32)
-            keep = (bits >> tile % 8) & 1
-        else:
-            keep = (tile < blocks).to(tl.int32)
-        keep = tl.where(tile < blocks, keep, 0)
-        slot = count + tl.cumsum(keep, 0) - 1
-        tl.store(kv_index + row * blocks + slot, tile, keep == 1)
-        count += tl.sum(keep, 0)
-    tl.store(kv_count + row, count)
+        keep, full = _load_tiles(row_bits, row_codes, tile, blocks, HAS_SKIP, HAS_MASKS, FULL)
+        tl.store(kv_index + row * blocks + before + tl.cumsum(full, 0) - 1, tile, full == 1)
+        before += tl.sum(full, 0)
+        if HAS_MASKS:
+            masked = keep - full
+            tl.store(kv_index + row * blocks + masked_before + tl.cumsum(masked, 0) - 1, tile, masked == 1)
+            masked_before += tl.sum(masked, 0)
+    tl.store(kv_count + row, masked_before if HAS_MASKS else before)
 
 
 @triton.jit
-def _lower_heads(mask64, row_count, row_index, heads, blocks, CHUNK: tl.constexpr):
-    head_row = tl.program_id(0)  # b * H + h
-    batch = head_row // heads
-    head = (head_row % heads).to(tl.int64)
-    count = 0
-    for start in range(0, blocks, CHUNK):
-        row_block = start + tl.arange(0, CHUNK)
-        word = tl.load(mask64 + batch * blocks + row_block, row_block < blocks, other=0)
-        keep = (word >> head & 1).to(tl.int32)
-        slot = count + tl.cumsum(keep, 0) - 1
-        tl.store(row_index + head_row * blocks + slot, row_block, keep == 1)
-        count += tl.sum(keep, 0)
-    tl.store(row_count + head_row, count)
+def _computes(mask64, row, heads, blocks, valid):
+    """1 where the row ``(b * H + h) * Tq + i`` computes, else 0."""
+    word = tl.load(mask64 + row // blocks // heads * blocks + row % blocks, valid, other=0)
+    return (word >> (row // blocks % heads).to(tl.int64) & 1).to(tl.int32)
 
 
 @triton.jit
-def _lower_work(
-    mask64, kv_count, row_count, work, work_count, heads, blocks, head_rows,
-    HEAD_ROWS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+def _set_bits(word):
+    """Number of set bits in each int64 word: neighbours are added, in fields of 2, 4, then 8 bits."""
+    word -= word >> 1 & 0x5555555555555555
+    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    word += word >> 8  # bytes hold at most 16, 32, then 64: no carry
+    word += word >> 16
+    word += word >> 32
+    return (word & 0x7F).to(tl.int32)
+
+
+@triton.jit
+def _lower_lists(
+    mask64, kv_count, row_count, row_index, work, work_count, heads, blocks, group_rows, words,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    head_row = tl.program_id(0)
-    batch = head_row // heads
-    head = (head_row % heads).to(tl.int64)
-    other_head = tl.arange(0, HEAD_ROWS)
-    counts = tl.load(row_count + other_head, other_head < head_rows, other=0)
-    first_slot = tl.sum(tl.where(other_head < head_row, counts, 0), 0)
-    if (head_row == 0) & (tl.program_id(1) == 0):
-        tl.store(work_count, tl.sum(counts, 0))
+    first = tl.program_id(0) * group_rows  # the group's first row
+    stop = first + group_rows
+    row = first + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    computes = _computes(mask64, row, heads, blocks, row < stop)
+    length = tl.load(kv_count + row, row < stop, other=0)
 
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    word = tl.load(mask64 + batch * blocks + row, row < blocks, other=0)
-    computes = (word >> head & 1) == 1
-    length = tl.load(kv_count + head_row * blocks + row, row < blocks, other=0)
+    first_batch = first // blocks // heads
+    earlier_heads = (tl.full([1], 1, tl.int64) << (first // blocks % heads).to(tl.int64)) - 1
+    first_slot = 0
+    for start in range(0, (first_batch + 1) * blocks, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        word = tl.load(mask64 + index, index < (first_batch + 1) * blocks, other=0)
+        first_slot += tl.sum(_set_bits(tl.where(index < first_batch * blocks, word, word & earlier_heads)), 0)
+
     rank = tl.zeros([ROWS], tl.int32)
-    for start in range(0, blocks, CHUNK):
+    place = tl.zeros([ROWS], tl.int32)  # rows of the same head that compute and come earlier
+    group_count = 0
+    for start in range(first, stop, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        other_word = tl.load(mask64 + batch * blocks + other, other < blocks, other=0)
-        other_length = tl.load(kv_count + head_row * blocks + other, other < blocks, other=0)
-        other_length = tl.where((other_word >> head & 1) == 1, other_length, -1)  # reused: behind all that compute
-        is_longer = other_length[None, :] > length[:, None]
-        is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
-        rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
-    tl.store(work + first_slot + rank, head_row * blocks + row, computes)
+        other_computes = _computes(mask64, other, heads, blocks, other < stop)
+        other_length = tl.where(other_computes == 1, tl.load(kv_count + other, other < stop, other=0), -1)
+        is_earlier = other[None, :] < row[:, None]
+        is_before = (other_length[None, :] > length[:, None]) | (
+            (other_length[None, :] == length[:, None]) & is_earlier
+        )
+        rank += tl.sum(is_before.to(tl.int32), 1)
+        shares_head = is_earlier & (other[None, :] // blocks == row[:, None] // blocks)
+        place += tl.sum(tl.where(shares_head, other_computes[None, :], 0), 1)
+        group_count += tl.sum(other_computes, 0)
+    tl.store(work + first_slot + rank, row, computes == 1)
+    tl.store(row_index + row // blocks * blocks + place, row % blocks, computes == 1)
+    tl.store(row_count + row // blocks, place + computes, (row < stop) & (row % blocks == blocks - 1))
+    if (stop == words * heads) & (tl.program_id(1) == 0):
+        tl.store(work_count, first_slot + group_count)
 
 
-def lower_into(symbols: SparseSymbols, plan: AttentionPlan) -> None:
+def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
+    """``ranked_together``: rows that the work list sorts together, those of a head or of all heads."""
     batch, heads, blocks = plan.batch, plan.heads, plan.blocks
+    rows = batch * heads * blocks
     chunk = min(triton.next_power_of_2(blocks), 1024)
     cache_bits = symbols.cache_bits.contiguous()
     skip_bits = None if symbols.skip_bits is None else symbols.skip_bits.contiguous()
+    codes = expanded_codes(symbols)
+    codes_strides = (0, 0, 0) if codes is None else codes.stride()[:3]
     with on_device(cache_bits):
-        _lower_rows[(batch * heads * blocks,)](
-            cache_bits, skip_bits, plan.mask64, plan.kv_count, plan.kv_index, heads, blocks,
-            cache_bits.shape[-1], triton.cdiv(blocks, 8), HAS_SKIP=skip_bits is not None, CHUNK=chunk, num_warps=1,
+        _lower_rows[(rows,)](
+            cache_bits, skip_bits, codes, plan.mask64, plan.kv_count, plan.full_count, plan.kv_index, *codes_strides,
+            heads, blocks, cache_bits.shape[-1], triton.cdiv(blocks, 8),
+            HAS_SKIP=skip_bits is not None, HAS_MASKS=codes is not None, FULL=FULL_TILE, CHUNK=chunk, num_warps=1,
         )  # fmt: skip
-        _lower_heads[(batch * heads,)](plan.mask64, plan.row_count, plan.row_index, heads, blocks, CHUNK=chunk)
-        _lower_work[(batch * heads, triton.cdiv(blocks, RANK_ROWS))](
-            plan.mask64, plan.kv_count, plan.row_count, plan.work, plan.work_count, heads, blocks, batch * heads,
-            HEAD_ROWS=triton.next_power_of_2(batch * heads), ROWS=RANK_ROWS, CHUNK=min(chunk, 128),
+        _lower_lists[(rows // ranked_together, triton.cdiv(ranked_together, RANK_ROWS))](
+            plan.mask64, plan.kv_count, plan.row_count, plan.row_index, plan.work, plan.work_count,
+            heads, blocks, ranked_together, batch * blocks, ROWS=RANK_ROWS, CHUNK=128,
         )  # fmt: skip

@@ -1,4 +1,12 @@
-"""Block statistics: one program a (batch, head, block) reads its tokens once and keeps their sum and their unit sum."""
+"""Pooled map in two launches.
+
+1. one program a (side, batch, block, head) reads its tokens once and keeps their mean and the length of their unit sum;
+   neighbouring programs read neighbouring heads, which lie side by side in memory;
+2. one program a (batch, head) and chunk of query blocks: scores against all key blocks into the map, then, with the
+   row's maximum and sum known, their softmax in place. Means of keys are taken from the first block's mean: any vector
+   may be subtracted from all keys of a softmax, and this one holds what they share. The float32 products are made of
+   three TF32 products.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +16,109 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels.pooling import SMALLEST_SQUARED_NORM
-from dit_accel.layout import block_count
+
+STATISTICS_WARPS = 2
+CHUNK = 16  # tokens of a program's step
+QUERIES = 16  # query blocks of a program
+KEYS = 64  # key blocks that it scores at a time
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def _block_statistics(
-    x, lengths, mean, similarity, x_batch, x_token, x_head, heads, blocks, smallest_squared_norm,
-    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    q, k, kv_len, mean, similarity, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    tokens, heads, blocks, smallest_squared_norm,
+    HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # (b * H + h) * T + i
-    first_token = row % blocks * BLOCK
-    head = row // blocks % heads
-    batch = row // blocks // heads
-    slot = tl.arange(0, BLOCK)
+    program = tl.program_id(0).to(tl.int64)  # (b * T + i) * H + h
+    head = program % heads
+    first_token = program // heads % blocks * BLOCK
+    batch = program // heads // blocks
     dim = tl.arange(0, HEAD_DIM)
-    count = tl.minimum(tl.maximum(tl.load(lengths + batch) - first_token, 0), BLOCK)
-    pointers = x + batch * x_batch + head * x_head + (first_token + slot)[:, None] * x_token + dim[None, :]
-    tokens = tl.load(pointers, (slot < count)[:, None], other=0.0).to(tl.float32)  # [block, head_dim]
-    squared_norm = tl.maximum(tl.sum(tokens * tokens, 1), smallest_squared_norm)
-    unit_sum = tl.sum(tokens * tl.rsqrt(squared_norm)[:, None], 0)  # [head_dim]
+    length = tokens
+    stride = q_token
+    if tl.program_id(1) == 0:
+        x = q + batch * q_batch + head * q_head
+    else:
+        x = k + batch * k_batch + head * k_head
+        stride = k_token
+        if HAS_LENGTHS:
+            length = tl.minimum(tl.load(kv_len + batch), tokens)
+    x += first_token * stride
+    count = tl.minimum(tl.maximum(length - first_token, 0), BLOCK)
+    total = tl.zeros([CHUNK, HEAD_DIM], tl.float32)  # token t of each chunk
+    unit_total = tl.zeros([CHUNK, HEAD_DIM], tl.float32)
+    for start in tl.static_range(0, BLOCK, CHUNK):
+        slot = start + tl.arange(0, CHUNK)[:, None]
+        token = tl.load(x + slot * stride + dim[None, :], slot < count, other=0.0).to(tl.float32)
+        squared_norm = tl.maximum(tl.sum(token * token, 1), smallest_squared_norm)
+        total += token
+        unit_total += token * tl.rsqrt(squared_norm)[:, None]
+    unit_sum = tl.sum(unit_total, 0)  # [head_dim]
     divisor = tl.maximum(count, 1).to(tl.float32)
-    tl.store(mean + row * HEAD_DIM + dim, tl.sum(tokens, 0) / divisor)
+    sides = tl.num_programs(0).to(tl.int64) * tl.program_id(1)
+    row = sides + (batch * heads + head) * blocks + program // heads % blocks  # of [2, B, H, T]
+    tl.store(mean + row * HEAD_DIM + dim, tl.sum(total, 0) / divisor)
     tl.store(similarity + row, tl.sum(unit_sum * unit_sum, 0) / (divisor * divisor))
 
 
-def block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean ``[B, H, T, D]`` and mean pairwise cosine ``[B, H, T]`` of each block's valid tokens, float32."""
-    batch, tokens, heads, head_dim = x.shape
-    blocks = block_count(tokens, block)
-    mean = torch.empty(batch, heads, blocks, head_dim, dtype=torch.float32, device=x.device)
-    similarity = torch.empty(batch, heads, blocks, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        _block_statistics[(similarity.numel(),)](
-            x, lengths, mean, similarity, *x.stride()[:3], heads, blocks, SMALLEST_SQUARED_NORM,
-            BLOCK=block, HEAD_DIM=head_dim,
+@triton.jit
+def _probabilities(
+    mean, probabilities, kv_len, tokens, heads, blocks, scale,
+    HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    head_row = tl.program_id(1).to(tl.int64)  # b * H + h
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    dim = tl.arange(0, HEAD_DIM)
+    q_mean = mean + head_row * blocks * HEAD_DIM
+    k_mean = q_mean + tl.num_programs(1).to(tl.int64) * blocks * HEAD_DIM
+    q = tl.load(q_mean + query[:, None] * HEAD_DIM + dim[None, :], (query < blocks)[:, None], other=0.0) * scale
+    shared = tl.load(k_mean + dim)
+    length = tokens
+    if HAS_LENGTHS:
+        length = tl.minimum(tl.load(kv_len + head_row // heads), tokens)
+    valid_blocks = tl.cdiv(tl.maximum(length, 0), BLOCK)
+
+    row = probabilities + (head_row * blocks + query)[:, None] * blocks
+    running_max = tl.full([QUERIES], -float("inf"), tl.float32)
+    running_sum = tl.zeros([QUERIES], tl.float32)
+    for start in range(0, valid_blocks, KEYS):
+        key = start + tl.arange(0, KEYS)
+        k = tl.load(k_mean + key[:, None] * HEAD_DIM + dim[None, :], (key < valid_blocks)[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k - shared[None, :]), input_precision="tf32x3")  # in units of log 2
+        scores = tl.where((key < valid_blocks)[None, :], scores, -float("inf"))
+        tl.store(row + key[None, :], scores, (query < blocks)[:, None] & (key < blocks)[None, :])
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(tl.exp2(scores - new_max[:, None]), 1)
+        running_max = new_max
+    tl.debug_barrier()  # other threads of the program read the scores back
+    for start in range(0, blocks, KEYS):
+        key = start + tl.arange(0, KEYS)
+        stored = (query < blocks)[:, None] & (key < valid_blocks)[None, :]
+        scores = tl.load(row + key[None, :], stored, other=-float("inf"))
+        share = tl.where(stored, tl.exp2(scores - running_max[:, None]) / running_sum[:, None], 0.0)
+        tl.store(row + key[None, :], share, (query < blocks)[:, None] & (key < blocks)[None, :])
+
+
+def pooled_map_into(
+    mean: torch.Tensor,
+    similarity: torch.Tensor,
+    probabilities: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block: int,
+    kv_len: torch.Tensor | None,
+) -> None:
+    """Fills ``mean`` ``[2, B, H, T, D]`` and ``similarity`` ``[2, B, H, T]`` (of q, then k) and ``probabilities``."""
+    batch, tokens, heads, head_dim = q.shape
+    blocks = probabilities.shape[-1]
+    with on_device(q):
+        _block_statistics[(batch * blocks * heads, 2)](
+            q, k, kv_len, mean, similarity, *q.stride()[:3], *k.stride()[:3], tokens, heads, blocks,
+            SMALLEST_SQUARED_NORM, HAS_LENGTHS=kv_len is not None, BLOCK=block, HEAD_DIM=head_dim,
+            CHUNK=CHUNK, num_warps=STATISTICS_WARPS,
         )  # fmt: skip
-    return mean, similarity
+        _probabilities[(triton.cdiv(blocks, QUERIES), batch * heads)](
+            mean, probabilities, kv_len, tokens, heads, blocks, LOG2_E * head_dim**-0.5,
+            HAS_LENGTHS=kv_len is not None, BLOCK=block, HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=KEYS,
+        )  # fmt: skip

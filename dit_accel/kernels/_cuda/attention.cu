@@ -1,0 +1,518 @@
+// Block-sparse attention for Hopper (sm_90a): a persistent grid of one loading warp, one storing warp and two consumer
+// warpgroups a multiprocessor.
+//
+// A thread block goes through *pieces*: (row, [begin, end)) of the row's key list, from the last tile down. The loader
+// copies the piece's queries and then one key and one value tile after the other; each consumer warpgroup holds
+// 64 queries and keeps, with c = scale * log2(e), a running maximum m (of raw scores) and sum l:
+//
+//     p_j = exp2(c (q k_j) - c m)      l = a l + sum_j p_j      acc = a acc + sum_j p_j v_j      a = exp2(c (m_old - m))
+//
+// m follows the true maximum only once that has grown by 2^8 (the factor cancels in acc / l, and p <= 2^8 loses nothing
+// in 16-bit floats or float32 sums), so acc is hardly ever rescaled. Within a warpgroup the product with the values of
+// one tile runs beside the softmax of the next, across the seams of rows too; between the warpgroups a pair of barriers
+// makes one multiply while the other is in its softmax.
+//
+// Compile-time: HEAD_DIM 64 or 128, ELEMENT_BF16, HAS_KV_LEN.
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef ELEMENT_BF16
+#define ELEMENT_BF16 1
+#endif
+#ifndef HAS_KV_LEN
+#define HAS_KV_LEN 1
+#endif
+#include "attention_work.cuh"
+
+// ---- the loading warp
+
+struct Tiles {
+    u32 queries, keys, values;
+    __device__ explicit Tiles(const char* memory)
+        : queries(shared_address(memory)),
+          keys(queries + ROW_SLOTS * TILE_BYTES),
+          values(keys + KEY_STAGES * TILE_BYTES) {}
+};
+
+// Fills the rings, a step ahead of the consumers' order: the keys of tile j + 1 before the values of tile j, and the next
+// piece's queries and first keys before this one's last values. All lanes run it; lane 0 gives the orders.
+struct Loader {
+    const Problem& problem;
+    const TensorMap *q_map, *k_map, *v_map;
+    const Tiles tiles;
+    Shared& shared;
+    const int lane = threadIdx.x % 32;
+    Ring<ROW_SLOTS> row;
+    Ring<KEY_STAGES> key;
+    Ring<VALUE_STAGES> value;
+
+    __device__ __forceinline__ void load_tile(u32 tile, const TensorMap* map, u64& full, int token, int head,
+                                              int batch) {
+        const u32 barrier = shared_address(&full);
+        barrier_arrive_expect(barrier, TILE_BYTES);
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box)
+            load_box(tile + box * BOX_BYTES, map, barrier, box * 64, head, token, batch);
+    }
+
+    __device__ __forceinline__ void load_keys(const Piece& piece, int token) {
+        barrier_wait(shared_address(&shared.key_empty[key.slot]), key.parity ^ 1);
+        if (lane == 0)
+            load_tile(tiles.keys + key.slot * TILE_BYTES, k_map, shared.key_full[key.slot], token, piece.key_head,
+                      piece.batch);
+        key.advance();
+    }
+
+    __device__ __forceinline__ void load_values(const Piece& piece, int token) {
+        barrier_wait(shared_address(&shared.value_empty[value.slot]), value.parity ^ 1);
+        if (lane == 0)
+            load_tile(tiles.values + value.slot * TILE_BYTES, v_map, shared.value_full[value.slot], token,
+                      piece.key_head, piece.batch);
+        value.advance();
+    }
+
+    // 32 entries of the piece's key list, one a lane, from tile `done` on; tiles are counted from the last one down.
+    __device__ __forceinline__ int list(const Piece& piece, int done) {
+        const int entry = piece.end - 1 - done - lane;
+        return entry >= piece.begin ? problem.kv_index[(long long)piece.row * problem.blocks + entry] : 0;
+    }
+
+    // Tells the others which piece comes next, and loads its queries and first keys; returns their first token.
+    __device__ __forceinline__ int publish(Piece piece, int listed) {
+        const bool has_tiles = piece.begin < piece.end;
+        const int token = __shfl_sync(~0u, listed, 0) * BLOCK;
+        if (has_tiles) piece.valid = key_end_of(problem, piece.row) - token;
+        barrier_wait(shared_address(&shared.row_empty[row.slot]), row.parity ^ 1);
+        if (lane == 0) {
+            shared.pieces[row.slot] = piece;
+            if (has_tiles)
+                load_tile(tiles.queries + row.slot * TILE_BYTES, q_map, shared.row_full[row.slot], piece.token,
+                          piece.head, piece.batch);
+            else
+                barrier_arrive(shared_address(&shared.row_full[row.slot]));
+        }
+        row.advance();
+        if (has_tiles) load_keys(piece, token);
+        return token;
+    }
+
+    __device__ __forceinline__ void run(int rows) {
+        Pieces pieces(problem, rows, shared);
+        Piece piece = pieces.next();
+        int listed = list(piece, 0);
+        int token = publish(piece, listed);
+        while (piece.row >= 0) {
+            const int count = piece.end - piece.begin;
+            Piece next;
+            int next_listed;
+            if (count == 0) {
+                next = pieces.next();
+                next_listed = list(next, 0);
+                token = publish(next, next_listed);
+            }
+            for (int done = 0; done < count; ++done) {
+                if (done == min(1, count - 1)) {  // a chain of loads from memory, hidden behind the tiles in flight
+                    next = pieces.next();
+                    next_listed = list(next, 0);
+                }
+                const int value_token = token;
+                if (done + 1 < count) {
+                    if ((done + 1) % 32 == 0) listed = list(piece, done + 1);
+                    token = __shfl_sync(~0u, listed, (done + 1) % 32) * BLOCK;
+                    load_keys(piece, token);
+                } else {
+                    token = publish(next, next_listed);
+                }
+                load_values(piece, value_token);
+            }
+            piece = next;
+            listed = next_listed;
+        }
+        pieces.finish();
+    }
+};
+
+// ---- the storing warp
+
+__device__ __forceinline__ void store(const Problem& problem, const TensorMap& out_map, Tiles tiles, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    Ring<ROW_SLOTS> row;
+    while (true) {
+        barrier_wait(shared_address(&shared.row_full[row.slot]), row.parity);
+        const Piece piece = shared.pieces[row.slot];
+        if (piece.row < 0) break;
+        const u32 output = tiles.queries + row.slot * TILE_BYTES;
+        if (piece.begin == piece.end) {
+            for (int chunk = lane; chunk < TILE_BYTES / 16; chunk += 32) store_zeros(output + chunk * 16);
+            for (int query = piece.token + lane; problem.lse && query < min(piece.token + BLOCK, problem.tokens);
+                 query += 32)
+                *lse_of(problem, piece, query) = NEGATIVE_INFINITY;
+            fence_async_proxy();
+            __syncwarp();
+        }
+        barrier_wait(shared_address(&shared.row_done[row.slot]), row.parity);
+        if (lane == 0) {
+            for (int consumer = 0; consumer < CONSUMERS; ++consumer)
+                if (piece.begin == piece.end || shared.is_stored[row.slot][consumer])
+                    for (int box = 0; box < BOXES; ++box)
+                        store_box(&out_map, output + consumer * HALF_BYTES + box * BOX_BYTES, box * 64, piece.head,
+                                  piece.token + consumer * (BLOCK / CONSUMERS), piece.batch);
+            store_commit();
+            store_wait_read();
+            barrier_arrive(shared_address(&shared.row_empty[row.slot]));
+        }
+        __syncwarp();
+        row.advance();
+    }
+}
+
+// ---- consumers
+
+struct Softmax {  // of two rows a thread: lane / 4 and eight below
+    float maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+    float sum[2] = {0.0f, 0.0f};  // over this thread's columns
+
+    // Scores become probabilities; returns in `decay` what acc must be multiplied with.
+    __device__ __forceinline__ void add(float (&scores)[SCORES], float scale_log2, float (&decay)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) largest[i] = fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]);
+#pragma unroll
+            for (int i = 4; i < SCORES / 4; ++i)
+                largest[i % 4] = fmaxf(largest[i % 4], fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
+            float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float before = maximum[r];
+            // false at the first tile, where before is -inf
+            if (!((top - before) * scale_log2 <= MAXIMUM_GROWTH)) maximum[r] = top;
+            decay[r] = exp2_fast((before - maximum[r]) * scale_log2);
+            const float offset = maximum[r] * scale_log2;
+            float total[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < SCORES / 4; ++i) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float& score = scores[4 * i + 2 * r + j];
+                    score = exp2_fast(fmaf(score, scale_log2, -offset));
+                    total[j] += score;
+                }
+            }
+            sum[r] = fmaf(sum[r], decay[r], total[0] + total[1]);
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply_keys(float (&scores)[SCORES], u32 queries, u32 keys) {
+    const u32 query_descriptor = descriptor_k_major(queries), key_descriptor = descriptor_k_major(keys);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        const u32 offset = (step / 4 * BOX_BYTES + step % 4 * 32) >> 4;
+        wgmma<0>(scores, query_descriptor + offset, key_descriptor + offset, step > 0);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void multiply_values(float (&acc)[DIMS], const u32 (&probabilities)[SCORES / 2], u32 values,
+                                                bool accumulate) {
+    const u32 descriptor = descriptor_n_major(values, BOX_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < BLOCK / 16; ++step)
+        wgmma<1>(acc, probabilities + 4 * step, descriptor + step * (2048 >> 4), step > 0 || accumulate);
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void round_probabilities(u32 (&probabilities)[SCORES / 2], const float (&scores)[SCORES]) {
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
+}
+
+__device__ __forceinline__ void rescale(float (&acc)[DIMS], const float (&decay)[2]) {
+    if (__any_sync(~0u, decay[0] != 1.0f || decay[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < DIMS; ++i) acc[i] *= decay[i / 2 % 2];
+    }
+}
+
+// Keys from `valid` on take no part.
+__device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i)
+        if (i / 4 * 8 + column + i % 2 >= valid) scores[i] = NEGATIVE_INFINITY;
+}
+
+__device__ __forceinline__ void release(u64& empty) {  // one arrival a warp
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty));
+}
+
+#if HAS_KV_LEN
+// Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Both consumers clear a half of them.
+__device__ __forceinline__ void clear_tail(u32 values, int valid) {
+    const int thread = threadIdx.x - WARPGROUP;
+    for (int chunk = valid * 8 + thread; chunk < BLOCK * 8; chunk += CONSUMERS * WARPGROUP)
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) store_zeros(values + box * BOX_BYTES + chunk * 16);
+    fence_async_proxy();
+    named_sync(BOTH, CONSUMERS * WARPGROUP);
+}
+#endif
+
+// A row's parts: this one goes to scratch, unless it is the last to arrive: then it takes up the others.
+// Returns whether it did.
+__device__ __forceinline__ bool combine_parts(const Problem& problem, const Piece& piece, Softmax& softmax,
+                                              float (&acc)[DIMS], int consumer, Shared& shared) {
+    const int thread = threadIdx.x % WARPGROUP, barrier = OWN + consumer;
+    auto part_of = [&](int share) {
+        const long long part = 2ll * share + (share == piece.first_share);
+        return reinterpret_cast<float4*>(problem.parts + part * PART) + consumer * (PART / 4 / CONSUMERS) + thread;
+    };
+    int* arrivals = problem.arrivals + piece.item * CONSUMERS + consumer;
+    if (thread == 0) shared.is_last[consumer] = load_acquire(arrivals) == piece.parts - 1;
+    named_sync(barrier, WARPGROUP);
+    bool is_last = shared.is_last[consumer];
+    if (!is_last) {
+        float4* own = part_of(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < DIMS / 4; ++i)
+            own[i * WARPGROUP] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+        own[DIMS / 4 * WARPGROUP] = make_float4(softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]);
+        __threadfence();
+        named_sync(barrier, WARPGROUP);
+        if (thread == 0) shared.is_last[consumer] = atomicAdd(arrivals, 1) == piece.parts - 1;
+        named_sync(barrier, WARPGROUP);
+        is_last = shared.is_last[consumer];
+    }
+    if (!is_last) return false;
+    if (thread == 0) *arrivals = 0;
+    __threadfence();
+    // added up in the order of the row, whoever is last: the result does not depend on who that is
+    float result[DIMS] = {}, maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int share = piece.first_share; share < piece.first_share + piece.parts; ++share) {
+        const bool is_own = share == int(blockIdx.x);
+        const float4* part = part_of(share);
+        float4 of_part = make_float4(softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]);
+        if (!is_own) of_part = __ldcg(part + DIMS / 4 * WARPGROUP);
+        const float part_maximum[2] = {of_part.x, of_part.y}, part_sum[2] = {of_part.z, of_part.w};
+        float decay[2], factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float top = fmaxf(maximum[r], part_maximum[r]);
+            decay[r] = exp2_fast((maximum[r] - top) * problem.scale_log2);
+            factor[r] = exp2_fast((part_maximum[r] - top) * problem.scale_log2);
+            maximum[r] = top;
+            sum[r] = sum[r] * decay[r] + part_sum[r] * factor[r];
+        }
+#pragma unroll
+        for (int i = 0; i < DIMS / 4; ++i) {
+            float4 values = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+            if (!is_own) values = __ldcg(part + i * WARPGROUP);
+            result[4 * i] = result[4 * i] * decay[0] + values.x * factor[0];
+            result[4 * i + 1] = result[4 * i + 1] * decay[0] + values.y * factor[0];
+            result[4 * i + 2] = result[4 * i + 2] * decay[1] + values.z * factor[1];
+            result[4 * i + 3] = result[4 * i + 3] * decay[1] + values.w * factor[1];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i) acc[i] = result[i];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.maximum[r] = maximum[r], softmax.sum[r] = sum[r];
+    return true;
+}
+
+// acc / l, rounded, over this consumer's queries in shared memory, for the storing warp; and the row's lse.
+__device__ __forceinline__ void finish_row(const Problem& problem, const Piece& piece, Softmax& softmax,
+                                           const float (&acc)[DIMS], u32 queries, int consumer) {
+    const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = softmax.sum[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        inverse[r] = 1.0f / sum;
+        const int query = piece.token + consumer * (BLOCK / CONSUMERS) + warp * 16 + lane / 4 + 8 * r;
+        if (problem.lse && lane % 4 == 0 && query < problem.tokens)
+            *lse_of(problem, piece, query) =
+                (softmax.maximum[r] * problem.scale_log2 + log2f(sum)) * 0.6931471805599453f;  // ln 2
+    }
+    const int row = warp * 16 + lane % 16;  // lanes 0-15 the left of two chunks of 8 columns, 16-31 the right
+#pragma unroll
+    for (int i = 0; i < DIMS / 8; ++i) {
+        const int chunk = 2 * i + lane / 16;
+        const u32 address =
+            queries + consumer * HALF_BYTES + chunk / 8 * BOX_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
+        store_matrices(address, pack(acc[8 * i] * inverse[0], acc[8 * i + 1] * inverse[0]),
+                       pack(acc[8 * i + 2] * inverse[1], acc[8 * i + 3] * inverse[1]),
+                       pack(acc[8 * i + 4] * inverse[0], acc[8 * i + 5] * inverse[0]),
+                       pack(acc[8 * i + 6] * inverse[1], acc[8 * i + 7] * inverse[1]));
+    }
+    fence_async_proxy();
+}
+
+struct Consumer {
+    const Problem& problem;
+    const Tiles tiles;
+    Shared& shared;
+    const int consumer = __shfl_sync(~0u, int(threadIdx.x / WARPGROUP), 0) - 1;
+    Ring<ROW_SLOTS> row;
+    Ring<KEY_STAGES> key;
+    Ring<VALUE_STAGES> value;
+    u32 queries;  // of the piece that was taken last, both consumers'
+
+    // Waits for the next piece and tells whether it has tiles; only then it is taken.
+    __device__ __forceinline__ bool take_piece(Piece& next) {
+        barrier_wait(shared_address(&shared.row_full[row.slot]), row.parity);
+        next = shared.pieces[row.slot];
+        if (next.begin == next.end) return false;
+        queries = tiles.queries + row.slot * TILE_BYTES;
+        row.advance();
+        return true;
+    }
+
+    __device__ __forceinline__ void pass_turn() { named_arrive(TURN + 1 - consumer, CONSUMERS * WARPGROUP); }
+
+    __device__ __forceinline__ void begin_scores(float (&scores)[SCORES]) {
+        barrier_wait(shared_address(&shared.key_full[key.slot]), key.parity);
+        named_sync(TURN + consumer, CONSUMERS * WARPGROUP);
+        multiply_keys(scores, queries + consumer * HALF_BYTES, tiles.keys + key.slot * TILE_BYTES);
+    }
+
+    __device__ __forceinline__ void end_scores(float (&scores)[SCORES]) {
+        touch(scores);
+        release(shared.key_empty[key.slot]);
+        key.advance();
+    }
+
+    __device__ __forceinline__ void begin_values(float (&acc)[DIMS], const u32 (&probabilities)[SCORES / 2],
+                                                 bool is_first, int valid, bool passes_turn = true) {
+        barrier_wait(shared_address(&shared.value_full[value.slot]), value.parity);
+#if HAS_KV_LEN
+        if (is_first && valid < BLOCK) clear_tail(tiles.values + value.slot * TILE_BYTES, valid);
+#endif
+        multiply_values(acc, probabilities, tiles.values + value.slot * TILE_BYTES, !is_first);
+        if (passes_turn) pass_turn();
+    }
+
+    __device__ __forceinline__ void end_values(float (&acc)[DIMS]) {
+        wgmma_wait<0>();
+        touch(acc);
+        release(shared.value_empty[value.slot]);
+        value.advance();
+    }
+
+    __device__ __forceinline__ void run() {
+        Piece piece;
+        if (consumer == 1) pass_turn();  // consumer 0 begins
+        while (true) {
+            if (take_piece(piece))
+                run_pieces(piece);
+            else if (piece.row < 0)
+                return;
+            else {  // a row without a tile: only its slot is passed on
+                release(shared.row_done[row.slot]);
+                row.advance();
+            }
+        }
+    }
+
+    // This piece and all that follow without a gap.
+    __device__ __forceinline__ void run_pieces(Piece piece) {
+        float acc[DIMS], scores[SCORES], decay[2];
+        u32 probabilities[SCORES / 2];
+        begin_scores(scores);
+        pass_turn();
+        wgmma_wait<0>();
+        end_scores(scores);
+        if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
+        Softmax softmax;
+        softmax.add(scores, problem.scale_log2, decay);
+        round_probabilities(probabilities, scores);
+        for (bool goes_on = true; goes_on;) {
+            bool is_first = true;
+#pragma unroll 1
+            for (int left = piece.end - piece.begin - 1; left > 0; --left) {
+                begin_scores(scores);
+                begin_values(acc, probabilities, is_first, piece.valid);
+                is_first = false;
+                wgmma_wait<1>();
+                end_scores(scores);
+                softmax.add(scores, problem.scale_log2, decay);
+                end_values(acc);
+                rescale(acc, decay);
+                round_probabilities(probabilities, scores);
+            }
+            const Piece ended = piece;
+            const u32 ended_queries = queries;
+            const int ended_slot = row.slot ^ 1;
+            Softmax ended_softmax = softmax;
+            goes_on = take_piece(piece);
+            if (goes_on) {
+                begin_scores(scores);
+                begin_values(acc, probabilities, is_first, ended.valid);
+                wgmma_wait<1>();
+                end_scores(scores);
+                if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
+                softmax = Softmax();
+                softmax.add(scores, problem.scale_log2, decay);
+                end_values(acc);
+                round_probabilities(probabilities, scores);
+            } else {
+                begin_values(acc, probabilities, is_first, ended.valid, false);
+                end_values(acc);
+            }
+            const bool is_stored =
+                ended.parts == 1 || combine_parts(problem, ended, ended_softmax, acc, consumer, shared);
+            if (is_stored) finish_row(problem, ended, ended_softmax, acc, ended_queries, consumer);
+            if (threadIdx.x % WARPGROUP == 0) shared.is_stored[ended_slot][consumer] = is_stored;
+            release(shared.row_done[ended_slot]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const int* work,
+              const int* work_count, const int* kv_count, const int* kv_index, const int* kv_len, int* tickets,
+              int* arrivals, float* parts, float* lse, int heads, int group, int blocks, int tokens, float scale_log2) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory + TILES_BYTES);
+    const Problem problem = {work,  work_count, kv_count, kv_index, kv_len, tickets, arrivals,
+                             parts, lse,        heads,    group,    blocks, tokens,  scale_log2};
+    if (threadIdx.x == 0) {
+        prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map), prefetch_map(&out_map);
+        for (int i = 0; i < ROW_SLOTS; ++i) {
+            barrier_init(shared_address(&shared.row_full[i]), 1);
+            barrier_init(shared_address(&shared.row_done[i]), CONSUMERS * 4);
+            barrier_init(shared_address(&shared.row_empty[i]), 1);
+        }
+        for (int i = 0; i < KEY_STAGES; ++i) {
+            barrier_init(shared_address(&shared.key_full[i]), 1);
+            barrier_init(shared_address(&shared.key_empty[i]), CONSUMERS * 4);
+        }
+        for (int i = 0; i < VALUE_STAGES; ++i) {
+            barrier_init(shared_address(&shared.value_full[i]), 1);
+            barrier_init(shared_address(&shared.value_empty[i]), CONSUMERS * 4);
+        }
+        barrier_init_fence();
+    }
+    const int rows = *work_count;
+    if (is_shared(rows)) find_share(problem, rows, shared);
+    __syncthreads();
+    const Tiles tiles(memory);
+    if (threadIdx.x < WARPGROUP) {
+        registers_lower<56>();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0) Loader{problem, &q_map, &k_map, &v_map, tiles, shared}.run(rows);
+        if (warp == 1) store(problem, out_map, tiles, shared);
+    } else {
+        registers_raise<224>();
+        Consumer{problem, tiles, shared}.run();
+    }
+}

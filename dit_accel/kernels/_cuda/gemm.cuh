@@ -1,0 +1,154 @@
+// What the projections share: tiles of 128 tokens by 128 or 256 columns, `sums += A B^T` over steps of 64 columns of K.
+//
+// One warp fills a ring of operand stages by TMA, two warpgroups multiply from it, 64 tokens each. A stage holds operand
+// A (128 tokens) and two boxes of operand B (128 columns each), all K-major, 64 elements a row. Its full barrier counts
+// the producer and the bytes, its empty barrier the consumers' warps.
+#pragma once
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef ELEMENT_BF16
+#define ELEMENT_BF16 1
+#endif
+#include "hopper.cuh"
+
+#ifndef SLOTS
+#define SLOTS 4
+#endif
+
+constexpr int BLOCK = 128;  // tokens in a row-block
+constexpr int K_TILE = 64;
+constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int BOX = BLOCK * K_TILE * 2;  // bytes; half of them are one consumer's
+constexpr int STAGE_BYTES = 3 * BOX;
+constexpr int STAGING_BOXES = SLOTS == 4 ? 2 : 4;  // of 64 rows, for each consumer, on the way out
+constexpr int STAGING_BYTES = STAGING_BOXES * BOX / 2;
+constexpr int BARRIERS = SLOTS * STAGE_BYTES + CONSUMERS * STAGING_BYTES;  // offset in shared memory
+constexpr int TABLE = BARRIERS + SLOTS * 16;                               // what a kernel keeps besides
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+struct Pipeline {
+    u32 base = shared_address(shared_memory);
+    Ring<SLOTS> ring;
+
+    __device__ __forceinline__ u32 stage() const { return base + ring.slot * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full() const { return base + BARRIERS + ring.slot * 16; }
+    __device__ __forceinline__ u32 empty(u32 slot) const { return base + BARRIERS + slot * 16 + 8; }
+    __device__ __forceinline__ u32 staging(int consumer) const {
+        return base + SLOTS * STAGE_BYTES + consumer * STAGING_BYTES;
+    }
+
+    __device__ __forceinline__ void init() const {
+        for (u32 slot = 0; slot < SLOTS; ++slot) {
+            barrier_init(base + BARRIERS + slot * 16, 1);
+            barrier_init(empty(slot), CONSUMERS * 4);
+        }
+    }
+
+    // Producer: the stage once the consumers have left it, with `bytes` announced.
+    __device__ __forceinline__ u32 acquire(u32 bytes) const {
+        barrier_wait(empty(ring.slot), ring.parity ^ 1);
+        barrier_arrive_expect(full(), bytes);
+        return stage();
+    }
+
+    // Consumer: the stage once its bytes have arrived.
+    __device__ __forceinline__ u32 await() const {
+        barrier_wait(full(), ring.parity);
+        return stage();
+    }
+
+    // Consumer: this warp has read the stage.
+    __device__ __forceinline__ void release(u32 slot) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty(slot));
+    }
+};
+
+// `sums += A B^T` over `steps` stages: 64 rows of A, SIZE * 2 columns.
+template <int SIZE>
+__device__ __forceinline__ void multiply(float (&sums)[SIZE], int steps, int consumer, Pipeline& pipeline) {
+    if (steps == 0) return;
+    auto issue = [&] {
+        u32 stage = pipeline.await();
+        u64 a = descriptor_k_major(stage + consumer * BOX / 2), b = descriptor_k_major(stage + BOX);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < K_TILE / 16; ++k) wgmma<0>(sums, a + 2 * k, b + 2 * k, 1);
+        wgmma_commit();
+    };
+    issue();
+    for (int step = 1; step < steps; ++step) {
+        u32 previous = pipeline.ring.slot;
+        pipeline.ring.advance();
+        issue();
+        wgmma_wait<1>();
+        pipeline.release(previous);
+    }
+    wgmma_wait<0>();
+    touch(sums);
+    pipeline.release(pipeline.ring.slot);
+    pipeline.ring.advance();
+}
+
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    float2 pair;
+#if ELEMENT_BF16
+    pair.x = __uint_as_float(packed << 16);
+    pair.y = __uint_as_float(packed & 0xFFFF0000);
+#else
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+#endif
+    return pair;
+}
+
+__device__ __forceinline__ u32 load_pair(const element* pointer) {
+    return __ldg(reinterpret_cast<const u32*>(pointer));
+}
+
+// Address at which this lane reads or writes its row of four 8x8 matrices: rows `16 warp ..` of a box of 64 columns,
+// columns `16 group ..`. The matrices are those of the accumulators d[8 group ..] (see wgmma).
+__device__ __forceinline__ u32 matrix_address(u32 box, int group) {
+    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    return box + row * 128 + ((2 * group + lane / 16) ^ (lane % 8)) * 16;
+}
+
+__device__ __forceinline__ void load_matrices(u32 address, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Writes 64 rows out, in rounds of as many boxes of 64 columns as the staging holds: `store(box, address)` runs on one
+// thread for each, and the copies go on while the warpgroup does. The copy engine cuts a box that crosses the tensor's
+// edge, but a box that lies wholly outside must not be issued, here as in loads.
+template <int SIZE, typename Store>
+__device__ __forceinline__ void copy_out(const float (&sums)[SIZE], u32 staging, int consumer, Store store) {
+    constexpr int BOXES = SIZE / 32, ROUND = BOXES < STAGING_BOXES ? BOXES : STAGING_BOXES;
+    bool leader = threadIdx.x % WARPGROUP == 0;
+#pragma unroll
+    for (int first = 0; first < BOXES; first += ROUND) {
+        if (leader) store_wait_read();
+        named_sync(1 + consumer, WARPGROUP);
+#pragma unroll
+        for (int box = 0; box < ROUND; ++box)
+#pragma unroll
+            for (int group = 0; group < 4; ++group) {
+                const float* s = sums + (first + box) * 32 + group * 8;
+                store_matrices(matrix_address(staging + box * BOX / 2, group), pack(s[0], s[1]), pack(s[2], s[3]),
+                               pack(s[4], s[5]), pack(s[6], s[7]));
+            }
+        fence_async_proxy();
+        named_sync(1 + consumer, WARPGROUP);
+        if (leader) {
+#pragma unroll
+            for (int box = 0; box < ROUND; ++box) store(first + box, staging + box * BOX / 2);
+            store_commit();
+        }
+    }
+}

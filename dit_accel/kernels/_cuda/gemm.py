@@ -1,0 +1,41 @@
+"""What the launchers of the Hopper projections share; the numbers are those of ``gemm.cuh``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from dit_accel.kernels._cuda.runtime import Defines
+from dit_accel.kernels.backends import hopper_limit
+from dit_accel.symbols import AttentionPlan
+
+BLOCK = 128
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+THREADS = 384
+SHARED_BYTES = 227 * 1024
+
+
+def gemm_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, offset: int) -> str | None:
+    """What keeps the kernels from an activation ``x`` of the given head dimension, or None."""
+    if problem := hopper_limit(x):
+        return problem
+    if x.dtype not in DTYPES:
+        return f"{name} must be float16 or bfloat16, got {x.dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
+    if plan.block != BLOCK:
+        return f"the plan's block must be {BLOCK}, got {plan.block}"
+    if offset % BLOCK:  # a box that begins before the tensor is an illegal instruction on an H200
+        return f"offset must be a multiple of {BLOCK}, got {offset}"
+    return None
+
+
+def piece_defines(x: torch.Tensor, head_dim: int) -> Defines:
+    return ("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(x.dtype == torch.bfloat16))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

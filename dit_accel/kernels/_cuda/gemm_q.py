@@ -1,0 +1,72 @@
+"""Launcher of the Hopper query projection, ``gemm_q.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, multiprocessors, piece_defines
+from dit_accel.kernels._cuda.runtime import kernel
+from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
+from dit_accel.layout import block_count
+from dit_accel.symbols import AttentionPlan
+
+MAX_TILES = 640  # of one thread block: the table that the kernel keeps in shared memory
+
+
+def limit(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    offset: int,
+    norm_weight: torch.Tensor | None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    stream: torch.Tensor,
+) -> str | None:
+    """What keeps the kernel from these arguments, or None."""
+    if problem := gemm_limit(x, "x", stream.shape[-1], plan, offset):
+        return problem
+    tiles = plan.batch * plan.blocks * plan.heads
+    if x.is_cuda and tiles > MAX_TILES * multiprocessors(x.device):
+        return f"the plan has {tiles} tiles, more than {MAX_TILES} a multiprocessor"
+    for name, vector in (("bias", bias), ("norm_weight", norm_weight)):
+        if vector is not None and vector.data_ptr() % 4:
+            return f"{name} must begin at a multiple of 4 bytes"
+    for name, table in zip(("rope cos", "rope sin"), rope or (), strict=False):
+        if table.data_ptr() % 8 or table.stride(0) % 2:
+            return f"{name} must begin at and have strides in multiples of 8 bytes"
+    named = (("x", x), ("weight", weight), ("out", stream))
+    return next((found for name, tensor in named if (found := tensor_map_limit(name, tensor))), None)
+
+
+def gemm_q_into(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    offset: int,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    stream: torch.Tensor,
+) -> None:
+    """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
+    batch, length, channels = x.shape
+    head_dim = stream.shape[-1]
+    first_block = offset // plan.block
+    row_blocks = block_count(offset + length, plan.block) - first_block
+    cos, sin = rope or (None, None)
+    fused = [None if tensor is None else tensor.data_ptr() for tensor in (bias, norm_weight, cos, sin)]
+    shape = (
+        plan.heads, plan.blocks, first_block, row_blocks, batch * row_blocks, offset, length, channels,
+        0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
+    )  # fmt: skip
+    maps = tensor_map(x, (1, plan.block, 64)), tensor_map(weight, (head_dim, 64)), tensor_map(stream, (1, 64, 1, 64))
+    kernel("gemm_q.cu", "gemm_q", x.device, piece_defines(x, head_dim)).launch(
+        (multiprocessors(x.device),),
+        THREADS,
+        (*maps, plan.mask64, (ctypes.c_void_p * 4)(*fused), (ctypes.c_int * len(shape))(*shape), float(norm_eps)),
+        shared_bytes=SHARED_BYTES,
+    )

@@ -1,0 +1,218 @@
+"""From a ``.cu`` file to a launch: NVRTC compiles, the driver loads, and no compiler is needed on the user's machine.
+
+torch's CUDA wheels bring NVRTC, and the driver brings libcuda; both are called through ctypes. A compiled kernel is
+cached on disk (``$DIT_ACCEL_CACHE``, else ``$XDG_CACHE_HOME/dit_accel``, else ``~/.cache/dit_accel``) under a hash of
+its sources, its options and the compiler's version, and in memory once loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_accel.errors import BackendError
+
+SOURCES = Path(__file__).parent
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DEFAULT_SHARED_LIMIT = 48 * 1024
+
+Defines = tuple[tuple[str, str | int], ...]
+
+
+class Kernel:
+    """One loaded ``__global__`` function on one device."""
+
+    def __init__(self, function: ctypes.c_void_p, device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        self._shared_limit = DEFAULT_SHARED_LIMIT
+
+    def launch(self, grid: tuple[int, ...], threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            grid: one to three numbers of thread blocks.
+            threads: threads in a block.
+            arguments: a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
+                ctypes value itself.
+            shared_bytes: dynamic shared memory of a block.
+        """
+        if shared_bytes > self._shared_limit:
+            _check(_driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes), "shared memory")
+            self._shared_limit = shared_bytes
+        values = [_c_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        # as Triton asks for it: torch.cuda.current_stream takes longer than the launch
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
+        is_current = torch.cuda.current_device() == self._device.index
+        with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
+            error = _driver().cuLaunchKernel(
+                self._function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, pointers, None
+            )
+        _check(error, "launch")
+
+
+@functools.cache
+def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) -> Kernel:
+    """The function ``name`` of ``source``, compiled for ``device``.
+
+    Args:
+        source: file in this folder; it may include the ``.cuh`` files beside it and nothing else.
+        name: an ``extern "C" __global__`` function.
+        device: a CUDA device with its index.
+        defines: preprocessor macros, ``(name, value)``.
+
+    Raises:
+        BackendError: NVRTC or the driver refuses; the message holds their log.
+    """
+    torch.cuda.init()
+    function, context = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        # the context that torch uses; a thread that has not used the device yet has none
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "context")
+        _check(_driver().cuCtxSetCurrent(context), "context")
+        _check(
+            _driver().cuModuleGetFunction(ctypes.byref(function), _module(source, device, defines), name.encode()), name
+        )
+    return Kernel(function, device)
+
+
+def why_no_compiler() -> str | None:
+    """Why CUDA C++ can't be compiled and launched here, or None."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    for load, library in (
+        (_nvrtc, "NVRTC (pip install nvidia-cuda-nvrtc)"),
+        (_driver, "the CUDA driver, libcuda.so.1"),
+    ):
+        try:
+            load()
+        except OSError as error:
+            return f"{library} can't be loaded ({error})"
+    return None
+
+
+def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
+    """Machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC.
+
+    Args:
+        architecture: as NVRTC names it, "sm_80" or "sm_90a".
+
+    Raises:
+        BackendError: NVRTC refuses; the message holds its log.
+    """
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        f"--include-path={SOURCES}",
+        *(f"--define-macro={name}={value}" for name, value in defines),
+    ]
+    digest = hashlib.sha256(repr((options[:2] + options[3:], _nvrtc_version())).encode())
+    for file in (SOURCES / source, *sorted(SOURCES.glob("*.cuh"))):
+        digest.update(file.read_bytes())
+    cached = _cache_folder() / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        return cached.read_bytes()
+    code = _compile((SOURCES / source).read_text(), source, options)
+    with contextlib.suppress(OSError):  # a cache that can't be written costs a compilation a process, nothing more
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, cached)
+    return code
+
+
+def architecture_of(device: torch.device) -> str:
+    """ "sm_90a" on Hopper, whose wgmma and TMA are in no plain target; "sm_XY" elsewhere."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+@functools.cache
+def _module(source: str, device: torch.device, defines: Defines) -> ctypes.c_void_p:
+    module = ctypes.c_void_p()
+    code = compile_source(source, architecture_of(device), defines)
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {source}")
+    return module
+
+
+def _compile(text: str, source: str, options: list[str]) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None):
+        raise BackendError(f"NVRTC could not read {source}")
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), flags):
+            log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            raise BackendError(f"NVRTC could not compile {source}: {log.decode(errors='replace')}")
+        return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _output(program: ctypes.c_void_p, get_size: Any, get: Any) -> bytes:
+    size = ctypes.c_size_t()
+    get_size(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    get(program, buffer)
+    return buffer.raw
+
+
+def _c_value(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p()
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument
+
+
+def _check(error: int, what: str) -> None:
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise BackendError(f"the CUDA driver failed at {what}: {reason} ({error})")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """torch's own NVRTC, else one that the system's loader finds."""
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}" if torch.version.cuda else "libnvrtc.so"
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    found = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
+    if not found:
+        return ctypes.CDLL(name)
+    for builtins in found[0].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))  # NVRTC asks the loader for it by name, and its folder is on no search path
+    return ctypes.CDLL(str(found[0]))
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _cache_folder() -> Path:
+    if explicit := os.environ.get("DIT_ACCEL_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit_accel"

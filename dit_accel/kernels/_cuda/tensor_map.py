@@ -1,0 +1,72 @@
+"""Descriptors for Hopper's bulk tensor copies (TMA): a box of a strided tensor, to and from swizzled shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from dit_accel.errors import BackendError
+from dit_accel.kernels._cuda.runtime import _driver
+
+BYTES = 128
+ALIGNMENT = 64
+DATA_TYPES = {torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
+SWIZZLE_128_BYTES = 3
+PROMOTE_TO_256_BYTES = 3
+
+
+class TensorMap(ctypes.Structure):
+    """The 128 opaque bytes of a ``CUtensorMap``, a kernel parameter."""
+
+    _fields_ = (("opaque", ctypes.c_uint8 * BYTES),)
+
+
+def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
+    """A map of ``x`` whose boxes land in shared memory with the 128-byte swizzle; what lies outside x reads as 0.
+
+    Args:
+        x: any strides in multiples of 16 bytes, the last being 1; at most 5 axes; address a multiple of 16 bytes.
+        box: elements of a box along each axis, in x's order; its last axis spans 128 bytes.
+
+    Raises:
+        BackendError: the driver refuses the layout.
+    """
+    size = x.element_size()
+    strides = tuple(stride * size for stride in x.stride()[:-1])
+    return _encode(x.data_ptr(), DATA_TYPES[x.dtype], tuple(x.shape), strides, box)
+
+
+def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
+    """What keeps the copy engine from ``x``, or None."""
+    size = x.element_size()
+    if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
+        return f"{name} must begin at and have strides in multiples of 16 bytes, got strides {list(x.stride())}"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int, data_type: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    rank = len(shape)
+    buffer = ctypes.create_string_buffer(BYTES + ALIGNMENT)
+    aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
+    error = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        data_type,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*reversed(strides)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        SWIZZLE_128_BYTES,
+        PROMOTE_TO_256_BYTES,
+        0,  # zeros out of bounds
+    )
+    if error:
+        raise BackendError(f"the CUDA driver can't map a tensor of shape {shape}, strides {strides} bytes, box {box}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, BYTES))

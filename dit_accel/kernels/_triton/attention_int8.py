@@ -1,0 +1,225 @@
+"""Attention over int8 queries and keys, and over float8 values where asked: the kernel for every device.
+
+A score is ``c * (int8 product + float16 product)``, with c the product of a query's scale (which holds the scale of
+the scores and log2(e)) and a key block's: the int8 product is turned to float32 and the float16 product of the 16 exact
+channels is added by the matrix unit, so the softmax costs what it costs in bfloat16, one multiply-add and one exp2 a
+score. Keys that take no part have -inf in an exact channel: no tile needs a mask.
+
+In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their sum is as much larger), and
+``operand_order`` makes the registers of the scores those of the next product's operand.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
+from dit_accel.kernels._triton.quantize import SLOTS, Quantized, copy_values, quantize
+from dit_accel.kernels.backends import hopper_limit
+from dit_accel.symbols import AttentionPlan
+
+LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
+LN_2 = tl.constexpr(0.6931471805599453)
+FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
+TMA_ALIGNMENT = 16  # bytes
+GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
+
+
+class ValueMatrix(NamedTuple):
+    """Values as a matrix that tiles can be loaded from.
+
+    Args:
+        values: e4m3 with a row for each channel of each head, or of v's dtype with a row for each token.
+        shape, strides: of the matrix.
+        place: where the first token of a head stands if rows are tokens: at row ``batch * place[0] + head * place[1]``
+            and column ``head * place[2]``.
+    """
+
+    values: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    place: tuple[int, int, int]
+
+
+@triton.jit
+def _in_operand_order(probabilities):
+    """Columns of scores in the order of the values; no instruction, only another reading of the registers."""
+    queries: tl.constexpr = probabilities.shape[0]
+    keys: tl.constexpr = probabilities.shape[1]
+    octets = tl.reshape(probabilities, [queries, keys // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(octets, [0, 1, 3, 2, 4]), [queries, keys])
+
+
+@triton.jit
+def _tile(
+    matrix, row, column, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr
+):  # fmt: skip
+    if BY_DESCRIPTOR:
+        tile = matrix.load([row, column])
+    else:
+        of_row = matrix + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * row_stride
+        tile = tl.load(of_row + column + tl.arange(0, COLUMNS)[None, :])
+    return tile
+
+
+@triton.jit
+def _attention_int8(
+    key_tiles, exact_tiles, value_tiles, queries, exact_queries, query_scale, shift, key_scale, value_scale, out, lse,
+    work, work_count, kv_count, kv_index, v_row, v_batch, v_head, v_column, out_batch, out_token, out_head,
+    heads, group, blocks, tokens,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_TILE: tl.constexpr, SLOTS: tl.constexpr,
+    FP8: tl.constexpr, HAS_LSE: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = BLOCK // ROWS
+    TILES: tl.constexpr = BLOCK // KEY_TILE
+    FACTOR: tl.constexpr = FP8_SHIFT if FP8 else 0.0
+    item = tl.program_id(0)
+    if item >= tl.load(work_count) * PARTS:
+        return
+    row = tl.load(work + item // PARTS)  # (b * H + h) * Tq + i
+    head = row // blocks % heads
+    batch = row // blocks // heads
+    kv_head = batch * (heads // group) + head // group
+    place = row.to(tl.int64) * BLOCK + item % PARTS * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    query = tl.load(queries + place[:, None] * HEAD_DIM + dim[None, :])  # [rows, head_dim]
+    exact_query = tl.load(exact_queries + place[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :])  # [rows, 16]
+    of_query = tl.load(query_scale + place)
+
+    steps = tl.load(kv_count + row) * TILES
+    key_blocks = kv_index + row.to(tl.int64) * blocks
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    next_block = tl.load(key_blocks)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        block = next_block
+        # one step ahead: loaded where it is used, it would go through shared memory, with a barrier
+        next_block = tl.load(key_blocks + tl.minimum(step + 1, steps - 1) // TILES)
+        first = block * BLOCK + step % TILES * KEY_TILE
+        key_row = kv_head * blocks * BLOCK + first
+        scale = of_query * tl.load(key_scale + kv_head * blocks + block)  # [rows]
+        keys = _tile(key_tiles, key_row, 0, HEAD_DIM, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR)
+        exact_keys = _tile(exact_tiles, key_row, 0, SLOTS, KEY_TILE, SLOTS, BY_DESCRIPTOR)
+        scores = tl.dot(exact_query, exact_keys.T, tl.dot(query, keys.T).to(tl.float32))  # [rows, key_tile]
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * scale)
+        probabilities = tl.math.exp2(scores * scale[:, None] - (new_max - FACTOR)[:, None])
+        decay = tl.math.exp2(running_max - new_max)
+        running_sum = running_sum * decay + tl.sum(probabilities, 1)
+        running_max = new_max
+        acc = acc * decay[:, None]
+        if FP8:
+            values = _tile(value_tiles, kv_head * HEAD_DIM, first, v_row, HEAD_DIM, KEY_TILE, BY_DESCRIPTOR).T
+            acc = tl.dot(_in_operand_order(probabilities.to(values.dtype)), values, acc)
+        else:
+            value_row = batch * v_batch + head // group * v_head + first
+            value_column = head // group * v_column
+            values = _tile(value_tiles, value_row, value_column, v_row, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR)
+            acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+
+    # a row without keys has sum 0: output 0, lse -inf
+    result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
+    if FP8:
+        of_channel = value_scale + kv_head * 2 * HEAD_DIM + dim
+        mean = tl.where(running_sum[:, None] == 0.0, 0.0, tl.load(of_channel + HEAD_DIM)[None, :])
+        result = result * tl.load(of_channel)[None, :] + mean
+    token = row % blocks * BLOCK + item % PARTS * ROWS + tl.arange(0, ROWS)
+    out_row = out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head
+    out_pointers = out_row + token.to(tl.int64)[:, None] * out_token + dim[None, :]
+    tl.store(out_pointers, result.to(out.dtype.element_ty), (token < tokens)[:, None])
+    if HAS_LSE:
+        row_lse = (running_max + tl.math.log2(running_sum) - FACTOR) * LN_2 + tl.load(shift + place)
+        tl.store(lse + (row // blocks).to(tl.int64) * tokens + token, row_lse, token < tokens)
+
+
+def config_of(q: torch.Tensor, block: int, fp8: bool) -> dict[str, int]:
+    key_tile = 32 if q.dtype == torch.float32 and not fp8 else None
+    if is_hopper_or_later(q):  # three programs a multiprocessor, each of which waits while the others compute
+        return {"KEY_TILE": key_tile or block, "STAGES": 1, "num_warps": 4, "maxnreg": 168, "BY_DESCRIPTOR": True}
+    return {"KEY_TILE": key_tile or 64, "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
+
+
+def attend(plan, quantized: Quantized, matrix: ValueMatrix, config: dict[str, int], out, lse) -> None:
+    head_dim, key_tile, rows = out.shape[-1], config["KEY_TILE"], 64
+    fp8 = quantized.values is not None
+    key_rows = quantized.keys.numel() // head_dim
+    matrices = quantized.keys, quantized.exact_keys, matrix.values
+    if config["BY_DESCRIPTOR"]:
+        matrices = (
+            TensorDescriptor(quantized.keys, [key_rows, head_dim], [head_dim, 1], [key_tile, head_dim]),
+            TensorDescriptor(quantized.exact_keys, [key_rows, SLOTS], [SLOTS, 1], [key_tile, SLOTS]),
+            TensorDescriptor(
+                matrix.values, matrix.shape, matrix.strides,
+                [head_dim, key_tile] if fp8 else [key_tile, head_dim],
+            ),
+        )  # fmt: skip
+    with on_device(out):
+        _attention_int8[(plan.work.numel() * (plan.block // rows),)](
+            *matrices, quantized.queries, quantized.exact_queries, quantized.query_scale, quantized.shift,
+            quantized.key_scale, quantized.value_scale, out, lse,
+            plan.work, plan.work_count, plan.kv_count, plan.kv_index,
+            matrix.strides[0], *matrix.place, *out.stride()[:3],
+            plan.heads, plan.heads // quantized.keys.shape[1], plan.blocks, plan.tokens,
+            BLOCK=plan.block, ROWS=rows, HEAD_DIM=head_dim, SLOTS=SLOTS, FP8=fp8, HAS_LSE=lse is not None,
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", **config,
+        )  # fmt: skip
+
+
+def values_as_matrix(
+    v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None, quantized: Quantized, zero_fills: bool
+) -> ValueMatrix:
+    """Values themselves serve if no tile reaches into other samples or past ``kv_len``, where they may hold NaN; else a
+    copy with zeros there. ``zero_fills``: reading past the end of a matrix gives zeros.
+    """
+    batch, tokens, kv_heads, head_dim = v.shape
+    padded = plan.blocks * plan.block
+    if quantized.values is not None:
+        return ValueMatrix(quantized.values, [batch * kv_heads * head_dim, padded], [padded, 1], (0, 0, 0))
+    of_batch, of_token, of_head, _ = v.stride()
+    aligned = v.data_ptr() % TMA_ALIGNMENT == 0 and of_token * v.element_size() % TMA_ALIGNMENT == 0
+    one_matrix = (kv_heads == 1 or of_head == head_dim) and (batch == 1 or of_batch == tokens * of_token)
+    if kv_len is None and aligned and one_matrix and (tokens == padded or (batch == 1 and zero_fills)):
+        return ValueMatrix(v, [batch * tokens, kv_heads * head_dim], [of_token, 1], (tokens, 0, head_dim))
+    rows = batch * kv_heads * padded
+    place = (kv_heads * padded, padded, 0)
+    return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], place)
+
+
+def attention_int8_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_len: torch.Tensor | None,
+    qk_dtype: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
+    if runs_on_gluon(q, plan, qk_dtype):
+        from dit_accel.kernels._triton.attention_int8_hopper import attend_on_hopper
+
+        attend_on_hopper(plan, quantized, values_as_matrix(v, plan, kv_len, quantized, zero_fills=True), out, lse)
+    else:
+        config = config_of(q, plan.block, quantized.values is not None)
+        matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=config["BY_DESCRIPTOR"])
+        attend(plan, quantized, matrix, config, out, lse)
+
+
+def runs_on_gluon(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str) -> bool:
+    """Whether the kernel of ``attention_int8_hopper`` takes the call."""
+    return (
+        q.is_cuda
+        and hopper_limit(q) is None
+        and triton.__version__.startswith(GLUON_TRITON)
+        and plan.block == 128
+        and q.shape[-1] in (64, 128)
+        and (qk_dtype == "int8+fp8" or q.dtype != torch.float32)
+    )

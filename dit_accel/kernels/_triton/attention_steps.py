@@ -1,0 +1,82 @@
+"""What the attention kernels share: which tiles a row visits, masks inside tiles, the online softmax, the end of a row.
+
+A row's tiles are listed FULL ones first, ascending, then masked ones, ascending. The end of the keys (of the sequence,
+or ``kv_len``) cuts at most one of each, so a row visits, in this order,
+
+    whole FULL tiles, which need no mask | a FULL tile that is cut, at most one | masked tiles, one of which may be cut
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE
+
+LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where a difference of two -inf would be NaN
+LN_2 = tl.constexpr(0.6931471805599453)
+CAUSAL = tl.constexpr(CAUSAL_TILE)
+FIRST_PARTIAL = tl.constexpr(FIRST_PARTIAL_TILE)
+
+
+@triton.jit
+def visits_of_row(
+    kv_count, full_count, key_blocks, row, blocks, key_end,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, HAS_KV_LEN: tl.constexpr, HAS_MASKS: tl.constexpr,
+):  # fmt: skip
+    """How many tiles are FULL, how many of these are whole, how many have a key, and how many masked tiles have one."""
+    count = tl.load(kv_count + row)
+    full = tl.load(full_count + row) if HAS_MASKS else count
+    whole_blocks = key_end // BLOCK
+    if HAS_KV_LEN:
+        slot = tl.arange(0, LIST)
+        listed = tl.load(key_blocks + slot, slot < count, other=blocks)
+        has_key = listed * BLOCK < key_end
+        whole = tl.sum((listed < whole_blocks).to(tl.int32) * (slot < full).to(tl.int32), 0)
+        visible_full = tl.sum(has_key.to(tl.int32) * (slot < full).to(tl.int32), 0)
+        visible_masked = tl.sum(has_key.to(tl.int32) * (slot >= full).to(tl.int32), 0)
+    else:
+        last = tl.load(key_blocks + full - 1, full > 0, other=0)
+        whole = full - ((full > 0) & (last >= whole_blocks)).to(tl.int32)
+        visible_full = full
+        visible_masked = count - full
+    return full, whole, visible_full, visible_masked
+
+
+@triton.jit
+def pairs_that_attend(
+    codes_of_row, pool, query_block, key_block, first_query, first_key,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mask of (a part of) a tile by its code, bool ``[QUERIES, KEYS]``; the part starts inside its blocks."""
+    code = tl.load(codes_of_row + key_block)
+    query = first_query + tl.arange(0, QUERIES)
+    key = first_key + tl.arange(0, KEYS)
+    causal = (key_block * BLOCK + key)[None, :] <= (query_block * BLOCK + query)[:, None]
+    entry = pool + tl.maximum(code - FIRST_PARTIAL, 0).to(tl.int64) * (BLOCK * BLOCK // 8)
+    byte = first_key // 8 + tl.arange(0, KEYS // 8)
+    packed = tl.load(entry + query[:, None] * (BLOCK // 8) + byte[None, :], code >= FIRST_PARTIAL, other=255)
+    bits = (packed[:, :, None] >> tl.arange(0, 8).to(tl.uint8)[None, None, :]) & 1  # [queries, keys / 8, 8]
+    return (causal | (code != CAUSAL)) & (bits.reshape([QUERIES, KEYS]) != 0)
+
+
+@triton.jit
+def softmax_step(scores, running_max, running_sum, scale_log2, MASKED: tl.constexpr):
+    """One step of the online softmax in base 2: probabilities, the factor for what was summed so far, maximum, sum.
+
+    ``scores`` are unscaled products; with ``MASKED`` a query may not have seen a key yet (all -inf, sum 0).
+    """
+    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
+    shift = tl.maximum(new_max, LOWEST) if MASKED else new_max
+    probabilities = tl.math.exp2(scores * scale_log2 - shift[:, None])
+    decay = tl.math.exp2(running_max - shift)
+    return probabilities, decay, new_max, running_sum * decay + tl.sum(probabilities, 1)
+
+
+@triton.jit
+def is_negligible(scores, running_max, query_valid, scale_log2, threshold_log2):
+    """True where the best score in the tile lies too far below the best so far, for every query (SpargeAttn, 3.4)."""
+    best = tl.max(scores, 1) * scale_log2
+    behind = best - tl.maximum(tl.maximum(running_max, best), LOWEST)  # -inf where the tile masks all of a query
+    behind = tl.where(query_valid, behind, float("-inf"))
+    return tl.max(behind, 0) < threshold_log2

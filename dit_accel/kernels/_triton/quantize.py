@@ -1,0 +1,398 @@
+"""Eight-bit queries, keys and values for attention, by the formulas in ``dit_accel/kernels/quantize.py``.
+
+First the sums of each block, channel by channel (of q and k over a quarter of the tokens, of v over all), then one
+program a key head that turns them into means, factors and the list of exact channels, then q, k and v themselves.
+
+All are padded to whole blocks. Exact channel 15 of a key is 0, or -inf where the key takes no part: a query has 1
+there, so the scores of such keys are -inf without a mask in the attention kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dit_accel.kernels import quantize as formulas
+from dit_accel.kernels._triton.launch import on_device
+from dit_accel.symbols import AttentionPlan
+
+SLOTS = 16  # the exact channels and the one that masks
+EXACT_CHANNELS = tl.constexpr(formulas.EXACT_CHANNELS)
+SAMPLING = tl.constexpr(formulas.SAMPLING)
+INT8_MAX = tl.constexpr(formulas.INT8_MAX)
+FP8_MAX = tl.constexpr(formulas.FP8_MAX)
+FP16_SAFE = tl.constexpr(formulas.FP16_SAFE)
+SMALLEST_SCALE = tl.constexpr(formulas.SMALLEST_SCALE)
+LARGEST_FACTOR = tl.constexpr(formulas.LARGEST_FACTOR)
+LOG2_E = tl.constexpr(1.4426950408889634)
+CHUNK = 32  # blocks that a program of _prepare sums at once
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What the attention kernels read; P = tokens padded to whole blocks, T blocks. Queries of reused rows are garbage.
+
+    Args:
+        queries: int8 ``[B, H, P, D]``.
+        exact_queries: float16 ``[B, H, P, 16]``, the exact channels in units of the scale, and 1.
+        query_scale: float32 ``[B, H, P]``, times the scale of the scores and log2(e).
+        shift: float32 ``[B, H, P]``, what the scores of a query lack, in units of the log-sum-exp; None without one.
+        keys: int8 ``[B, H_kv, P, D]``.
+        exact_keys: float16 ``[B, H_kv, P, 16]``, the exact channels in units of the scale, and the mask.
+        key_scale: float32 ``[B, H_kv, T]``.
+        values: e4m3 ``[B, H_kv, D, P]``, keys in the order of :func:`operand_order` in each 16; None without float8.
+        value_scale: float32 ``[B, H_kv, 2, D]``, scale and mean of each channel of the values; None without float8.
+    """
+
+    queries: torch.Tensor
+    exact_queries: torch.Tensor
+    query_scale: torch.Tensor
+    shift: torch.Tensor | None
+    keys: torch.Tensor
+    exact_keys: torch.Tensor
+    key_scale: torch.Tensor
+    values: torch.Tensor | None
+    value_scale: torch.Tensor | None
+
+
+@triton.jit
+def operand_order(position):
+    """Which key of its 16 stands at a position of a float8 operand: with it, a score's registers are the operand's.
+
+    A thread of a matrix unit holds columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 scores, but rows 4 t to 4 t + 3 of an
+    8-bit operand. A sum over keys does not mind their order.
+    """
+    return (position & ~15) + (position >> 1 & 1) * 8 + (position >> 2 & 3) * 2 + (position & 1)
+
+
+@triton.jit
+def key_end_of(kv_len, batch, tokens, HAS_KV_LEN: tl.constexpr):
+    key_end = tokens
+    if HAS_KV_LEN:
+        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    return key_end
+
+
+@triton.jit
+def _sums_of_blocks(
+    x, kv_count, kv_len, sums, counts, x_batch, x_token, x_head, heads, blocks, tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, OF_QUERIES: tl.constexpr, HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    """Sampled tokens of a block that take part: count, and per channel the sum and the squares around the mean."""
+    row = tl.program_id(0).to(tl.int64)  # (b * H + h) * T + i
+    head = row // blocks % heads
+    batch = row // blocks // heads
+    group = (row % blocks * (BLOCK // SAMPLING)).to(tl.int32) + tl.arange(0, BLOCK // SAMPLING)
+    token = group * SAMPLING + ((group ^ group >> 2) & (SAMPLING - 1))
+    end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
+    if OF_QUERIES:
+        end = tl.where(tl.load(kv_count + row) > 0, end, 0)
+    valid = token < end
+    dim = tl.arange(0, HEAD_DIM)
+    pointers = x + batch * x_batch + head * x_head + token.to(tl.int64)[:, None] * x_token + dim[None, :]
+    values = tl.load(pointers, valid[:, None], other=0.0).to(tl.float32)  # [block / 4, head_dim]
+    count = tl.sum(valid.to(tl.float32), 0)
+    total = tl.sum(values, 0)
+    centred = tl.where(valid[:, None], values - (total / tl.maximum(count, 1.0))[None, :], 0.0)
+    tl.store(counts + row, count)
+    tl.store(sums + row * 2 * HEAD_DIM + dim, total)
+    tl.store(sums + (row * 2 + 1) * HEAD_DIM + dim, tl.sum(centred * centred, 0))
+
+
+@triton.jit
+def _ranges_of_blocks(
+    v, kv_len, ranges, v_batch, v_token, v_head, heads, blocks, tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    """Values of a block that take part: per channel the sum, the smallest and the largest."""
+    row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
+    head = row // blocks % heads
+    batch = row // blocks // heads
+    token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    valid = (token < key_end_of(kv_len, batch, tokens, HAS_KV_LEN))[:, None]
+    dim = tl.arange(0, HEAD_DIM)
+    pointers = v + batch * v_batch + head * v_head + token.to(tl.int64)[:, None] * v_token + dim[None, :]
+    values = tl.load(pointers, valid, other=0.0).to(tl.float32)
+    of_row = ranges + row * 3 * HEAD_DIM + dim
+    tl.store(of_row, tl.sum(values, 0))
+    tl.store(of_row + HEAD_DIM, tl.min(tl.where(valid, values, float("inf")), 0))
+    tl.store(of_row + 2 * HEAD_DIM, tl.max(tl.where(valid, values, float("-inf")), 0))
+
+
+@triton.jit
+def _moments(sums, counts, first, blocks, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
+    """Count, mean and squares around the mean ``[head_dim]`` of ``blocks`` blocks from block ``first`` on."""
+    dim = tl.arange(0, HEAD_DIM)
+    count = 0.0
+    total = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, blocks, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        listed = block < blocks
+        count += tl.sum(tl.load(counts + first + block, listed, other=0.0), 0)
+        total += tl.sum(tl.load(sums + ((first + block) * 2)[:, None] * HEAD_DIM + dim, listed[:, None], other=0.0), 0)
+    mean = total / tl.maximum(count, 1.0)
+    squares = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, blocks, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        listed = block < blocks
+        of_block = tl.load(counts + first + block, listed, other=0.0)[:, None]
+        pointers = sums + ((first + block) * 2)[:, None] * HEAD_DIM + dim
+        distance = tl.load(pointers, listed[:, None], other=0.0) / tl.maximum(of_block, 1.0) - mean[None, :]
+        inside = tl.load(pointers + HEAD_DIM, listed[:, None], other=0.0)
+        squares += tl.sum(inside + of_block * distance * distance, 0)
+    return count, mean, squares
+
+
+@triton.jit
+def _prepare(
+    q_sums, q_counts, k_sums, k_counts, ranges, kv_len, smoothing, channels, value_scale,
+    heads, kv_heads, blocks, tokens,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr, HAS_VALUES: tl.constexpr,
+    HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    """One key head: mean of its keys, factors, exact channels, and scale and mean of its values."""
+    head = tl.program_id(0).to(tl.int64)  # b * H_kv + h
+    group = heads // kv_heads
+    dim = tl.arange(0, HEAD_DIM)
+    k_count, k_mean, k_squares = _moments(k_sums, k_counts, head * blocks, blocks, HEAD_DIM, CHUNK)
+    q_count, q_mean, q_squares = _moments(
+        q_sums, q_counts, head * group * blocks, blocks * group, HEAD_DIM, CHUNK
+    )  # query heads b * H + h * group + 0 .. group stand one behind the other
+    q_square = q_squares / tl.maximum(q_count, 1.0) + q_mean * q_mean
+    k_square = k_squares / tl.maximum(k_count, 1.0)
+    alive = (q_square > 0.0) & (k_square > 0.0)
+    level = tl.sqrt(tl.sqrt(tl.where(alive, k_square, 1.0) / tl.where(alive, q_square, 1.0)))
+    factor = tl.minimum(tl.maximum(level, 1.0 / LARGEST_FACTOR), LARGEST_FACTOR)
+    weight = q_square * k_square
+    for slot in range(EXACT_CHANNELS):
+        channel = tl.argmax(weight, 0)
+        tl.store(channels + head * SLOTS + slot, channel)
+        weight = tl.where(dim == channel, -1.0, weight)
+    tl.store(channels + head * SLOTS + SLOTS - 1, 0)
+    of_head = smoothing + head * 3 * HEAD_DIM + dim
+    tl.store(of_head, k_mean)
+    tl.store(of_head + HEAD_DIM, factor)
+    tl.store(of_head + 2 * HEAD_DIM, (weight >= 0.0).to(tl.float32))
+
+    if HAS_VALUES:
+        total = tl.zeros([HEAD_DIM], tl.float32)
+        smallest = tl.full([HEAD_DIM], float("inf"), tl.float32)
+        largest = tl.full([HEAD_DIM], float("-inf"), tl.float32)
+        for start in range(0, blocks, CHUNK):
+            block = start + tl.arange(0, CHUNK)
+            listed = (block < blocks)[:, None]
+            pointers = ranges + ((head * blocks + block) * 3)[:, None] * HEAD_DIM + dim
+            total += tl.sum(tl.load(pointers, listed, other=0.0), 0)
+            smallest = tl.minimum(smallest, tl.min(tl.load(pointers + HEAD_DIM, listed, other=float("inf")), 0))
+            largest = tl.maximum(largest, tl.max(tl.load(pointers + 2 * HEAD_DIM, listed, other=float("-inf")), 0))
+        mean = total / tl.maximum(key_end_of(kv_len, head // kv_heads, tokens, HAS_KV_LEN), 1).to(tl.float32)
+        scale = tl.maximum(tl.maximum(largest - mean, mean - smallest) / FP8_MAX, SMALLEST_SCALE)
+        tl.store(value_scale + head * 2 * HEAD_DIM + dim, scale)
+        tl.store(value_scale + (head * 2 + 1) * HEAD_DIM + dim, mean)
+
+
+@triton.jit
+def _int8(x):
+    """Nearest integer, ties to even: adding 1.5 * 2^23 leaves it in the low bits. Conversions are 4 times slower."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _exact_channels(tokens, channel, HEAD_DIM: tl.constexpr):
+    """Columns ``channel [16]`` of ``tokens [block, head_dim]``, exactly: a product with ones and zeros.
+
+    Loading them once more would spread a warp over rows, in the whole kernel: 174 loads a thread instead of 61.
+    """
+    chosen = (tl.arange(0, HEAD_DIM)[:, None] == channel[None, :]).to(tokens.dtype)
+    return tl.dot(tokens, chosen, input_precision="ieee")
+
+
+@triton.jit
+def _quantize_queries(
+    q, work, work_count, smoothing, channels, queries, exact, scales, shifts,
+    q_batch, q_token, q_head, heads, kv_heads, blocks, tokens, scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """``smoothing`` float32 ``[B, H_kv, 3, D]``: mean of k, factor f, and 1 where a channel is in int8, else 0."""
+    if tl.program_id(0) < tl.load(work_count):
+        row = tl.load(work + tl.program_id(0)).to(tl.int64)  # (b * H + h) * T + i
+        head = row // blocks % heads
+        batch = row // blocks // heads
+        token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+        valid = (token < tokens)[:, None]
+        dim = tl.arange(0, HEAD_DIM)
+        slot = tl.arange(0, SLOTS)
+        kv_head = batch * kv_heads + head // (heads // kv_heads)
+        of_head = smoothing + kv_head * 3 * HEAD_DIM
+        of_token = q + batch * q_batch + head * q_head + token.to(tl.int64)[:, None] * q_token
+        loaded = tl.load(of_token + dim[None, :], valid, other=0.0)  # [block, head_dim]
+        query = loaded.to(tl.float32)
+        channel = tl.load(channels + kv_head * SLOTS + slot)
+        in_int8 = tl.load(of_head + 2 * HEAD_DIM + dim) * tl.load(of_head + HEAD_DIM + dim)
+        smooth = query * in_int8[None, :]
+        large = _exact_channels(loaded, channel, HEAD_DIM)  # [block, 16]
+        large = tl.where(slot < EXACT_CHANNELS, large * tl.load(of_head + HEAD_DIM + channel)[None, :], 0.0)
+
+        largest = tl.maximum(tl.max(tl.abs(smooth), 1) / INT8_MAX, tl.max(tl.abs(large), 1) / FP16_SAFE)
+        unit = tl.maximum(largest, SMALLEST_SCALE)
+        inverse = (1.0 / unit)[:, None]
+        place = row * BLOCK + tl.arange(0, BLOCK)
+        tl.store(scales + place, unit * (scale * LOG2_E))
+        tl.store(queries + place[:, None] * HEAD_DIM + dim, _int8(smooth * inverse))
+        large = tl.where(slot < EXACT_CHANNELS, large * inverse, 1.0)
+        tl.store(exact + place[:, None] * SLOTS + slot, large.to(tl.float16))
+        if HAS_SHIFT:
+            tl.store(shifts + place, tl.sum(query * tl.load(of_head + dim)[None, :], 1) * scale)
+
+
+@triton.jit
+def _quantize_keys(
+    k, kv_len, smoothing, channels, keys, exact, scales, k_batch, k_token, k_head, kv_heads, blocks, tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
+    head = row // blocks
+    batch = head // kv_heads
+    token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    valid = (token < key_end_of(kv_len, batch, tokens, HAS_KV_LEN))[:, None]
+    dim = tl.arange(0, HEAD_DIM)
+    slot = tl.arange(0, SLOTS)
+    of_head = smoothing + head * 3 * HEAD_DIM
+    of_token = k + batch * k_batch + head % kv_heads * k_head + token.to(tl.int64)[:, None] * k_token
+    channel = tl.load(channels + head * SLOTS + slot)
+    in_int8 = tl.load(of_head + 2 * HEAD_DIM + dim) / tl.load(of_head + HEAD_DIM + dim)
+    loaded = tl.load(of_token + dim[None, :], valid, other=0.0)  # [block, head_dim]
+    smooth = tl.where(valid, (loaded.to(tl.float32) - tl.load(of_head + dim)[None, :]) * in_int8[None, :], 0.0)
+    large = _exact_channels(loaded, channel, HEAD_DIM) - tl.load(of_head + channel)[None, :]  # [block, 16]
+    large = tl.where(valid & (slot < EXACT_CHANNELS), large / tl.load(of_head + HEAD_DIM + channel), 0.0)
+
+    largest = tl.maximum(tl.max(tl.abs(smooth)) / INT8_MAX, tl.max(tl.abs(large)) / FP16_SAFE)
+    scale = tl.maximum(largest, SMALLEST_SCALE)
+    inverse = 1.0 / scale
+    large = tl.where(valid | (slot < EXACT_CHANNELS), large * inverse, float("-inf"))
+    place = row * BLOCK + tl.arange(0, BLOCK)[:, None]
+    tl.store(scales + row, scale)
+    tl.store(keys + place * HEAD_DIM + dim, _int8(smooth * inverse))
+    tl.store(exact + place * SLOTS + slot, large.to(tl.float16))
+
+
+@triton.jit
+def _quantize_values(
+    v, kv_len, value_scale, values, v_batch, v_token, v_head, kv_heads, blocks, tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
+    head = row // blocks
+    batch = head // kv_heads
+    position = tl.arange(0, BLOCK)
+    token = (row % blocks * BLOCK).to(tl.int32) + operand_order(position)
+    valid = (token < key_end_of(kv_len, batch, tokens, HAS_KV_LEN))[:, None]
+    dim = tl.arange(0, HEAD_DIM)
+    pointers = v + batch * v_batch + head % kv_heads * v_head + token.to(tl.int64)[:, None] * v_token + dim[None, :]
+    inverse = 1.0 / tl.load(value_scale + head * 2 * HEAD_DIM + dim)
+    mean = tl.load(value_scale + (head * 2 + 1) * HEAD_DIM + dim)
+    centred = tl.where(valid, (tl.load(pointers, valid, other=0.0).to(tl.float32) - mean) * inverse, 0.0)
+    place = (head * HEAD_DIM + dim)[:, None] * (blocks * BLOCK) + row % blocks * BLOCK + position[None, :]
+    tl.store(values + place, tl.trans(centred.to(values.dtype.element_ty)))
+
+
+@triton.jit
+def _copy_values(
+    v, kv_len, values, v_batch, v_token, v_head, kv_heads, blocks, tokens,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
+    head = row // blocks
+    batch = head // kv_heads
+    token = (row % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    valid = (token < key_end_of(kv_len, batch, tokens, HAS_KV_LEN))[:, None]
+    dim = tl.arange(0, HEAD_DIM)
+    pointers = v + batch * v_batch + head % kv_heads * v_head + token.to(tl.int64)[:, None] * v_token + dim[None, :]
+    place = (row * BLOCK + tl.arange(0, BLOCK))[:, None] * HEAD_DIM + dim
+    tl.store(values + place, tl.load(pointers, valid, other=0.0))
+
+
+def quantize(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_len: torch.Tensor | None,
+    qk_dtype: str,
+    has_lse: bool,
+) -> Quantized:
+    """Takes ``attention``'s arguments, checked; q is only read where it computes."""
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads, blocks, block = k.shape[2], plan.blocks, plan.block
+    padded = blocks * block
+    has_values = qk_dtype == "int8+fp8"
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(batch, *shape, dtype=dtype, device=q.device)
+
+    q_sums, q_counts = empty(heads, blocks, 2, head_dim), empty(heads, blocks)
+    k_sums, k_counts = empty(kv_heads, blocks, 2, head_dim), empty(kv_heads, blocks)
+    ranges = empty(kv_heads, blocks, 3, head_dim) if has_values else None
+    smoothing, channels = empty(kv_heads, 3, head_dim), empty(kv_heads, SLOTS, dtype=torch.int32)
+    result = Quantized(
+        queries=empty(heads, padded, head_dim, dtype=torch.int8),
+        exact_queries=empty(heads, padded, SLOTS, dtype=torch.float16),
+        query_scale=empty(heads, padded),
+        shift=empty(heads, padded) if has_lse else None,
+        keys=empty(kv_heads, padded, head_dim, dtype=torch.int8),
+        exact_keys=empty(kv_heads, padded, SLOTS, dtype=torch.float16),
+        key_scale=empty(kv_heads, blocks),
+        values=empty(kv_heads, head_dim, padded, dtype=torch.float8_e4m3fn) if has_values else None,
+        value_scale=empty(kv_heads, 2, head_dim) if has_values else None,
+    )
+    tile = {"BLOCK": block, "HEAD_DIM": head_dim}
+    ends = {"HAS_KV_LEN": kv_len is not None}
+    of_query, of_key = (batch * heads * blocks,), (batch * kv_heads * blocks,)
+    with on_device(q):
+        _sums_of_blocks[of_query](
+            q, plan.kv_count, None, q_sums, q_counts, *q.stride()[:3], heads, blocks, tokens,
+            OF_QUERIES=True, HAS_KV_LEN=False, **tile,
+        )  # fmt: skip
+        _sums_of_blocks[of_key](
+            k, None, kv_len, k_sums, k_counts, *k.stride()[:3], kv_heads, blocks, tokens,
+            OF_QUERIES=False, **tile, **ends,
+        )  # fmt: skip
+        if has_values:
+            _ranges_of_blocks[of_key](v, kv_len, ranges, *v.stride()[:3], kv_heads, blocks, tokens, **tile, **ends)
+        _prepare[(batch * kv_heads,)](
+            q_sums, q_counts, k_sums, k_counts, ranges, kv_len, smoothing, channels, result.value_scale,
+            heads, kv_heads, blocks, tokens,
+            HEAD_DIM=head_dim, CHUNK=CHUNK, SLOTS=SLOTS, HAS_VALUES=has_values, **ends,
+        )  # fmt: skip
+        _quantize_queries[of_query](
+            q, plan.work, plan.work_count, smoothing, channels,
+            result.queries, result.exact_queries, result.query_scale, result.shift,
+            *q.stride()[:3], heads, kv_heads, blocks, tokens, scale,
+            SLOTS=SLOTS, HAS_SHIFT=has_lse, num_warps=8, **tile,
+        )  # fmt: skip
+        _quantize_keys[of_key](
+            k, kv_len, smoothing, channels, result.keys, result.exact_keys, result.key_scale,
+            *k.stride()[:3], kv_heads, blocks, tokens, SLOTS=SLOTS, num_warps=8, **tile, **ends,
+        )  # fmt: skip
+        if has_values:
+            _quantize_values[of_key](
+                v, kv_len, result.value_scale, result.values, *v.stride()[:3], kv_heads, blocks, tokens,
+                **tile, **ends,
+            )  # fmt: skip
+    return result
+
+
+def copy_values(v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
+    """``[B, S, H_kv, D]`` -> contiguous ``[B, H_kv, P, D]`` with zeros where a key takes no part."""
+    batch, tokens, kv_heads, head_dim = v.shape
+    values = v.new_empty(batch, kv_heads, plan.blocks * plan.block, head_dim)
+    with on_device(v):
+        _copy_values[(batch * kv_heads * plan.blocks,)](
+            v, kv_len, values, *v.stride()[:3], kv_heads, plan.blocks, tokens,
+            BLOCK=plan.block, HEAD_DIM=head_dim, HAS_KV_LEN=kv_len is not None,
+        )  # fmt: skip
+    return values

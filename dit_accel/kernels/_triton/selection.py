@@ -1,0 +1,128 @@
+"""Selection: a threshold on masses, found bit by bit, and the bits of what lies above it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels.selection import SMALLEST_SHARE, UNITS
+
+ELEMENTS = 4096  # of the map that a program holds, or one row
+
+
+@triton.jit
+def _sum_up_to(mass, limit, offset, padding, HAS_OFFSET: tl.constexpr):
+    """int64 [rows]: the sum of masses up to a limit, each plus ``offset``; ``padding`` of them, all 0, are none."""
+    counts = mass <= limit[:, None]
+    total = tl.sum(tl.where(counts, mass, 0), 1).to(tl.int64)
+    if HAS_OFFSET:
+        total += (tl.sum(counts.to(tl.int32), 1) - padding) * offset
+    return total
+
+
+@triton.jit
+def _lowest_mass(mass, tau_units, offset, padding, HAS_OFFSET: tl.constexpr):
+    """int32 [rows, n] -> [rows]: the largest threshold such that masses up to it sum to at most tau of the total."""
+    largest = tl.max(mass, 1)
+    total = _sum_up_to(mass, largest, offset, padding, HAS_OFFSET)
+    budget = (total.to(tl.float64) * tau_units * 2.0**-30).to(tl.int64)
+    threshold = tl.zeros_like(largest)
+    for step in range(31):
+        candidate = threshold | 1 << (30 - step)
+        fits = _sum_up_to(mass, candidate, offset, padding, HAS_OFFSET) <= budget
+        threshold = tl.where(fits, candidate, threshold)
+    return threshold
+
+
+@triton.jit
+def _exponential_minus_1(x):
+    """exp(x) - 1 for 0 <= x <= 1, to the last bits of a small x too: the series, to x^12 / 12!."""
+    total = tl.full(x.shape, 1.0, tl.float32)
+    for step in tl.static_range(11):
+        total = 1.0 + x * (1.0 / (12 - step)) * total
+    return x * total
+
+
+@triton.jit
+def _select_tiles(
+    probabilities, skip_bits, rows, blocks, row_bytes, units, tau_units, first_always, stop_always,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [rows, 1]
+    tile = tl.arange(0, TILES)[None, :]
+    valid = (row < rows) & (tile < blocks)
+    mass = tl.ceil(tl.load(probabilities + row * blocks + tile, valid, other=0.0) * units).to(tl.int32)
+    threshold = _lowest_mass(mass, tau_units, 0, 0, HAS_OFFSET=False)
+    row_block = row % blocks
+    is_always = ((row_block >= first_always) & (row_block < stop_always)) | (
+        (tile >= first_always) & (tile < stop_always)
+    )
+    keep = is_always | (mass > threshold[:, None]) | (mass == tl.max(mass, 1)[:, None])
+    keep = (keep & (tile < blocks)).to(tl.int32)
+    bit = tl.arange(0, 8)[None, None, :]
+    packed = tl.sum(tl.reshape(keep, [ROWS, TILES // 8, 8]) << bit, 2)  # [rows, bytes]
+    byte = tl.arange(0, TILES // 8)[None, :]
+    tl.store(skip_bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
+
+
+@triton.jit
+def _select_rows(
+    probabilities, cache_bits, heads, blocks, head_bytes, units, tau_units,
+    first_text, stop_text, first_vision, stop_vision,
+    UNITS: tl.constexpr, SMALLEST_SHARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program a byte of heads."""
+    batch = (tl.program_id(0) // head_bytes).to(tl.int64)
+    head_byte = tl.program_id(0) % head_bytes
+    block = tl.arange(0, BLOCKS)[None, :]  # [1, blocks]
+    is_vision = (block >= first_vision) & (block < stop_vision)
+    entries = stop_vision - first_vision
+    packed = tl.zeros([1, BLOCKS], tl.int32)
+    for bit in range(tl.minimum(heads - head_byte * 8, 8)):
+        map_of_head = probabilities + (batch * heads + head_byte * 8 + bit) * blocks * blocks
+        contribution = tl.zeros([1, BLOCKS], tl.int32)
+        share = tl.zeros([1, BLOCKS], tl.float32)  # of the softmax, beyond what all blocks have in common
+        common = tl.zeros([1], tl.float32)
+        for text in range(first_text, stop_text):
+            to_text = tl.load(map_of_head + text * blocks + block, is_vision, other=0.0)
+            contribution += tl.ceil(to_text * units).to(tl.int32)
+            from_text = tl.load(map_of_head + block * blocks + text, is_vision, other=0.0)
+            excess = _exponential_minus_1(from_text)
+            scale = 1.0 / (entries + tl.sum(excess, 1))
+            common += scale
+            share += excess * scale[:, None]
+        share_units = UNITS / tl.maximum(tl.sum(share, 1), common * SMALLEST_SHARE)
+        guidance = tl.where(is_vision, tl.ceil(share * share_units[:, None]).to(tl.int32) + 1, 0)
+        offset = tl.ceil(common * share_units).to(tl.int64) - 1  # 1 of it is in each mass: a mass of 0 is no entry
+        contributes = contribution > _lowest_mass(contribution, tau_units, 0, 0, HAS_OFFSET=False)[:, None]
+        threshold = _lowest_mass(guidance, tau_units, offset, BLOCKS - entries, HAS_OFFSET=True)
+        packed |= tl.where(is_vision, (contributes | (guidance > threshold[:, None])).to(tl.int32), 1) << bit
+    tl.store(cache_bits + (batch * blocks + block) * head_bytes + head_byte, packed.to(tl.uint8), block < blocks)
+
+
+def select_tiles_into(
+    skip_bits: torch.Tensor, probabilities: torch.Tensor, tau_units: int, first_always: int, stop_always: int
+) -> None:
+    batch, heads, blocks, row_bytes = skip_bits.shape
+    tiles = max(triton.next_power_of_2(blocks), 8)
+    rows_a_program = max(ELEMENTS // tiles, 1)
+    with on_device(probabilities):
+        _select_tiles[(triton.cdiv(batch * heads * blocks, rows_a_program),)](
+            probabilities, skip_bits, batch * heads * blocks, blocks, row_bytes, float(UNITS), tau_units,
+            first_always, stop_always, ROWS=rows_a_program, TILES=tiles,
+        )  # fmt: skip
+
+
+def select_rows_into(
+    cache_bits: torch.Tensor, probabilities: torch.Tensor, units: int, tau_units: int, text: range, vision: range
+) -> None:
+    batch, heads, blocks, _ = probabilities.shape
+    head_bytes = cache_bits.shape[-1]
+    with on_device(probabilities):
+        _select_rows[(batch * head_bytes,)](
+            probabilities, cache_bits, heads, blocks, head_bytes, float(units), tau_units,
+            text.start, text.stop, vision.start, vision.stop,
+            UNITS=UNITS, SMALLEST_SHARE=SMALLEST_SHARE, BLOCKS=triton.next_power_of_2(blocks),
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Eight-bit queries, keys and values for attention: what option ``qk_dtype`` of ``attention`` computes with.
+
+Scores are int8 products with one scale a query and one a key block (SageAttention; SpargeAttn, section 3.5). What int8
+would lose is taken out first, by two changes that leave the softmax as it is:
+
+    q_i k_j = q'_i k'_j + q_i mu       k' = (k - mu) / f    q' = q f    mu = mean of the keys    f = sqrt(rms k / rms q)
+
+``q_i mu`` is the same for all keys of a query, so it only shifts the log-sum-exp. ``f`` levels the channels of q' and
+k'. The channels with the largest ``rms q * rms k`` stay in float16: where four of 128 channels are 10 to 50 times as
+large, in q and in k, the output errs by 15% with a scale a block, 11% levelled, 1% with them in float16.
+
+With "int8+fp8", probabilities are float8 e4m3, times 256, and so are values, with one scale a channel and around their
+mean: ``sum_j p_j v_j = v_mean + sum_j p_j (v_j - v_mean)`` because probabilities sum to 1.
+
+Means and rms are of a quarter of the tokens (:func:`sampled_tokens`): any mean and any factors are exact in the
+formulas above, and the passes over q and k cost a quarter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.symbols import AttentionPlan
+
+QK_DTYPES = ("int8", "int8+fp8")
+HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once
+FP8_CAPABILITY = (8, 9)
+EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys, 16: the least a matrix unit multiplies
+SAMPLING = 4  # one token of this many is in the statistics of q and k
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP16_SAFE = 32768.0  # bound of the float16 channels, in units of the int8 scale
+SMALLEST_SCALE = 1e-12  # of a block of zeros
+LARGEST_FACTOR = 1024.0
+
+
+class Simulated(NamedTuple):
+    """Quantised and back, float32: dense attention over these is what the kernels compute, up to rounding.
+
+    Args:
+        q: ``[B, S, H, D]``, in the units of ``k``. Rows that don't compute hold anything.
+        k, v: ``[B, S, H_kv, D]``; keys that take no part hold 0.
+        shift: ``[B, H, S]``, ``q_i mu``, which the unscaled scores of q and k lack.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    shift: torch.Tensor
+
+
+def require_qk_dtype(qk_dtype: str | None) -> None:
+    if qk_dtype is not None and qk_dtype not in QK_DTYPES:
+        raise ShapeError(f"qk_dtype must be None or one of {QK_DTYPES}, got {qk_dtype!r}")
+
+
+def qk_dtype_limit(
+    q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None, qk_dtype: str | None
+) -> str | None:
+    """What keeps backend "triton" from the option, or None."""
+    if qk_dtype is None:
+        return None
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS} with qk_dtype={qk_dtype!r}, got {q.shape[-1]}"
+    if plan.masks is not None:
+        return f"qk_dtype={qk_dtype!r} takes no masks inside tiles"
+    if pv_threshold is not None:
+        return f"qk_dtype={qk_dtype!r} takes no pv_threshold"
+    if qk_dtype == "int8+fp8" and q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < FP8_CAPABILITY:
+            return f"qk_dtype={qk_dtype!r} needs compute capability {FP8_CAPABILITY} or more, got {capability}"
+    return None
+
+
+def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Indices of the tokens whose q and k make the statistics: one of four, not always the same of a period."""
+    group = torch.arange(-(-tokens // SAMPLING), device=device)
+    token = group * SAMPLING + ((group ^ group >> 2) & (SAMPLING - 1))
+    return token[token < tokens]
+
+
+def attention_quantized(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_len: torch.Tensor | None,
+    qk_dtype: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The reference: ``attend(q, k, v, out)``, which also writes ``lse``, over quantised tensors.
+
+    The rounding of probabilities to float8 is left out: it depends on the order of the tiles.
+    """
+    simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
+    result = out.float()
+    attend(simulated.q, simulated.k, simulated.v, result)
+    out.copy_(result)
+    if lse is not None:
+        lse.add_(torch.where(lse.isfinite(), simulated.shift * scale, 0.0))
+
+
+def simulate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    kv_len: torch.Tensor | None,
+    qk_dtype: str,
+) -> Simulated:
+    """Quantise and go back to float32. Takes ``attention``'s arguments, checked."""
+    batch, tokens, heads, _ = q.shape
+    group = heads // k.shape[2]
+    token = torch.arange(tokens, device=q.device)
+    key_end = torch.full((batch,), tokens, device=q.device) if kv_len is None else kv_len
+    has_key = (token < key_end[:, None])[:, :, None, None]  # [B, S, 1, 1]
+    computes = (plan.kv_count > 0).repeat_interleave(plan.block, 2)[:, :, :tokens].transpose(1, 2)[..., None]
+    queries = torch.where(computes, q.float(), 0.0)  # where, not a product: what takes no part may hold NaN
+    keys, values = (torch.where(has_key, x.float(), 0.0) for x in (k, v))
+
+    # statistics over the sample: queries of the heads that share a key head count together
+    sample = sampled_tokens(tokens, q.device)
+    q_count = computes[:, sample].unflatten(2, (-1, group)).sum((1, 3)).clamp(min=1)
+    q_square = queries[:, sample].square().unflatten(2, (-1, group)).sum((1, 3)) / q_count  # [B, H_kv, D]
+    k_count = has_key[:, sample].sum(1).clamp(min=1)
+    mean = (keys[:, sample].sum(1) / k_count)[:, None]  # [B, 1, H_kv, D]
+    keys = torch.where(has_key, keys - mean, 0.0)
+    k_square = keys[:, sample].square().sum(1) / k_count
+    level = (k_square / q_square).sqrt().sqrt().clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    factor = torch.where((q_square > 0) & (k_square > 0), level, 1.0)
+    exact = torch.zeros_like(factor, dtype=torch.bool)
+    exact.scatter_(-1, (q_square * k_square).topk(min(EXACT_CHANNELS, q.shape[-1])).indices, True)
+
+    by_query_head = [x.repeat_interleave(group, 1)[:, None] for x in (factor, exact, mean[:, 0])]  # [B, 1, H, D]
+    shift = (queries * by_query_head[2]).sum(-1).transpose(1, 2)
+    return Simulated(
+        _round_channels(queries * by_query_head[0], by_query_head[1], 1),
+        _round_channels(keys * (1 / factor)[:, None], exact[:, None], plan.block),
+        _round_values(values, has_key) if qk_dtype == "int8+fp8" else values,
+        shift,
+    )
+
+
+def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.Tensor:
+    """int8 with a scale for each block of tokens, exact channels in float16: ``[B, S, H, D]`` -> the same, rounded."""
+    tokens = x.shape[1]
+    blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -tokens % block)).unflatten(1, (-1, block))
+    exact = exact[:, None]
+    largest_int8 = blocks.masked_fill(exact, 0.0).abs().amax((2, 4), keepdim=True)  # [B, T, 1, H, 1]
+    largest_exact = blocks.masked_fill(~exact, 0.0).abs().amax((2, 4), keepdim=True)
+    scale = torch.maximum(largest_int8 / INT8_MAX, largest_exact / FP16_SAFE).clamp(min=SMALLEST_SCALE)
+    units = blocks * (1 / scale)
+    rounded = torch.where(exact, units.half().float(), units.round())
+    return (rounded * scale).flatten(1, 2)[:, :tokens]
+
+
+def _round_values(values: torch.Tensor, has_key: torch.Tensor) -> torch.Tensor:
+    """e4m3 with a scale for each channel, around the mean of the keys that take part."""
+    mean = values.sum(1, keepdim=True) / has_key.sum(1, keepdim=True).clamp(min=1)
+    centred = torch.where(has_key, values - mean, 0.0)
+    scale = (centred.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
+    return torch.where(has_key, (centred * (1 / scale)).to(torch.float8_e4m3fn).float() * scale + mean, 0.0)

@@ -1,0 +1,154 @@
+"""Selection: the tiles and rows that carry enough of the pooled map's mass to compute, straight into packed bits.
+
+Both ops sort nothing by score but ask one question: how large may a mass be so that all masses up to it sum to at most
+a share of the total? Masses are counted in integer units, rounded up, so their sums are alike in any order and on any
+backend, and a positive mass never counts as nothing. Equal masses go or stay together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.layout import block_count
+
+UNITS = 1 << 30  # of a distribution; 1e-9 of its mass is the finest that counts, and its sum fits 32 bits
+SMALLEST_SHARE = 1 / 16  # the part of a block's guidance that differs is told apart as if it were at least so much
+MAX_BLOCKS_CUDA = 2048  # a warp holds a row in registers
+
+
+@torch.no_grad()
+def select_tiles(
+    probabilities: torch.Tensor, tau: float, *, always: slice = slice(0, 0), backend: str = "auto"
+) -> torch.Tensor:
+    """S_s of the tiles that a row can't do without (SpargeAttn, section 3.3, with its τ = 1 − ``tau``).
+
+    A tile's mass is ``ceil(2^30 P)``. It is skipped iff the masses of its row that are at most its own sum to at most
+    ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one.
+
+    Args:
+        probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
+        tau: share of a row's mass that may be skipped, 0..1.
+        always: blocks whose rows and columns compute whole.
+        backend: "auto", "reference", "cuda" or "triton".
+
+    Returns:
+        ``skip_bits`` as in :class:`~dit_accel.symbols.SparseSymbols`: uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
+
+    Raises:
+        ShapeError: ``probabilities`` or ``tau`` is not as above.
+        BackendError: ``backend`` can't run here.
+        UnsupportedError: ``backend`` can't take that many blocks.
+    """
+    backend = _resolve(probabilities, tau, backend)
+    start, stop, _ = always.indices(probabilities.shape[-1])
+    if backend == "reference":
+        return _select_tiles_reference(probabilities, tau, start, stop)
+    if backend == "cuda":
+        from dit_accel.kernels._cuda import selection as implementation
+    else:
+        from dit_accel.kernels._triton import selection as implementation
+    batch, heads, blocks, _ = probabilities.shape
+    skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
+    implementation.select_tiles_into(skip_bits, probabilities.contiguous(), tau_units(tau), start, stop)
+    return skip_bits
+
+
+@torch.no_grad()
+def select_rows(
+    probabilities: torch.Tensor, tau: float, *, text: slice, vision: slice, backend: str = "auto"
+) -> torch.Tensor:
+    """S_c of the rows that text needs, or that need text (FlashOmni, section 3.3, equation 1).
+
+    Vision block i is scored by its contribution to text, ``C_i = Σ_{text j} P[j, i]``, and by the guidance it takes
+    from text, ``G_i = Σ_{text j} softmax_vision(P[vision, j])_i``, both in integer units. It is reused iff, in both
+    scores, the masses of its head that are at most its own sum to at most ``tau`` of the head's total.
+
+    Probabilities of a long sequence are small, so ``exp(P)`` is close to 1 and G nearly flat: at 33K tokens its
+    differences are a hundred thousandth of it. They are kept apart from what all blocks have in common, as
+    ``(exp(P) - 1) / Z`` and ``1 / Z``, and only the first is counted in fine units.
+
+    Args:
+        probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
+        tau: share of the scores that may be reused, 0..1.
+        text: blocks that hold text; nothing is reused where there are none.
+        vision: blocks that hold vision only. Rows of all other blocks compute.
+        backend: "auto", "reference", "cuda" or "triton". They agree up to the rounding of exponentials in G.
+
+    Returns:
+        ``cache_bits`` as in :class:`~dit_accel.symbols.SparseSymbols`: uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
+
+    Raises:
+        ShapeError: ``probabilities`` or ``tau`` is not as above.
+        BackendError: ``backend`` can't run here.
+        UnsupportedError: ``backend`` can't take that many blocks.
+    """
+    backend = _resolve(probabilities, tau, backend)
+    batch, heads, blocks, _ = probabilities.shape
+    text_range, vision_range = (range(*part.indices(blocks)) for part in (text, vision))
+    if not text_range or not vision_range:
+        return pack_bits(torch.ones(batch, blocks, heads, dtype=torch.bool, device=probabilities.device))
+    units = UNITS >> (len(text_range) - 1).bit_length()  # sums over text rows fit 32 bits too
+    if backend == "reference":
+        return _select_rows_reference(probabilities, tau, text, vision, units)
+    if backend == "cuda":
+        from dit_accel.kernels._cuda import selection as implementation
+    else:
+        from dit_accel.kernels._triton import selection as implementation
+    cache_bits = probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
+    implementation.select_rows_into(
+        cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range
+    )
+    return cache_bits
+
+
+def tau_units(tau: float) -> int:
+    """``tau`` as a multiple of 2^-30, so that ``total * tau_units * 2^-30`` in float64 is alike on every backend."""
+    return round(tau * UNITS)
+
+
+def _select_tiles_reference(probabilities: torch.Tensor, tau: float, start: int, stop: int) -> torch.Tensor:
+    mass = (probabilities * UNITS).ceil().long()
+    tiles = ~_lowest_mass(mass, tau) | (mass == mass.amax(-1, keepdim=True))
+    tiles[..., start:stop] = True
+    tiles[:, :, start:stop] = True
+    return pack_bits(tiles, backend="reference")
+
+
+def _select_rows_reference(
+    probabilities: torch.Tensor, tau: float, text: slice, vision: slice, units: int
+) -> torch.Tensor:
+    contribution = (probabilities[:, :, text, vision] * units).ceil().long().sum(2)  # [B, H, vision blocks]
+    excess = probabilities[:, :, vision, text].expm1()  # [B, H, vision blocks, text blocks]
+    sum_of_exponentials = excess.shape[2] + excess.sum(2, keepdim=True)
+    share = (excess / sum_of_exponentials).sum(3)
+    common = (1 / sum_of_exponentials).sum(3)
+    share_units = UNITS / torch.maximum(share.sum(2, keepdim=True), common * SMALLEST_SHARE)
+    guidance = (share * share_units).ceil().long() + (common * share_units).ceil().long()
+    rows = torch.ones(probabilities.shape[:3], dtype=torch.bool, device=probabilities.device)
+    rows[:, :, vision] = ~(_lowest_mass(contribution, tau) & _lowest_mass(guidance, tau))
+    return pack_bits(rows.transpose(1, 2), backend="reference")
+
+
+def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
+    """int64 ``[..., n]`` -> bool: entries for which the masses up to their own sum to at most ``tau`` of the total."""
+    ascending, order = mass.sort(dim=-1)
+    running = ascending.cumsum(dim=-1)
+    last = torch.searchsorted(ascending, ascending, right=True) - 1  # equal masses share the last one's running sum
+    budget = (running[..., -1:].double() * tau_units(tau) * 2.0**-30).long()
+    fits = running.gather(-1, last) <= budget
+    return torch.zeros_like(fits).scatter(-1, order, fits)
+
+
+def _resolve(probabilities: torch.Tensor, tau: float, backend: str) -> str:
+    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    blocks = probabilities.shape[-1]
+    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    require_dtype("probabilities", probabilities, (torch.float32,))
+    if not 0 <= tau <= 1:
+        raise ShapeError(f"tau must be between 0 and 1, got {tau}")
+    limit = f"it selects among at most {MAX_BLOCKS_CUDA} blocks, got {blocks}" if blocks > MAX_BLOCKS_CUDA else None
+    return resolve_backend(backend, probabilities, {"cuda": limit, "triton": None})

@@ -1,0 +1,51 @@
+"""Dense masked attention to compare with, and the comparison that every backend is held to."""
+
+import math
+
+import torch
+
+from dit_accel.kernels import attention, unpack_bits
+from dit_accel.symbols import FIRST_PARTIAL_TILE
+
+
+def attending(sparsity):
+    """The pairs that attend, bool ``[B, H, S, S]``, from the masks that the plan was lowered from."""
+    block, tokens, masks = sparsity.plan.block, sparsity.plan.tokens, sparsity.symbols.masks
+    pairs = sparsity.tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)
+    if masks is not None:
+        codes = masks.codes.expand_as(sparsity.tiles)
+        by_pair = codes.repeat_interleave(block, 2).repeat_interleave(block, 3)
+        token = torch.arange(pairs.shape[-1], device=pairs.device)
+        pool = unpack_bits(masks.pool, block, backend="reference")[(codes - FIRST_PARTIAL_TILE).clamp(min=0).long()]
+        partial = pool.transpose(3, 4).flatten(2, 3).flatten(3, 4)  # [B, H, T, T, i, j] to [B, H, T * i, T * j]
+        pairs = pairs & torch.where(by_pair == 1, token <= token[:, None], (by_pair == 0) | partial)
+    return pairs[:, :, :tokens, :tokens]
+
+
+def dense(q, k, v, pairs, scale=None, kv_len=None):
+    """Masked dense attention in q's dtype: out ``[B, S, H, D]`` and lse ``[B, H, S]``; 0 and -inf without a key."""
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    if kv_len is not None:
+        pairs = pairs & (torch.arange(tokens, device=q.device) < kv_len[:, None, None, None])
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = scores.masked_fill(~pairs, -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhij,bjhd->bihd", probabilities, v), scores.double().logsumexp(-1)
+
+
+def check(q, k, v, sparsity, backend, assert_no_worse, pairs=None, pv_threshold=None, **options):
+    """Compares with float64 where rows compute, and requires the poison everywhere else."""
+    computed = sparsity.tokens_computed()
+    poisoned = torch.full_like(q, math.nan)
+    call = {"return_lse": True, "out": poisoned, "pv_threshold": pv_threshold, "backend": backend}
+    out, lse = attention(q, k, v, sparsity.plan, **call, **options)
+    assert out is poisoned
+    assert torch.equal(out.isnan().any(-1), ~computed)
+    assert torch.equal(out.isnan().all(-1), ~computed)
+    pairs = attending(sparsity) if pairs is None else pairs
+    exact, exact_lse = dense(*(x.double() for x in (q, k, v)), pairs, **options)
+    low, _ = dense(q, k, v, pairs, **options)
+    assert_no_worse(out[computed], exact[computed], low[computed])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)  # -inf in reused and in empty rows

@@ -1,0 +1,176 @@
+"""Masks inside tiles, and tiles that a threshold leaves out, equal dense masked attention in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dit_accel.kernels import attention, lower, pack_bits
+from dit_accel.symbols import FIRST_PARTIAL_TILE, TileMasks
+from tests.kernels.naive_attention import attending, check
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
+
+MASKED = {
+    "some-masked": {"batch": 2, "heads": 3, "tokens": 200, "masked": 0.5},
+    "all-masked": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "masked": 1.1},
+    "none-masked": {"batch": 1, "heads": 2, "tokens": 200, "masked": 0.0},
+    "block-128": {"batch": 1, "heads": 2, "tokens": 300, "block": 128, "tiles": 1.1, "masked": 0.5},
+    "single-block": {"batch": 1, "heads": 5, "tokens": 40, "tiles": 1.1, "masked": 1.1},
+}
+
+
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED.keys())
+def test_masks_inside_tiles(case, implementation, make_tensor, make_sparsity, assert_no_worse):
+    backend, dtype = implementation
+    q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))
+    check(q, k, v, make_sparsity(**case), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (190, 63)], ids=str)
+def test_masks_with_kv_len(lengths, backend, device, make_tensor, make_sparsity, assert_no_worse):
+    """Keys beyond ``kv_len`` may hold NaN in masked tiles too."""
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    sparsity = make_sparsity(2, 2, 200, rows=1.1, masked=0.5)
+    q, k, v = (make_tensor(2, 200, 2, 16, dtype=torch.float16) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse, kv_len=kv_len)
+    clean = attention(q, k, v, sparsity.plan, kv_len=kv_len, backend=backend)
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = math.nan
+    assert torch.equal(attention(q, k, v, sparsity.plan, kv_len=kv_len, backend=backend), clean)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (1, 3)], ids=["shared", "by-sample", "by-head"])
+def test_masks_shared_by_samples_and_heads(axes, backend, make_tensor, make_sparsity, assert_no_worse):
+    sparsity = make_sparsity(2, 3, 130, masked=0.5)
+    masks = sparsity.symbols.masks
+    symbols = replace(sparsity.symbols, masks=TileMasks(masks.codes[: axes[0], : axes[1]], masks.pool))
+    sparsity = sparsity._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
+    q, k, v = (make_tensor(2, 130, 3, 16) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 128])
+def test_one_hot_values_recover_the_mask(tokens, dtype, backend, make_tensor, make_sparsity):
+    """With equal scores and value j = unit vector j, a query's output is 1 / n at each of the n keys it attends to."""
+    sparsity = make_sparsity(1, 2, tokens, rows=1.1, tiles=0.8, masked=0.8)
+    q = make_tensor(1, tokens, 2, 128, dtype=dtype)
+    v = torch.eye(tokens, 128, dtype=dtype, device=q.device)[None, :, None].expand(1, tokens, 2, 128).contiguous()
+    out = attention(q, torch.zeros_like(q), v, sparsity.plan, backend=backend)
+    pairs = attending(sparsity).transpose(1, 2)  # [B, S, H, S]
+    assert torch.equal(out[..., :tokens] > 0, pairs)
+    expected = pairs / pairs.sum(-1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(out[..., :tokens], expected.to(dtype), rtol=1e-3, atol=0)
+
+
+def levelled(levels, tokens, block, device, batch=1, heads=1):
+    """Half-precision q, k, v whose scaled scores in key block j are about ``levels[j]``, for every query."""
+    generator = torch.Generator().manual_seed(0)
+    level = torch.tensor(levels).repeat_interleave(block)[:tokens]
+    q, k, v = (torch.randn(batch, tokens, heads, 16, generator=generator) for _ in range(3))
+    q, k = q * 0.1, k * 0.1
+    q[..., 0], k[..., 0] = 4.0, level[:, None]  # scale 1/4 makes the scores levels
+    return [x.half().to(device) for x in (q, k, v)]
+
+
+def without(sparsity, tile, queries=slice(None)):
+    """The pairs that attend once some queries leave out a key block."""
+    pairs, block = attending(sparsity).clone(), sparsity.plan.block
+    pairs[:, :, queries, tile * block : (tile + 1) * block] = False
+    return pairs
+
+
+THRESHOLDS = {
+    "left-out": ([0.0, -6.0, -1.0, 0.0], 1),
+    "last-tile-stays": ([0.0, -1.0, -1.0, -6.0], None),
+    "first-tile-stays": ([-6.0, -1.0, 0.0, 0.0], None),
+    "nearer-than-that": ([0.0, -2.0, -1.0, 0.0], None),
+    "behind-the-best-so-far": ([-6.0, 0.0, -5.0, 4.0], 2),
+}
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("levels", "left_out"), THRESHOLDS.values(), ids=THRESHOLDS.keys())
+def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, make_sparsity, assert_no_worse):
+    """What remains is exactly the softmax without them, down to its lse."""
+    tokens = 4 * block - 50
+    sparsity = make_sparsity(1, 1, tokens, block=block, rows=1.1, tiles=1.1)
+    q, k, v = levelled(levels, tokens, block, device)
+    pairs = attending(sparsity) if left_out is None else without(sparsity, left_out)
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0)
+
+
+def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert_no_worse):
+    """In a block of 128, one query of the first 64 keeps the tile for these, and the others leave it out."""
+    sparsity = make_sparsity(1, 1, 512, block=128, rows=1.1, tiles=1.1)
+    q, k, v = levelled([0.0, -6.0, -1.0, 0.0], 512, 128, device)
+    q[:, 37, :, 0] = 0
+    pairs = attending(sparsity).clone()
+    pairs[:, :, 64:] = without(sparsity, 1)[:, :, 64:]
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0)
+
+
+def test_queries_beyond_the_sequence_have_no_say(backend, device, make_sparsity, assert_no_worse):
+    """Their scores are 0, far above those of the tile that the two queries of the last block leave out."""
+    sparsity = make_sparsity(1, 1, 194, rows=1.1, tiles=1.1)
+    q, k, v = levelled([-1.0, -9.0, -1.0, -1.0], 194, 64, device)
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=without(sparsity, 1), pv_threshold=-3.0)
+
+
+def test_a_threshold_with_kv_len(backend, device, make_sparsity, assert_no_worse):
+    """The last tile that has a key stays, even if it is not the last of the list."""
+    sparsity = make_sparsity(2, 1, 256, rows=1.1, tiles=1.1)
+    q, k, v = levelled([0.0, -6.0, -6.0, 0.0], 256, 64, device, batch=2)
+    kv_len = torch.tensor([150, 256], dtype=torch.int32, device=device)
+    pairs = without(sparsity, 1)
+    pairs[1] = without(sparsity, 2)[1] & pairs[1]
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs, pv_threshold=-3.0, kv_len=kv_len)
+
+
+def test_a_threshold_with_masks(backend, device, make_sparsity, assert_no_worse):
+    """A query that a tile masks has no say there, and masked tiles come last: tile 1 goes, and tile 0 stays."""
+    full = make_sparsity(1, 1, 256, rows=1.1, tiles=1.1)
+    pool = torch.ones(2, 64, 64, dtype=torch.bool, device=device)
+    pool[1, 5] = False
+    codes = torch.zeros(1, 1, 4, 4, dtype=torch.int32, device=device)
+    codes[..., 0], codes[..., 1] = FIRST_PARTIAL_TILE, FIRST_PARTIAL_TILE + 1
+    symbols = replace(full.symbols, masks=TileMasks(codes, pack_bits(pool, backend="reference")))
+    q, k, v = levelled([0.0, -6.0, -1.0, -1.0], 256, 64, device)
+    q[:, 5::64, :, 0] = 0  # these would object
+    sparsity = full._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
+    assert sparsity.plan.kv_index[0, 0, 0].tolist() == [2, 3, 0, 1]
+    check(q, k, v, sparsity, backend, assert_no_worse, pv_threshold=-3.0)  # tile 1 is the row's last
+
+    codes[..., 0], codes[..., 1] = 0, FIRST_PARTIAL_TILE + 1
+    codes[..., 2] = FIRST_PARTIAL_TILE
+    sparsity = full._replace(symbols=symbols, plan=lower(symbols, backend="reference"))
+    assert sparsity.plan.kv_index[0, 0, 0].tolist() == [0, 3, 1, 2]
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=without(sparsity, 1), pv_threshold=-3.0)
+
+
+@pytest.mark.parametrize("threshold", [-1e30, -math.inf])
+def test_a_far_threshold_changes_nothing(threshold, device, make_tensor, make_sparsity):
+    q, k, v = (make_tensor(2, 300, 2, 16, dtype=torch.float16) for _ in range(3))
+    for options in ({}, {"masked": 0.5}):
+        plan = make_sparsity(2, 2, 300, block=128, rows=1.1, **options).plan
+        expected, expected_lse = attention(q, k, v, plan, return_lse=True, backend="triton")
+        out, lse = attention(q, k, v, plan, pv_threshold=threshold, return_lse=True, backend="triton")
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("masked", [None, 0.5], ids=["full", "masked"])
+@pytest.mark.parametrize("block", [64, 128])
+def test_both_backends_leave_out_the_same_tiles(block, masked, device, make_sparsity):
+    """Where which tiles go depends on row, head, group of queries and order."""
+    tokens = 5 * block + 50
+    q, k, v = levelled([2.0, 5.0, 3.0, 6.0, 1.0, 4.0], tokens, block, device, heads=3)
+    q[..., 0] *= torch.linspace(0.4, 1, tokens, device=device)[:, None]
+    plan = make_sparsity(1, 3, tokens, block=block, rows=1.1, tiles=0.7, masked=masked).plan
+    kept = attention(q.float(), k.float(), v.float(), plan, backend="reference")
+    expected = attention(q.float(), k.float(), v.float(), plan, pv_threshold=-1.5, backend="reference")
+    assert (expected - kept).abs().max() > 0.01  # the threshold does leave tiles out
+    out = attention(q, k, v, plan, pv_threshold=-1.5, backend="triton")
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
