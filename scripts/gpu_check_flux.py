@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
 
-from dit_accel import accelerate_transformer, load_preset
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.bench.gate import host_must_not_wait
+from dit_accel.testing import tiny_inputs, tiny_pipeline
 
 TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8
@@ -126,9 +129,37 @@ def check_full_size() -> list[dict[str, Any]]:
     return rows
 
 
+def check_no_host_wait() -> list[dict[str, Any]]:
+    """Whole DISPATCH steps of a pipeline, scheduler and all, in which the host must not wait for the GPU."""
+    rows = []
+    for name, preset in (("stack", STACK), ("layer", LAYERS), ("head", HEADS)):
+        pipe = accelerate_pipeline(tiny_pipeline("flux").to("cuda", torch.bfloat16), preset)
+        call = {"steps": STEPS, "height": 256, "width": 256}
+        pipe(**tiny_inputs("flux", **call))  # compiles, and tells the modes
+        modes = [step.mode for step in pipe.dit_accel.report().steps]
+        reason = None
+        with ExitStack() as watched:
+
+            def watch_next(pipe, index, timestep, tensors, modes=modes, watched=watched):
+                watched.close()
+                if modes[index + 1 : index + 2] == ["dispatch"]:
+                    watched.enter_context(host_must_not_wait())
+                return tensors
+
+            try:
+                pipe(**tiny_inputs("flux", **call, callback_on_step_end=watch_next))
+            except RuntimeError as error:
+                reason = str(error)
+        restore_pipeline(pipe)
+        passed = reason is None and "dispatch" in modes
+        check = f"tiny FLUX pipeline, scope {name}: no host wait in DISPATCH steps"
+        rows.append({"check": check, "modes": modes, "reason": reason, "passed": passed})
+    return rows
+
+
 def check_flux() -> list[dict[str, Any]]:
     """Every check of this page."""
-    return check_few_layers() + check_full_size()
+    return check_no_host_wait() + check_few_layers() + check_full_size()
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,0 +1,102 @@
+"""The record of a run: one JSON document, a Markdown table of it, and the union of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dit_accel.errors import ShapeError
+
+Document = dict[str, Any]  # {"runs": [...], "gate": [...], "left_out": [...], "results": [...]}
+SHARES = ("symbols",)
+KEY = ("op", "backend", "kind")
+
+
+def merged(documents: Sequence[Document]) -> Document:
+    """Several runs as one document; a row that was measured again replaces the earlier one.
+
+    Each row keeps the number of its run, because only figures of one run may be compared.
+
+    Raises:
+        ShapeError: the runs are of different devices.
+    """
+    devices = {run["device"] for document in documents for run in document["runs"]}
+    if len(devices) > 1:
+        raise ShapeError(f"runs to be merged must be of one device, got {', '.join(sorted(devices))}")
+    union: Document = {"runs": [], "gate": [], "left_out": [], "results": []}
+    rows: dict[tuple, dict[str, Any]] = {}
+    for document in documents:
+        first = len(union["runs"])
+        union["runs"] += document["runs"]
+        for part in ("gate", "left_out"):
+            union[part] += [row | {"run": first + row["run"]} for row in document[part]]
+        for row in document["results"]:
+            rows[_identity(row)] = row | {"run": first + row["run"]}
+    union["results"] = list(rows.values())
+    return union
+
+
+def _identity(row: dict[str, Any]) -> tuple:
+    """What tells rows apart; of sparsity the share asked for is unknown, but what was drawn is the same every time."""
+    return (*(row[name] for name in KEY), tuple(row["shape"].items()), round(row["sparsity"], 6))
+
+
+def failures(document: Document) -> list[dict[str, Any]]:
+    """Checks of the gate and rows that did not pass."""
+    return [row for part in ("gate", "results") for row in document[part] if not row["passed"]]
+
+
+def table(document: Document) -> str:
+    """The results as Markdown, a table an op and shape."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in document["results"]:
+        groups.setdefault((row["op"], shape_label(row["shape"])), []).append(row)
+    sections = ["\n".join(_heading(document))]
+    for (op, shape), rows in groups.items():
+        sections.append("\n".join([f"## {op}, {shape}", "", *_lines(rows)]))
+    if document["left_out"]:
+        notes = [f"- {entry['who']} for {entry['what']}: {entry['reason']}" for entry in document["left_out"]]
+        sections.append("\n".join(["## Left out", "", *notes]))
+    return "\n\n".join(sections) + "\n"
+
+
+def shape_label(shape: dict[str, int]) -> str:
+    """``tokens=4608 heads=24``: what tells shapes of one op apart."""
+    return " ".join(f"{name}={length}" for name, length in shape.items() if name not in ("head_dim", "block"))
+
+
+def _heading(document: Document) -> list[str]:
+    lines = ["# Kernels", ""]
+    for run in document["runs"]:
+        versions = ", ".join(
+            f"{name} {run[name]}" for name in ("driver", "torch", "triton", "cudnn", "flash-attn-4") if run.get(name)
+        )
+        lines.append(
+            f"- {run['device']}, {versions}, commit {run['commit'][:12]}, {run['seconds']:.0f} s: `{run['command']}`"
+        )
+    checks = document["gate"] + document["results"]
+    passed = sum(row["passed"] for row in checks)
+    return [*lines, "", f"{passed} of {len(checks)} comparisons with float64 pass."]
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One table; a column for every alternative that any of the rows has.
+
+    What comes beside attention, not instead of it, is given as a share of attention's time.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
+    unit, is_share = rows[0]["unit"], rows[0]["op"] in SHARES
+    compared = [f"{'share of' if is_share else 'over'} {name}" for name in names]
+    header = ["kind", "sparsity", "ideal", "backend", "ms", unit, *compared, "error / bound"]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = [row["kind"], f"{row['sparsity']:.1%}", f"{row['ideal']:.2f}x", row["backend"]]
+        if row["passed"]:
+            cells += [f"{row['ms']:.4g}", "" if row["rate"] is None else f"{row['rate']:.0f}"]
+        else:
+            cells += ["FAILED", ""]
+        ratios = (row["speedup"].get(name) for name in names)
+        cells += ["" if ratio is None else f"{1 / ratio:.2%}" if is_share else f"{ratio:.2f}x" for ratio in ratios]
+        cells.append(f"{row['error']:.1e} / {row['bound']:.1e}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
