@@ -1,4 +1,4 @@
-"""The Hopper attention kernel: what it refuses, and (where there is such a GPU) the contract in both ways to share work.
+"""The Hopper attention kernel: what it refuses and, where there is such a GPU, the contract in both ways to share work.
 
 With fewer rows than four a multiprocessor the kernel cuts rows into parts; with more it draws whole rows.
 """
