@@ -27,8 +27,8 @@ def describe_run() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "flash-attn-4": _version("flash-attn-4"),
-        # DIT_ACCEL_COMMIT names it where the tree came without its history.
-        "commit": _commit() or os.environ.get("DIT_ACCEL_COMMIT", "unknown"),
+        # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
+        "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 

@@ -11,8 +11,8 @@ What a call does not use costs nothing: masks, ``kv_len``, ragged tails, the thr
 
 On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB: the
 query and one tile, which holds the keys and then the values), and each computes while the others wait. Dense, head
-dimension 128, 33K tokens, one H200: 551 TF; two programs of 128 queries and two stages reach 544 TF, one such program
-with three stages 512 TF.
+dimension 128, 33K tokens, one H200, one run: 551 TF; two programs of 128 queries and two stages reach 544 TF, one such
+program with three stages 512 TF.
 """
 
 from __future__ import annotations
