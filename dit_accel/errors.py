@@ -19,3 +19,7 @@ class ShapeError(DitAccelError, ValueError):
 
 class BackendError(DitAccelError, RuntimeError):
     """An explicitly requested kernel backend can't run here; explicit requests never fall back."""
+
+
+class KernelError(DitAccelError, RuntimeError):
+    """A kernel that should run here could not be compiled, loaded or launched: a fault, not a choice."""

@@ -90,11 +90,12 @@ class SparseSymbols:
             raise ShapeError(f"heads must be between 1 and {MAX_HEADS}, got {self.heads}")
         blocks = self.blocks
         batch = self.cache_bits.shape[0] if self.cache_bits.dim() else 1
-        _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)))
+        device = self.cache_bits.device
+        _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)), device)
         if self.skip_bits is not None:
-            _require_bits("skip_bits", self.skip_bits, (batch, self.heads, blocks, block_count(blocks, 8)))
+            _require_bits("skip_bits", self.skip_bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
         if self.masks is not None:
-            _require_masks(self.masks, batch, self.heads, blocks, self.block, self.cache_bits.device)
+            _require_masks(self.masks, batch, self.heads, blocks, self.block, device)
 
     @property
     def blocks(self) -> int:
@@ -171,7 +172,9 @@ def _tensors_of(holder: SparseSymbols | AttentionPlan) -> list[torch.Tensor]:
     return held + ([] if holder.masks is None else holder.masks.tensors())
 
 
-def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if bits.device != device:
+        raise ShapeError(f"{name} must be on cache_bits's device {device}, got {bits.device}")
     if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
         raise ShapeError(f"{name} must be uint8 {list(shape)}, got {bits.dtype} {list(bits.shape)}")
 

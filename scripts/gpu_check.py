@@ -56,7 +56,7 @@ def main() -> int:
     failures = sum(not row["passed"] for row in rows)
     print(f"\n{len(rows) - failures} of {len(rows)} checks passed")
     if arguments.output:
-        arguments.output.write_text(json.dumps(describe_run() | results, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(describe_run("cuda") | results, indent=1) + "\n")
     return 1 if failures else 0
 
 

@@ -69,31 +69,32 @@ def timesteps() -> torch.Tensor:
 
 
 def check_few_layers() -> list[dict[str, Any]]:
-    """Attention and GEMMs in Triton against the torch reference, in bf16 through the adapter, at full width."""
+    """Attention and GEMMs in Triton, and as "auto" chooses them, against the torch reference; bf16, at full width."""
     model = transformer(2, 2, torch.bfloat16)
     plain = denoise(model)
     rows = []
     for name, preset in (("heads", HEADS), ("heads, no tiles", load_preset(HEADS, **{"skip.policy": "none"}))):
-        runs = {}
-        for backend in ("reference", "triton"):
+        runs, reports = {}, {}
+        for backend in ("reference", "triton", "auto"):
             changes = {"kernels": {"attention": backend, "gemm": backend}}
             acceleration = accelerate_transformer(model, preset, timesteps(), **changes)
             runs[backend] = denoise(model)
-            report = acceleration.report()
+            reports[backend] = acceleration.report()
             acceleration.restore()
-        error = max(_distance(a, b) for a, b in zip(runs["triton"], runs["reference"], strict=True))
-        effect = max(_distance(a, b) for a, b in zip(runs["triton"], plain, strict=True))
-        rows.append(
-            {
-                "check": f"FLUX 2 + 2 blocks, {name}: triton against reference",
-                "error": error,
-                "bound": BF16_BOUND,
-                "effect_of_sparsity": effect,
-                "computed_fraction": report.computed_fraction,
-                "steps_by_mode": report.steps_by_mode,
-                "passed": error <= BF16_BOUND and not report.fallbacks and len(report.steps_by_mode) == 3,
-            }
-        )
+        for backend in ("triton", "auto"):
+            report = reports[backend]
+            error = max(_distance(a, b) for a, b in zip(runs[backend], runs["reference"], strict=True))
+            rows.append(
+                {
+                    "check": f"FLUX 2 + 2 blocks, {name}: {backend} against reference",
+                    "error": error,
+                    "bound": BF16_BOUND,
+                    "effect_of_sparsity": max(_distance(a, b) for a, b in zip(runs[backend], plain, strict=True)),
+                    "computed_fraction": report.computed_fraction,
+                    "steps_by_mode": report.steps_by_mode,
+                    "passed": error <= BF16_BOUND and not report.fallbacks and len(report.steps_by_mode) == 3,
+                }
+            )
     return rows
 
 

@@ -23,9 +23,9 @@ import diffusers
 import numpy as np
 import torch
 from demo_models.prompts import held_out_prompts
-from gpu_check import describe_run
 
 from dit_accel import accelerated, load_preset, preset_names
+from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
 from dit_accel.metrics import latent_error, psnr, ssim
 from dit_accel.presets import Preset
@@ -218,7 +218,7 @@ def main() -> None:
     started = time.perf_counter()
     comparison = Comparison(pipe, {**demo_arguments(folder), **sizes}, prompts)
     results = [r for r in _earlier(options) if r["name"] in names]
-    origin = describe_run()
+    origin = describe_run(pipe.device)
     for series, name, method in listed:
         if not options.only or name in options.only:
             results = [r for r in results if r["name"] != name] + [comparison.measure(series, name, method) | origin]

@@ -23,7 +23,6 @@ from dit_accel.bench.attention import bench_attention, bench_masked, bench_quant
 from dit_accel.bench.cases import Case, make_inputs
 from dit_accel.bench.gemm import bench_gemm_o, bench_gemm_q
 from dit_accel.bench.origin import describe_run
-from dit_accel.bench.plot import speedup_plot
 from dit_accel.bench.recorder import Recorder
 from dit_accel.bench.report import Document, failures, merged, table
 from dit_accel.bench.sizes import FULL, QUICK, TINY, Sizes
@@ -43,7 +42,7 @@ OPS: dict[str, tuple[Callable[[Recorder, Sizes], None], str]] = {
     "symbols": (bench_symbols, "symbols"),
     "forecast": (bench_forecast, "forecast"),
 }
-DEFAULT_OUTPUT = Path("docs/results/kernels")
+DEFAULT_OUTPUT = Path("kernels")
 
 
 class OptionError(DitAccelError, ValueError):
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> Document:
     print(f"{time.perf_counter() - started:.0f} s: {sum(c['passed'] for c in checks)} of {len(checks)} checks passed")
 
     def document() -> Document:
-        origin = describe_run() | {"seconds": time.perf_counter() - started}
+        origin = describe_run(device) | {"seconds": time.perf_counter() - started}
         parts = {"gate": checks, "left_out": recorder.left_out, "results": recorder.rows}
         return {"runs": [origin], **{name: [row | {"run": 0} for row in rows] for name, rows in parts.items()}}
 
@@ -142,8 +141,13 @@ def write(document: Document, output: Path) -> int:
     files.append(output.with_name(output.name + ".md"))
     files[1].write_text(table(document), encoding="utf-8")
     plot = output.with_name(output.name + ".png")
-    if speedup_plot(document, plot):
-        files.append(plot)
+    try:
+        from dit_accel.bench.plot import speedup_plot
+    except ImportError as error:
+        print(f"no plot: {error}")
+    else:
+        if speedup_plot(document, plot):
+            files.append(plot)
     print(f"wrote {', '.join(map(str, files))}")
     return 0
 
@@ -169,7 +173,10 @@ def _chosen(option: str, names: str | None, valid: Sequence[str]) -> list[str]:
 def _backends(names: str | None, device: str) -> list[str]:
     status = backend_status()
     if names is None:
-        return [*(["reference"] if device == "cpu" else []), *gate.available_backends()]
+        chosen = [*(["reference"] if device == "cpu" else []), *gate.available_backends()]
+        if not chosen:
+            raise OptionError(f"--backends: none can run here: {status}")
+        return chosen
     chosen = _chosen("--backends", names, list(status))
     for name in chosen:
         if status[name] != "ok":

@@ -15,9 +15,13 @@ import torch
 CHECKOUT = Path(__file__).parent.parent.parent
 
 
-def describe_run() -> dict[str, Any]:
-    """Device, driver, versions, commit and command of this process; what is missing is None."""
-    on_gpu = torch.cuda.is_available()
+def describe_run(device: str | torch.device) -> dict[str, Any]:
+    """Device, driver, versions, commit and command of this process; what is missing is None.
+
+    Args:
+        device: what the process computes on.
+    """
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,

@@ -93,8 +93,18 @@ def bench_symbols(recorder: Recorder, sizes: Sizes) -> None:
             "scores, masks, packing": partial(_select, probabilities, layout),
             "lowering": partial(kernels.lower, symbols),
         }
+        low = kernels.pooled_map(q, k, case.block, backend="reference")
+        actual = kernels.pooled_map(q, k, case.block)
+        pooled = verify.worst(verify.verify_pooled_map(actual, low, q, k, case.block).values())
+        chosen, lowered = _judge_symbols(q, k, layout), verify.verify_plan(kernels.lower(symbols), symbols)
+        verdicts = {
+            "whole": verify.worst([pooled, chosen, lowered]),
+            "pooled map": pooled,
+            "scores, masks, packing": chosen,
+            "lowering": lowered,
+        }
         for kind, call in parts.items():
-            judge = partial(_judge_symbols, q, k, layout)
+            judge = partial(verdicts.get, kind)
             recorder.time("symbols", "auto", kind, shape_of(case), call, judge, baselines=baselines, timer=replayed_ms)
 
 

@@ -93,6 +93,7 @@ def attention(
     require_qk_dtype(qk_dtype)
     chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     keep_reused = out is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     batch, tokens, heads, _ = q.shape

@@ -87,9 +87,9 @@ def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None
     """Why our CUDA C++ kernels can't be compiled and run on this device, or None."""
     if device.type != "cuda":
         return f"the tensors are on '{device.type}', and CUDA kernels need a CUDA device"
-    from dit_accel.kernels._cuda.runtime import why_no_compiler
+    from dit_accel.kernels._cuda.runtime import why_not
 
-    return why_no_compiler() or _capability_problem(device)
+    return why_not(device) or _capability_problem(device)
 
 
 def _cute_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:

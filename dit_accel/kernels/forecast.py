@@ -20,6 +20,7 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
 )
 from dit_accel.kernels.regions import regions
+from dit_accel.layout import BLOCK_SIZES
 from dit_accel.symbols import AttentionPlan
 
 
@@ -47,12 +48,15 @@ def weighted_sum(
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
+        UnsupportedError: the backend does not support the plan's block.
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(history, weights, plan, out)
     first = history[0]
     out = torch.empty_like(first, memory_format=torch.contiguous_format) if out is None else out
-    if resolve_backend(backend, first) == "triton":
+    fits = plan is None or plan.block in BLOCK_SIZES
+    limit = None if fits else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+    if resolve_backend(backend, first, {"triton": limit}) == "triton":
         from dit_accel.kernels._triton.forecast import weighted_sum_into
 
         weighted_sum_into(history, weights, plan, out)

@@ -16,11 +16,11 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
-    TRITON_HEAD_DIMS,
     require_dtype,
     require_same,
     require_shape,
     require_unit_stride,
+    triton_head_dim_limit,
 )
 from dit_accel.layout import BLOCK_SIZES, block_count
 
@@ -82,17 +82,15 @@ def pooled_map(
     mean = torch.empty(2, batch, heads, blocks, head_dim, dtype=torch.float32, device=q.device)  # of q, of k
     similarity = torch.empty(2, batch, heads, blocks, dtype=torch.float32, device=q.device)
     probabilities = torch.empty(batch, heads, blocks, blocks, dtype=torch.float32, device=q.device)
-    pooled_map_into(mean, similarity, probabilities, q, k, block, kv_len)
+    lengths = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
+    pooled_map_into(mean, similarity, probabilities, q, k, block, lengths)
     return PooledMap(probabilities, *similarity)
 
 
 def _limits(q: torch.Tensor, k: torch.Tensor, block: int) -> dict[str, str | None]:
     from dit_accel.kernels._cuda.pooling import limit as cuda_limit
 
-    head_dim = q.shape[-1]
-    fits = head_dim in TRITON_HEAD_DIMS
-    triton_limit = None if fits else f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"
-    return {"cuda": cuda_limit(q, k, block), "triton": triton_limit}
+    return {"cuda": cuda_limit(q, k, block), "triton": triton_head_dim_limit(q.shape[-1])}
 
 
 def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> PooledMap:

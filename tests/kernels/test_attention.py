@@ -53,6 +53,17 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, device, make_tensor, 
     assert torch.equal(attention(q, k, v, plan, kv_len=kv_len, backend=backend), clean)
 
 
+@pytest.mark.parametrize("options", [{}, {"qk_dtype": "int8"}], ids=["plain", "int8"])
+def test_kv_len_may_be_a_view(options, backend, device, make_tensor, make_sparsity):
+    q, k, v = (make_tensor(2, 200, 3, 32) for _ in range(3))
+    plan = make_sparsity(2, 3, 200, rows=1.1).plan
+    lengths = torch.tensor([[70, 1], [199, 2]], dtype=torch.int32, device=device)
+    views = lengths[:, 0], lengths[0, :1].expand(2)
+    for view in views:
+        expected = attention(q, k, v, plan, kv_len=view.clone(), backend=backend, **options)
+        assert torch.equal(attention(q, k, v, plan, kv_len=view, backend=backend, **options), expected)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_heads_share_keys(kv_heads, backend, make_tensor, make_sparsity, assert_no_worse):
     q, k, v = make_tensor(1, 130, 4, 16), make_tensor(1, 130, kv_heads, 16), make_tensor(1, 130, kv_heads, 16)

@@ -81,6 +81,13 @@ def test_the_simulation_stays_within_its_bound(qk_dtype, outliers, make_tensor):
     assert relative_error(out, exact_attention(q, k, v)) <= BOUNDS[qk_dtype]
 
 
+def test_rounding_to_float8_leaves_the_mean_of_the_values(make_tensor):
+    """Rows that see 33K bfloat16 keys alike have little else: they err by 4.8% if the mean is off, else by 3.6%."""
+    q, k, v = (make_tensor(1, 4096, 1, 32, dtype=torch.bfloat16).cpu() for _ in range(3))
+    simulated = simulate(q, k, v, everything(q), None, "int8+fp8")
+    torch.testing.assert_close(simulated.v.double().mean(1), v.double().mean(1), rtol=0, atol=1e-6)
+
+
 def test_the_kernel_stays_within_its_bound(qk_dtype, outliers, make_tensor):
     q, k, v = with_outliers(*(make_tensor(1, 256, 1, 128, dtype=torch.float16) for _ in range(3)), outliers)
     out = attention(q, k, v, everything(q), qk_dtype=qk_dtype, backend="triton")
@@ -175,14 +182,17 @@ def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, backend, device, 
 
 
 def test_keys_all_alike_and_zeros(qk_dtype, backend, make_tensor, make_sparsity):
-    """Channels without any size have no scale of their own; the output is then the mean of the values."""
+    """Channels without any size have no scale of their own; the output is then the mean of the values.
+
+    In float8 too, although each value is rounded: the mean of what rounding takes away comes back.
+    """
     plan = make_sparsity(1, 2, 128, rows=1.1, tiles=1.1).plan
     q, v = (make_tensor(1, 128, 2, 32, dtype=torch.float16) for _ in range(2))
     mean = v.double().mean(1, keepdim=True).expand_as(v)
     for k in (torch.zeros_like(v), torch.full_like(v, 3.0)):
         for query in (q, torch.zeros_like(q)):
             out = attention(query, k, v, plan, qk_dtype=qk_dtype, backend=backend)
-            torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-3 if qk_dtype == "int8" else 0.03)
+            torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-3)
 
 
 def test_a_mean_of_the_values_costs_nothing(backend, make_tensor, make_sparsity):

@@ -138,7 +138,7 @@ def test_limits(make_sparsity, device):
     assert "block must be 128, got 64" in judged(plan=make_sparsity(1, 2, 300, block=64).plan)
     assert "no masks" in judged(plan=masked)
     assert "pv_threshold and qk_dtype must be None, got -4.0 and None" in judged(pv_threshold=-4.0)
-    assert "k must begin at and have strides in multiples of 16 bytes" in judged(k=wide)
+    assert "k must begin at and have strides in positive multiples of 16 bytes" in judged(k=wide)
 
 
 @on_hopper

@@ -1,6 +1,7 @@
 """The CUDA runtime on a machine without a GPU: its disk cache, its arguments and what it says where it can't run."""
 
 import ctypes
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dit_accel.errors import BackendError
 from dit_accel.kernels import backend_status, pack_bits
 from dit_accel.kernels._cuda import runtime
+from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
 
 
 @pytest.fixture
@@ -52,6 +54,45 @@ def test_a_cache_that_can_not_be_written_costs_only_time(compiled, monkeypatch):
     runtime.compile_source("packing.cu", "sm_90a")
     runtime.compile_source("packing.cu", "sm_90a")
     assert len(compiled) == 2
+
+
+def test_an_empty_file_in_the_cache_counts_as_none(compiled, tmp_path):
+    code = runtime.compile_source("packing.cu", "sm_90a")
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(b"")
+    assert runtime.compile_source("packing.cu", "sm_90a") != code
+    assert len(compiled) == 2
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [file.name], "nothing else may be left behind"
+
+
+def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch):
+    monkeypatch.delenv("DIT_ACCEL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(runtime.Path, "home", no_home)
+    assert runtime._cache_folder().name.startswith("dit_accel-")
+
+
+def test_an_unknown_gpu_is_a_reason_and_not_a_failed_compilation(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(runtime, "_driver", lambda: types.SimpleNamespace(cuTensorMapEncodeTiled=None))
+    monkeypatch.setattr(runtime, "_nvrtc_architectures", lambda: (80, 89, 90))
+    monkeypatch.setattr(runtime, "_nvrtc_version", lambda: (12, 8))
+    for capability, reason in (((9, 0), None), ((12, 1), "NVRTC 12.8 does not know the GPU's compute capability 12.1")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        runtime.why_not.cache_clear()
+        assert runtime.why_not(torch.device("cuda", 0)) == reason
+    runtime.why_not.cache_clear()
+
+
+def test_strides_of_axes_of_length_one_mean_nothing():
+    x = torch.zeros(1, 300, 2, 64, dtype=torch.float16)
+    assert tensor_map_limit("x", x.as_strided(x.shape, (7, 128, 64, 1))) is None
+    assert "positive multiples of 16 bytes" in tensor_map_limit("x", x[:, :1].expand(1, 300, 2, 64))
+    assert "call .contiguous()" in tensor_map_limit("x", torch.zeros(1, 300, 2, 66).half()[..., :64])
 
 
 def test_arguments_have_the_widths_of_c():

@@ -252,14 +252,14 @@ __device__ __forceinline__ void release(u64& empty) {  // one arrival a warp
 }
 
 #if HAS_KV_LEN
-// Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Both consumers clear a half of them.
-__device__ __forceinline__ void clear_tail(u32 values, int valid) {
-    const int thread = threadIdx.x - WARPGROUP;
-    for (int chunk = valid * 8 + thread; chunk < BLOCK * 8; chunk += CONSUMERS * WARPGROUP)
+// Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Each consumer clears them all, for itself: one that waited
+// here for the other would wait for one that waits for its turn.
+__device__ __forceinline__ void clear_tail(u32 values, int valid, int consumer) {
+    for (int chunk = valid * 8 + threadIdx.x % WARPGROUP; chunk < BLOCK * 8; chunk += WARPGROUP)
 #pragma unroll
         for (int box = 0; box < BOXES; ++box) store_zeros(values + box * BOX_BYTES + chunk * 16);
     fence_async_proxy();
-    named_sync(BOTH, CONSUMERS * WARPGROUP);
+    named_sync(OWN + consumer, WARPGROUP);
 }
 #endif
 
@@ -394,7 +394,7 @@ struct Consumer {
                                                  bool is_first, int valid, bool passes_turn = true) {
         barrier_wait(shared_address(&shared.value_full[value.slot]), value.parity);
 #if HAS_KV_LEN
-        if (is_first && valid < BLOCK) clear_tail(tiles.values + value.slot * TILE_BYTES, valid);
+        if (is_first && valid < BLOCK) clear_tail(tiles.values + value.slot * TILE_BYTES, valid, consumer);
 #endif
         multiply_values(acc, probabilities, tiles.values + value.slot * TILE_BYTES, !is_first);
         if (passes_turn) pass_turn();
@@ -479,12 +479,12 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const int* work,
-              const int* work_count, const int* kv_count, const int* kv_index, const int* kv_len, int* tickets,
-              int* arrivals, float* parts, float* lse, int heads, int group, int blocks, int tokens, float scale_log2) {
+              const int* work_count, const int* kv_count, const int* kv_index, const int* kv_len, int* counters,
+              float* parts, float* lse, int heads, int group, int blocks, int tokens, float scale_log2) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory + TILES_BYTES);
-    const Problem problem = {work,  work_count, kv_count, kv_index, kv_len, tickets, arrivals,
-                             parts, lse,        heads,    group,    blocks, tokens,  scale_log2};
+    const Problem problem = {work,  work_count, kv_count, kv_index, kv_len, counters, counters + 2,
+                             parts, lse,        heads,    group,    blocks, tokens,   scale_log2};
     if (threadIdx.x == 0) {
         prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map), prefetch_map(&out_map);
         for (int i = 0; i < ROW_SLOTS; ++i) {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 
-from dit_accel.kernels._cuda.runtime import kernel
+from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters
 from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.symbols import AttentionPlan
@@ -19,7 +18,7 @@ THREADS = 384
 TILES = 7  # 2 of queries, 3 of keys and 2 of values
 SHARED_BEYOND_TILES = 3072
 MAX_PROGRAMS = 192
-SHARED_ROWS = 4 * MAX_PROGRAMS  # at most, where rows are cut into shares
+SHARED_ROWS = 4 * MAX_PROGRAMS  # at most, where rows are cut into shares; each has a counter for each consumer
 CONSUMER_THREADS = 256
 
 
@@ -41,6 +40,8 @@ def limit(
         return f"head_dim must be one of {HEAD_DIMS}, got {q.shape[-1]}"
     if plan.block != BLOCK:
         return f"the plan's block must be {BLOCK}, got {plan.block}"
+    if q.numel() == 0:
+        return f"q must not be empty, got {list(q.shape)}"
     if plan.masks is not None:
         return "the plan must have no masks"
     if pv_threshold is not None or qk_dtype is not None:
@@ -60,10 +61,10 @@ def attention_into(
     lse: torch.Tensor | None,
 ) -> None:
     tokens, heads, head_dim = q.shape[1:]
-    programs = min(_multiprocessors(q.device), MAX_PROGRAMS)
+    programs = min(multiprocessors(q.device), MAX_PROGRAMS)
     part = CONSUMER_THREADS * (head_dim // 2 + 4)
     parts = torch.empty(programs * 2 * part, dtype=torch.float32, device=q.device)
-    tickets, arrivals = _counters(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    counters = resting_counters("attention", 2 + 2 * SHARED_ROWS, q.device)
     defines = (
         ("HEAD_DIM", head_dim),
         ("ELEMENT_BF16", int(q.dtype == torch.bfloat16)),
@@ -73,20 +74,7 @@ def attention_into(
     kernel("attention.cu", "attention", q.device, defines).launch(
         (programs,),
         THREADS,
-        (*maps, plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len, tickets, arrivals,
-         parts, lse,
-         heads, heads // k.shape[2], plan.blocks, tokens, scale * math.log2(math.e)),
+        (*maps, plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len, counters,
+         parts, lse, heads, heads // k.shape[2], plan.blocks, tokens, scale * math.log2(math.e)),
         shared_bytes=TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES,
     )  # fmt: skip
-
-
-@functools.cache
-def _counters(device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters that are zero between launches; launches on one stream follow each other, so they can share them."""
-    counters = torch.zeros(2 + SHARED_ROWS * 2, dtype=torch.int32, device=device)
-    return counters[:2], counters[2:]
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

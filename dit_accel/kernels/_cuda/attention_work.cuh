@@ -24,10 +24,9 @@ constexpr int SCORES = BLOCK / 2;
 constexpr int MAX_PROGRAMS = 192;  // thread blocks
 constexpr int SHARED_WAVES = 4;    // fewer rows than this for each thread block are cut into shares
 constexpr int ROWS_A_THREAD = (SHARED_WAVES * MAX_PROGRAMS + THREADS - 1) / THREADS;  // where work is cut into shares
-constexpr int SMALLEST_SHARE = 4;  // tiles; parts of fewer cost more to add up than to compute
-[[maybe_unused]] constexpr int OWN = 1, BOTH = 3,
-                               TURN = 4;  // named barriers: each consumer's own (1, 2), both, whose turn it is (4, 5)
-constexpr float MAXIMUM_GROWTH = 8.0f;    // base-2 exponent that the maximum may grow by before acc is rescaled
+constexpr int SMALLEST_SHARE = 4;       // tiles; parts of fewer cost more to add up than to compute
+constexpr int OWN = 1, TURN = 3;        // named barriers: each consumer's own (1, 2), whose turn it is (3, 4)
+constexpr float MAXIMUM_GROWTH = 8.0f;  // base-2 exponent that the maximum may grow by before acc is rescaled
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 struct Piece {

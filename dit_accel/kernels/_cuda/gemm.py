@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from dit_accel.kernels._cuda.runtime import Defines
@@ -21,6 +19,8 @@ def gemm_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, o
     """What keeps the kernels from an activation ``x`` of the given head dimension, or None."""
     if problem := hopper_limit(x):
         return problem
+    if x.numel() == 0:
+        return f"{name} must not be empty, got {list(x.shape)}"
     if x.dtype not in DTYPES:
         return f"{name} must be float16 or bfloat16, got {x.dtype}"
     if head_dim not in HEAD_DIMS:
@@ -34,8 +34,3 @@ def gemm_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, o
 
 def piece_defines(x: torch.Tensor, head_dim: int) -> Defines:
     return ("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(x.dtype == torch.bfloat16))
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

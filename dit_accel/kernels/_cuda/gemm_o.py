@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 
-from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, multiprocessors, piece_defines
-from dit_accel.kernels._cuda.runtime import kernel
+from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
+from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters
 from dit_accel.kernels._cuda.tensor_map import TensorMap, tensor_map, tensor_map_limit
 from dit_accel.layout import block_count
 from dit_accel.symbols import AttentionPlan
@@ -84,7 +83,7 @@ def _launch(sources, weight, bias, plan, stack, weights, offset, out) -> None:
         len(stack),
     )  # fmt: skip
     maps = [tensor_map(source, (1, plan.block, 1, 64)) for source in sources]
-    defines = (*piece_defines(o, head_dim), ("DISPATCH", int(bool(weights))))
+    defines = (*piece_defines(o, head_dim), ("DISPATCH", int(len(weights) > 0)))
     kernel("gemm_o.cu", "gemm_o", o.device, defines).launch(
         (multiprocessors(o.device),),
         THREADS,
@@ -96,15 +95,9 @@ def _launch(sources, weight, bias, plan, stack, weights, offset, out) -> None:
             tensor_map(out[None], (1, 1, 64, 64)),
             bias,
             plan.mask64,
-            _counters(o.device, torch.cuda.current_stream(o.device).cuda_stream),
+            resting_counters("gemm_o", 2, o.device),
             (ctypes.c_float * MAX_ENTRIES)(*weights),
             (ctypes.c_int * len(shape))(*shape),
         ),
         shared_bytes=SHARED_BYTES,
     )
-
-
-@functools.cache
-def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Counters that are zero between launches; launches on one stream follow each other, so they can share them."""
-    return torch.zeros(2, dtype=torch.int32, device=device)

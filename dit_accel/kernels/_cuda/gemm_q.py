@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, multiprocessors, piece_defines
-from dit_accel.kernels._cuda.runtime import kernel
+from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
+from dit_accel.kernels._cuda.runtime import kernel, multiprocessors
 from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
 from dit_accel.layout import block_count
 from dit_accel.symbols import AttentionPlan

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from dit_accel.errors import BackendError
+from dit_accel.errors import KernelError
 
 SOURCES = Path(__file__).parent
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DEFAULT_SHARED_LIMIT = 48 * 1024
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Defines = tuple[tuple[str, str | int], ...]
 
@@ -32,8 +33,9 @@ Defines = tuple[tuple[str, str | int], ...]
 class Kernel:
     """One loaded ``__global__`` function on one device."""
 
-    def __init__(self, function: ctypes.c_void_p, device: torch.device) -> None:
+    def __init__(self, function: ctypes.c_void_p, context: ctypes.c_void_p, device: torch.device) -> None:
         self._function = function
+        self._context = context
         self._device = device
         self._shared_limit = DEFAULT_SHARED_LIMIT
 
@@ -56,9 +58,11 @@ class Kernel:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
         is_current = torch.cuda.current_device() == self._device.index
         with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
-            error = _driver().cuLaunchKernel(
-                self._function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, pointers, None
-            )
+            launch = self._function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, pointers, None
+            error = _driver().cuLaunchKernel(*launch)
+            if error == INVALID_CONTEXT:  # a thread that has not used the device yet
+                _check(_driver().cuCtxSetCurrent(self._context), "context")
+                error = _driver().cuLaunchKernel(*launch)
         _check(error, "launch")
 
 
@@ -73,33 +77,65 @@ def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) 
         defines: preprocessor macros, ``(name, value)``.
 
     Raises:
-        BackendError: NVRTC or the driver refuses; the message holds their log.
+        KernelError: NVRTC or the driver refuses; the message holds their log.
     """
     torch.cuda.init()
     function, context = ctypes.c_void_p(), ctypes.c_void_p()
-    with torch.cuda.device(device):
-        # the context that torch uses; a thread that has not used the device yet has none
+    with torch.cuda.device(device):  # which is lazy: the thread may still have no context
         _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "context")
         _check(_driver().cuCtxSetCurrent(context), "context")
         _check(
             _driver().cuModuleGetFunction(ctypes.byref(function), _module(source, device, defines), name.encode()), name
         )
-    return Kernel(function, device)
+    return Kernel(function, context, device)
 
 
-def why_no_compiler() -> str | None:
-    """Why CUDA C++ can't be compiled and launched here, or None."""
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why CUDA C++ can't be compiled and launched for a CUDA device, or None."""
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
-    for load, library in (
-        (_nvrtc, "NVRTC (pip install nvidia-cuda-nvrtc)"),
-        (_driver, "the CUDA driver, libcuda.so.1"),
-    ):
-        try:
-            load()
-        except OSError as error:
-            return f"{library} can't be loaded ({error})"
+    try:
+        driver = _driver()
+    except OSError as error:
+        return f"the CUDA driver, libcuda.so.1, can't be loaded ({error})"
+    if not hasattr(driver, "cuTensorMapEncodeTiled"):
+        return "the CUDA driver is older than 12.0"
+    try:
+        known = _nvrtc_architectures()
+    except OSError as error:
+        return f"NVRTC (pip install nvidia-cuda-nvrtc) can't be loaded ({error})"
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor not in known or (major == 9 and _nvrtc_version() < (12, 0)):
+        return (
+            f"NVRTC {'.'.join(map(str, _nvrtc_version()))} does not know the GPU's compute capability {major}.{minor}"
+        )
     return None
+
+
+def multiprocessors(device: torch.device) -> int:
+    return _properties(device).multi_processor_count
+
+
+def resting_counters(owner: str, count: int, device: torch.device) -> torch.Tensor:
+    """int32 ``[count]`` on the device that a kernel finds zero and leaves zero.
+
+    Launches of one kernel on one stream follow each other, so they share one tensor. A captured graph may be replayed
+    on any stream, beside other graphs: each launch in it gets counters of its own, which the graph clears.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _counters_of_stream(owner, count, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@functools.cache
+def _counters_of_stream(owner: str, count: int, device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
@@ -109,7 +145,7 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
         architecture: as NVRTC names it, "sm_80" or "sm_90a".
 
     Raises:
-        BackendError: NVRTC refuses; the message holds its log.
+        KernelError: NVRTC refuses; the message holds its log.
     """
     options = [
         f"--gpu-architecture={architecture}",
@@ -122,13 +158,15 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
         digest.update(file.read_bytes())
     cached = _cache_folder() / f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
-        return cached.read_bytes()
+        if code := cached.read_bytes():
+            return code
     code = _compile((SOURCES / source).read_text(), source, options)
     with contextlib.suppress(OSError):  # a cache that can't be written costs a compilation a process, nothing more
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, cached)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+            written = Path(folder) / cached.name
+            written.write_bytes(code)
+            written.replace(cached)  # whole or not at all
     return code
 
 
@@ -149,12 +187,12 @@ def _module(source: str, device: torch.device, defines: Defines) -> ctypes.c_voi
 def _compile(text: str, source: str, options: list[str]) -> bytes:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None):
-        raise BackendError(f"NVRTC could not read {source}")
+        raise KernelError(f"NVRTC could not read {source}")
     try:
         flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), flags):
             log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-            raise BackendError(f"NVRTC could not compile {source}: {log.decode(errors='replace')}")
+            raise KernelError(f"NVRTC could not compile {source}: {log.decode(errors='replace')}")
         return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -183,7 +221,7 @@ def _check(error: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(error, ctypes.byref(text))
         reason = text.value.decode() if text.value else "unknown error"
-        raise BackendError(f"the CUDA driver failed at {what}: {reason} ({error})")
+        raise KernelError(f"the CUDA driver failed at {what}: {reason} ({error})")
 
 
 @functools.cache
@@ -206,6 +244,16 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 @functools.cache
+def _nvrtc_architectures() -> tuple[int, ...]:
+    """Compute capabilities that NVRTC compiles for, as 80, 89, 90, …"""
+    count = ctypes.c_int()
+    _nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    architectures = (ctypes.c_int * count.value)()
+    _nvrtc().nvrtcGetSupportedArchs(architectures)
+    return tuple(architectures)
+
+
+@functools.cache
 def _nvrtc_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -215,4 +263,7 @@ def _nvrtc_version() -> tuple[int, int]:
 def _cache_folder() -> Path:
     if explicit := os.environ.get("DIT_ACCEL_CACHE"):
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit_accel"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit_accel"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"dit_accel-{os.getuid()}"

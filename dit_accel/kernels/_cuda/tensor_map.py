@@ -7,11 +7,12 @@ import functools
 
 import torch
 
-from dit_accel.errors import BackendError
+from dit_accel.errors import KernelError
 from dit_accel.kernels._cuda.runtime import _driver
 
 BYTES = 128
-ALIGNMENT = 64
+ALIGNMENT = 64  # of the map
+ALIGNED = 16  # bytes: the tensor's address and strides
 DATA_TYPES = {torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 SWIZZLE_128_BYTES = 3
 PROMOTE_TO_256_BYTES = 3
@@ -31,18 +32,26 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
         box: elements of a box along each axis, in x's order; its last axis spans 128 bytes.
 
     Raises:
-        BackendError: the driver refuses the layout.
+        KernelError: the driver refuses the layout.
     """
     size = x.element_size()
-    strides = tuple(stride * size for stride in x.stride()[:-1])
+    # an axis of length 1 may have any stride, which the driver would judge all the same
+    row = -(-x.shape[-1] * size // ALIGNED) * ALIGNED
+    strides = tuple(
+        stride * size if length > 1 else row for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    )
     return _encode(x.data_ptr(), DATA_TYPES[x.dtype], tuple(x.shape), strides, box)
 
 
 def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
     """What keeps the copy engine from ``x``, or None."""
     size = x.element_size()
-    if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
-        return f"{name} must begin at and have strides in multiples of 16 bytes, got strides {list(x.stride())}"
+    strides = [stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
+    if x.data_ptr() % ALIGNED or any(stride <= 0 or stride * size % ALIGNED for stride in strides):
+        return (
+            f"{name} must begin at and have strides in positive multiples of 16 bytes, got strides {list(x.stride())}; "
+            "call .contiguous()"
+        )
     return None
 
 
@@ -68,5 +77,8 @@ def _encode(
         0,  # zeros out of bounds
     )
     if error:
-        raise BackendError(f"the CUDA driver can't map a tensor of shape {shape}, strides {strides} bytes, box {box}")
+        raise KernelError(
+            f"the CUDA driver can't map a tensor of shape {shape}, strides {strides} bytes, in boxes {box} ({error}); "
+            "use backend='triton'"
+        )
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, BYTES))

@@ -240,7 +240,7 @@ def attention_into(
     with on_device(q):
         _attention[(programs,)](
             q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
-            None if kv_len is None else kv_len.contiguous(), codes, pool,
+            kv_len, codes, pool,
             _descriptor(k, config["KEY_TILE"]) if by_descriptor else None,
             _descriptor(v, config["KEY_TILE"]) if by_descriptor else None,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
