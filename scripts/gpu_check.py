@@ -2,6 +2,7 @@
 """Checks every kernel on a CUDA GPU against float64 at real sizes, then FLUX.1-dev's transformer in every step mode.
 
     python scripts/gpu_check.py --output gpu_check.json [--quick]
+    compute-sanitizer --tool memcheck python scripts/gpu_check.py --small
 
 A kernel's case passes when its largest error is at most twice that of the dense low-precision computation plus the
 rounding of the largest value, and when everything that the symbols mark as reused is untouched. DISPATCH steps must not
@@ -18,8 +19,16 @@ from pathlib import Path
 import torch
 
 from dit_accel.bench.cases import make_inputs
-from dit_accel.bench.gate import CASES, QUICK_CASES, available_backends, check_kernels, check_no_host_wait
+from dit_accel.bench.gate import (
+    CASES,
+    QUICK_CASES,
+    SMALL_CASES,
+    available_backends,
+    check_kernels,
+    check_no_host_wait,
+)
 from dit_accel.bench.origin import describe_run
+from dit_accel.kernels import backend_status
 
 
 def print_table(results: list[dict]) -> None:
@@ -36,17 +45,23 @@ def print_table(results: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--quick", action="store_true", help="two cases a kernel, and no transformer")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="three cases a kernel, and no transformer")
+    size.add_argument("--small", action="store_true", help="two cases of at most 700 tokens, for compute-sanitizer")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch finds none", file=sys.stderr)
         return 2
     backends = available_backends()
-    kernel_checks = check_kernels("cuda", QUICK_CASES if arguments.quick else CASES, backends)
-    kernel_checks += check_no_host_wait(make_inputs(QUICK_CASES[0], "cuda"), backends)
+    if not backends:
+        print(f"gpu_check finds no kernels that run here: {backend_status()}", file=sys.stderr)
+        return 2
+    cases = SMALL_CASES if arguments.small else QUICK_CASES if arguments.quick else CASES
+    kernel_checks = check_kernels("cuda", cases, backends)
+    kernel_checks += check_no_host_wait(make_inputs(cases[0], "cuda"), backends)
     results = {"kernels": kernel_checks, "flux": []}
     print_table(results["kernels"])
-    if not arguments.quick:
+    if not (arguments.quick or arguments.small):
         from gpu_check_flux import check_flux
 
         results["flux"] = check_flux()

@@ -19,7 +19,7 @@ from dit_accel.bench.plot import speedup_plot
 from dit_accel.bench.recorder import Recorder
 from dit_accel.bench.sizes import FULL, GROUPS, sparse_cases
 from dit_accel.bench.verify import Verdict
-from dit_accel.errors import ShapeError
+from dit_accel.errors import KernelError, ShapeError
 from dit_accel.symbols import FULL_TILE
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +95,18 @@ def test_a_red_gate_stops_before_anything_is_timed(monkeypatch, tmp_path, capsys
     assert document["results"] == []
     assert {row["op"] for row in document["gate"] if not row["passed"]} == {"weighted_sum", "weighted_sum plan"}
     assert "FAILED: weighted_sum reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [KernelError("failed at launch"), ValueError("too many registers")], ids=repr)
+def test_a_kernel_that_does_not_run_fails_the_gate(error, monkeypatch):
+    """A backend that refuses a case leaves it out; one that takes it and breaks has failed."""
+
+    def broken(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(kernels, "gemm_q", broken)
+    failed = [row for row in gate.check_kernels("cpu", [SMALL], ["reference"]) if not row["passed"]]
+    assert [(row["op"], str(error) in row["reason"]) for row in failed] == [("gemm_q", True)]
 
 
 def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, tmp_path):
