@@ -273,6 +273,7 @@ __device__ __forceinline__ bool combine_parts(const Problem& problem, const Piec
         return reinterpret_cast<float4*>(problem.parts + part * PART) + consumer * (PART / 4 / CONSUMERS) + thread;
     };
     int* arrivals = problem.arrivals + piece.item * CONSUMERS + consumer;
+    named_sync(barrier, WARPGROUP);  // all have read what the row before left in is_last
     if (thread == 0) shared.is_last[consumer] = load_acquire(arrivals) == piece.parts - 1;
     named_sync(barrier, WARPGROUP);
     bool is_last = shared.is_last[consumer];
@@ -342,6 +343,7 @@ __device__ __forceinline__ void finish_row(const Problem& problem, const Piece& 
             *lse_of(problem, piece, query) =
                 (softmax.maximum[r] * problem.scale_log2 + log2f(sum)) * 0.6931471805599453f;  // ln 2
     }
+    named_sync(OWN + consumer, WARPGROUP);  // all four warps are done with the queries, which the output replaces
     const int row = warp * 16 + lane % 16;  // lanes 0-15 the left of two chunks of 8 columns, 16-31 the right
 #pragma unroll
     for (int i = 0; i < DIMS / 8; ++i) {
