@@ -80,7 +80,7 @@ def comparison_strip(
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
     """Writes when a run computed: seconds of each step coloured by mode, and the forecast errors it measured."""
-    figure = _figure(9.0, 4.6)
+    figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     milliseconds = [1000 * step.seconds for step in report.steps]
     for mode, colour in MODE_COLOURS.items():
@@ -104,8 +104,8 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     errors.set_xlabel("denoising step")
     errors.set_xlim(-0.6, len(report.steps) - 0.4)
     errors.xaxis.get_major_locator().set_params(integer=True)
-    _tidy(times, grid="y")
-    _tidy(errors, grid="y")
+    tidy_axes(times, grid="y")
+    tidy_axes(errors, grid="y")
     figure.savefig(path)
 
 
@@ -113,7 +113,7 @@ def density_figure(report: RunReport, path: str | Path) -> None:
     """Writes a heat map of the computed share of each layer's FLOPs, by layer and step."""
     density = np.array(report.density, dtype=float).reshape(len(report.layers), -1)
     height = float(np.clip(1.6 + 0.2 * len(report.layers), 2.6, 12.0))
-    figure = _figure(9.0, height)
+    figure = new_figure(9.0, height)
     axes = figure.subplots()
     image = axes.imshow(density, aspect="auto", cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
     every = -(-len(report.layers) // 50)
@@ -124,7 +124,7 @@ def density_figure(report: RunReport, path: str | Path) -> None:
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=6 * height)
     bar.set_label("computed share of FLOPs")
     bar.outline.set_visible(False)
-    _tidy(axes)
+    tidy_axes(axes)
     figure.savefig(path)
 
 
@@ -161,7 +161,7 @@ def symbol_map(picture: Image.Image, layout: TokenLayout, symbols: SparseSymbols
     rows, columns = token_grid(layout, *picture.size)
     tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
     width, height = picture.size
-    figure = _figure(9.6, 4.2 * height / width + 0.45)
+    figure = new_figure(9.6, 4.2 * height / width + 0.45)
     plain, painted = figure.subplots(1, 2)
     extent = (0, width, height, 0)
     plain.imshow(picture, extent=extent)
@@ -197,7 +197,7 @@ def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], pa
     """
     if not points:
         raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
-    figure = _figure(7.2, 4.8)
+    figure = new_figure(7.2, 4.8)
     axes = figure.subplots()
     for number, method in enumerate(dict.fromkeys(point[0] for point in points)):
         settings = [(fraction, quality) for name, fraction, quality in points if name == method]
@@ -211,7 +211,7 @@ def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], pa
     axes.set_ylabel("PSNR against all steps computed (dB)")
     axes.set_title("Speed against quality", loc="left")
     axes.legend(frameon=False, loc="best")
-    _tidy(axes, grid="both")
+    tidy_axes(axes, grid="both")
     figure.savefig(path)
 
 
@@ -237,7 +237,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of that size in inches, drawn by Agg."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -247,7 +247,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _tidy(axes: Axes, grid: str | None = None) -> None:
+def tidy_axes(axes: Axes, grid: str | None = None) -> None:
     """Leaves only the lines that carry something."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dit_accel.bench.report import Document, shape_label
-from dit_accel.visualize import GREY, SERIES_COLOURS, SERIES_MARKERS, _figure, _tidy
+from dit_accel.visualize import GREY, SERIES_COLOURS, SERIES_MARKERS, new_figure, tidy_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def speedup_plot(document: Document, path: Path) -> bool:
     if not panels:
         return False
     count = -(-len(panels) // COLUMNS)
-    figure = _figure(5.2 * min(COLUMNS, len(panels)), 4.2 * count)
+    figure = new_figure(5.2 * min(COLUMNS, len(panels)), 4.2 * count)
     grid = figure.subplots(count, min(COLUMNS, len(panels)), squeeze=False).flatten()
     for axes, ((op, shape), rows) in zip(grid, panels.items(), strict=False):
         _draw(axes, f"{op}, {shape}", rows)
@@ -72,7 +72,7 @@ def _draw(axes: Axes, title: str, rows: list[Row]) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=7, loc="upper left")
-    _tidy(axes, grid="both")
+    tidy_axes(axes, grid="both")
 
 
 def _attention_lines(rows: list[Row], over: str) -> list[Line]:

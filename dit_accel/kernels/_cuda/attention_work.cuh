@@ -47,8 +47,8 @@ struct Shared {  // behind the tiles
     int is_stored[ROW_SLOTS][CONSUMERS];  // whether the consumer left finished output in the row's slot
     int is_last[CONSUMERS];
     int sums[THREADS / 32];
-    int total, first_item,
-        first_offset;  // tiles of all rows; where this thread block's share begins, and tiles into it
+    int total;                     // tiles of all rows
+    int first_item, first_offset;  // where this thread block's share begins, and tiles into it
 };
 
 struct Problem {

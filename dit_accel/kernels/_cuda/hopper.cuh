@@ -14,12 +14,11 @@ struct alignas(64) TensorMap {
 
 constexpr int WARPGROUP = 128;
 
+typedef unsigned short element;
 #if ELEMENT_BF16
 #define ELEMENT "bf16"
-typedef unsigned short element;
 #else
 #define ELEMENT "f16"
-typedef unsigned short element;
 #endif
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
@@ -109,12 +108,6 @@ __device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 b
 __device__ __forceinline__ void store_box(const TensorMap* map, u32 shared, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_box(const TensorMap* map, u32 shared, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared), "r"(c0), "r"(c1), "r"(c2)
                  : "memory");
 }
 

@@ -113,8 +113,9 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return _properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def resting_counters(owner: str, count: int, device: torch.device) -> torch.Tensor:
@@ -131,11 +132,6 @@ def resting_counters(owner: str, count: int, device: torch.device) -> torch.Tens
 @functools.cache
 def _counters_of_stream(owner: str, count: int, device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device)
 
 
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
@@ -171,7 +167,7 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
 
 
 def architecture_of(device: torch.device) -> str:
-    """ "sm_90a" on Hopper, whose wgmma and TMA are in no plain target; "sm_XY" elsewhere."""
+    """As NVRTC names it: "sm_90a" on Hopper, whose wgmma and TMA are in no plain target, "sm_XY" elsewhere."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 

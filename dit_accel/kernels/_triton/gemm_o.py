@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import count_heads, is_hopper_or_later, lowest_head, on_device
+from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, set_bits
 from dit_accel.layout import block_count
 from dit_accel.symbols import AttentionPlan
 
@@ -32,7 +32,7 @@ def _add_heads(
     o_offsets = tl.arange(0, BLOCK)[:, None] * o_token + dim[None, :]  # [block, k_tile]
     weight_offsets = tl.arange(0, N_TILE)[None, :] * weight_row + dim[:, None]  # [k_tile, n_tile]
     remaining = word
-    for step in tl.range(0, count_heads(word) * PARTS, num_stages=STAGES):
+    for step in tl.range(0, set_bits(word) * PARTS, num_stages=STAGES):
         head = lowest_head(remaining).to(tl.int64)
         part = step % PARTS
         features = tl.load(o_tile + (head * o_head + part * K_TILE) + o_offsets, token_valid, other=0.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import on_device, set_bits
 from dit_accel.kernels.lowering import expanded_codes
 from dit_accel.symbols import FULL_TILE, AttentionPlan, SparseSymbols
 
@@ -80,18 +80,6 @@ def _computes(mask64, row, heads, blocks, valid):
 
 
 @triton.jit
-def _set_bits(word):
-    """Number of set bits in each int64 word: neighbours are added, in fields of 2, 4, then 8 bits."""
-    word -= word >> 1 & 0x5555555555555555
-    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
-    word += word >> 8  # bytes hold at most 16, 32, then 64: no carry
-    word += word >> 16
-    word += word >> 32
-    return (word & 0x7F).to(tl.int32)
-
-
-@triton.jit
 def _lower_lists(
     mask64, kv_count, row_count, row_index, work, work_count, heads, blocks, group_rows, words,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -108,7 +96,7 @@ def _lower_lists(
     for start in range(0, (first_batch + 1) * blocks, CHUNK):
         index = start + tl.arange(0, CHUNK)
         word = tl.load(mask64 + index, index < (first_batch + 1) * blocks, other=0)
-        first_slot += tl.sum(_set_bits(tl.where(index < first_batch * blocks, word, word & earlier_heads)), 0)
+        first_slot += tl.sum(set_bits(tl.where(index < first_batch * blocks, word, word & earlier_heads)), 0)
 
     rank = tl.zeros([ROWS], tl.int32)
     place = tl.zeros([ROWS], tl.int32)  # rows of the same head that compute and come earlier
