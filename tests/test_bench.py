@@ -52,15 +52,24 @@ def test_a_run_writes_json_tables_and_a_plot(whole_run):
 
 
 def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
-    """1 / density for attention and GEMMs; a window's follows from its N, its D and the density."""
+    """1 / density for attention and GEMMs; an UPDATE takes D entries over at the cost of the symbols that changed, of
+    which two draws have at most 2 min(density, 1 - density); a window's follows from its parts."""
     _, document = whole_run
+    update_work = {
+        (row["kind"], row["sparsity"]): 1 / row["ideal"] for row in document["results"] if row["op"] == "gemm_o_update"
+    }
+    for (kind, sparsity), work in update_work.items():
+        order, most = int(kind[2]), 2 * min(sparsity, 1 - sparsity)
+        assert (work == pytest.approx(1)) == (order * most == 0)
+        assert 1 - 1e-9 <= work <= 1 + order * most + 1e-9
     for row in document["results"]:
         density = 1 - row["sparsity"]
         if row["op"] in ("attention", "attention masks", "gemm_q", "gemm_o_dispatch"):
             assert row["ideal"] == pytest.approx(1 / density)
         if row["op"] == "gemm_o_window":
-            length, order = (int(part[2:]) for part in row["kind"].split())
-            work = 1 + order * (1 - density) + (length - 1) * density
+            length, order = row["kind"].split()
+            length = int(length[2:])
+            work = update_work[order, row["sparsity"]] + (length - 1) * density
             assert row["ideal"] == pytest.approx(length / work)
 
 

@@ -77,9 +77,9 @@ class Inputs:
         return self.normal(self.case.batch, self.case.tokens, self.case.heads, self.case.head_dim)
 
 
-def make_inputs(case: Case, device: str | torch.device) -> Inputs:
+def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inputs:
     """Random symbols: the case's share of all rows compute, and each tile of theirs with its probability."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     blocks = block_count(case.tokens, case.block)
     shape = (case.batch, case.heads, blocks)
     count = math.prod(shape)

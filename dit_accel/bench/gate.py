@@ -133,6 +133,12 @@ def check_gemm_o(inputs: Inputs, backend: str) -> Checks:
     verdicts = verify.verify_gemm_o_update(out, stack, (o, old), weight, bias, inputs)
     for name, verdict in verdicts.items():
         yield f"gemm_o_update {name}", verdict
+    before = make_inputs(inputs.case, o.device, seed=1).plan  # other symbols, from which the stack is rebased
+    _, stack_before = kernels.gemm_o_update(old, weight, bias, before, backend=backend)
+    previous = stack_before, before.mask64
+    _, rebased = kernels.gemm_o_update(o, weight, bias, inputs.plan, history=[old], previous=previous, backend=backend)
+    verdict = verify.verify_gemm_o_update(out, rebased, (o, old), weight, bias, inputs)["B_1"]
+    yield "gemm_o_update B_1, rebased", verdict
     poisoned = torch.where(inputs.computed[..., None], o, math.nan)  # reused rows must not be read
     out = kernels.gemm_o_dispatch(poisoned, weight, inputs.plan, stack, WEIGHTS, backend=backend)
     yield "gemm_o_dispatch", verify.verify_gemm_o_dispatch(out, o, weight, stack, WEIGHTS, inputs)

@@ -74,6 +74,9 @@ class _Operands:
         fused = inputs.normal(width, (5 if projection.is_slice else 1) * features, scale=features**-0.5)
         self.weight, self.bias = fused[:, :features], inputs.normal(width)
         self.stack = inputs.normal(3, 1, projection.tokens, width)
+        before = make_inputs(inputs.case, inputs.plan.mask64.device, seed=1)  # the symbols of the update before
+        self.plan_before = before.plan
+        self.changed = (before.rows != inputs.rows).double().mean().item()  # share of rows whose symbol has changed
 
 
 def _bench_window(
@@ -90,8 +93,21 @@ def _bench_window(
     density = inputs.row_density
     stack, weights = operands.stack[: order + 1], FORECAST_WEIGHTS[order]
     features = operands.history[: order + 1]
+    previous = None
+    if order:
+        _, stack_before = kernels.gemm_o_update(
+            features[1], weight, bias, operands.plan_before, history=features[2:], backend=backend
+        )
+        previous = stack_before, operands.plan_before.mask64
     update = partial(
-        kernels.gemm_o_update, features[0], weight, bias, inputs.plan, history=features[1:], backend=backend
+        kernels.gemm_o_update,
+        features[0],
+        weight,
+        bias,
+        inputs.plan,
+        history=features[1:],
+        previous=previous,
+        backend=backend,
     )
     dispatch = partial(kernels.gemm_o_dispatch, operands.o, weight, inputs.plan, stack, weights, backend=backend)
 
@@ -106,8 +122,8 @@ def _bench_window(
         return verify.verify_gemm_o_dispatch(out, operands.o, weight, stack, weights, inputs, samples=SAMPLES)
 
     shape, kind = projection_shape(projection), f"D={order}" + (", slice" if projection.is_slice else "")
-    # The share of a dense product that each does: an UPDATE also makes B_1 .. B_D from the reused heads.
-    update_work, dispatch_work = 1 + order * (1 - density), density
+    # The share of a dense product that each does: an UPDATE also takes B_1 .. B_D over, from the heads that changed.
+    update_work, dispatch_work = 1 + order * operands.changed, density
     common = {"sparsity": 1 - density, "baselines": {"linear": linear}}
     times = [
         recorder.time(op, backend, kind, shape, call, judge, ideal=1 / work, work=_flops(projection) * work, **common)

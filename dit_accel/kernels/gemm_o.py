@@ -4,12 +4,16 @@
 remembered update m, ``B_m = b + sum_{h reused} O_h(t_m) W_h``; DISPATCH computes the rest,
 ``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m are made under the same symbols: differencing biases made
 under different ones would mix different heads.
+
+A remembered update's bias differs from that of the last stack, ``B'``, by the heads whose symbol has changed since:
+``B_m = B'_{m-1} + sum_{h computed then, reused now} O_h(t_m) W_h - sum_{h reused then, computed now} O_h(t_m) W_h``.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -39,6 +43,7 @@ def gemm_o_update(
     plan: AttentionPlan,
     *,
     history: Sequence[torch.Tensor] = (),
+    previous: tuple[torch.Tensor, torch.Tensor] | None = None,
     offset: int = 0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +56,10 @@ def gemm_o_update(
         bias: ``[N]`` like o, or None.
         plan: the **new** symbols, over the joint sequence.
         history: attention outputs of earlier updates, newest first, each shaped like o.
+        previous: the stack of the update before, ``[M, B, S, N]`` like o, contiguous, whose entry m is of
+            ``history[m]``, and the ``mask64`` of the plan that it was made under. Then of the history only heads whose
+            symbol has changed are multiplied, and an entry is rounded once more with each update that it outlives.
+            None = all reused heads of the history are multiplied.
         offset: token of the plan's sequence at which o begins.
         backend: "auto", "reference", or one of these; "auto" takes the first that can:
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
@@ -75,9 +84,13 @@ def gemm_o_update(
         require_shape(f"history[{index}]", entry, tuple(o.shape))
         require_same(f"history[{index}]", entry, "o", o)
         require_unit_stride(f"history[{index}]", entry)
-    chosen = resolve_backend(backend, o, _limits(o, weight, plan, offset, bias=bias, history=history))
+    if previous is not None:
+        _require_previous(previous, o, weight, plan, history)
+    tensors = () if previous is None else (("previous stack", previous[0]),)
+    limits = _limits(o, weight, plan, offset, bias=bias, history=history, tensors=tensors)
+    chosen = resolve_backend(backend, o, limits)
     implement = _update_reference if chosen == "reference" else _kernels(chosen).update
-    return implement(o, weight, bias, plan, history, offset)
+    return implement(o, weight, bias, plan, history, previous, offset)
 
 
 @torch.no_grad()
@@ -123,8 +136,8 @@ def gemm_o_dispatch(
         require_shape("out", out, shape)
         require_same("out", out, "o", o)
     for name, tensor in (("stack", stack), ("out", out)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+        if tensor is not None:
+            _require_contiguous(name, tensor)
     out = o.new_empty(shape) if out is None else out
     limits = _limits(o, weight, plan, offset, entries=len(stack), tensors=(("stack", stack), ("out", out)))
     chosen = resolve_backend(backend, o, limits)
@@ -144,16 +157,30 @@ def _kernels(backend: str) -> ModuleType:
     return importlib.import_module(f"dit_accel.kernels._{backend}.gemm_o")
 
 
-def _update_reference(o, weight, bias, plan, history, offset) -> tuple[torch.Tensor, torch.Tensor]:
+def _update_reference(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:
     batch, length = o.shape[:2]
     out = F.linear(o.flatten(2), weight, bias)
     stack = o.new_zeros(1 + len(history), batch, length, weight.shape[0])
     if bias is not None:
         stack += bias
     for region in regions(plan, computed=False, offset=offset, length=length):
-        for biases, features in zip(stack, (o, *history), strict=True):
-            biases[region.batch][region.tokens] = _project(features, weight, bias, region)
+        for entry, features in enumerate((o, *history) if previous is None else (o,)):
+            stack[entry][region.batch][region.tokens] = _project(features, weight, bias, region)
+    if previous is not None:
+        before, mask64 = previous
+        for entry, features in enumerate(history):
+            stack[entry + 1] = _rebased(before[entry], features, weight, plan, mask64, offset)
     return out, stack
+
+
+def _rebased(old, features, weight, plan, mask64, offset) -> torch.Tensor:
+    """float32: a stack entry made under ``mask64``, as it is under the plan."""
+    total = old.to(torch.float32, copy=True)
+    for sign, words in ((1, mask64 & ~plan.mask64), (-1, plan.mask64 & ~mask64)):
+        changed = replace(plan, mask64=words)
+        for region in regions(changed, computed=True, offset=offset, length=features.shape[1]):
+            total[region.batch][region.tokens] += sign * _project(features, weight, None, region)
+    return total
 
 
 def _dispatch_reference(o, weight, plan, stack, weights, offset, out) -> None:
@@ -170,6 +197,23 @@ def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
     features = region.read(o).flatten(1)  # [tokens, heads * D]
     columns = take(weight.unflatten(1, o.shape[2:]), region.heads, 1).flatten(1)  # [N, heads * D]
     return F.linear(features, columns, bias)
+
+
+def _require_previous(previous, o, weight, plan, history) -> None:
+    stack, mask64 = previous
+    require_shape("previous stack", stack, ("M", *o.shape[:2], weight.shape[0]))
+    require_same("previous stack", stack, "o", o)
+    _require_contiguous("previous stack", stack)
+    if len(stack) < len(history):
+        raise ShapeError(f"previous stack must have an entry for each of {len(history)} in history, got {len(stack)}")
+    require_shape("previous mask64", mask64, tuple(plan.mask64.shape))
+    require_same("previous mask64", mask64, "the plan's mask64", plan.mask64)
+    _require_contiguous("previous mask64", mask64)
+
+
+def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
 
 
 def _require_arguments(o, weight, plan, offset) -> None:

@@ -62,6 +62,65 @@ def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_update_rebases_the_stack_before_onto_the_new_symbols(
+    case, implementation, make_tensor, make_sparsity, assert_no_worse
+):
+    """Also from everything computed to everything computed, and from all reused to all reused."""
+    backend, dtype = implementation
+    before, now = make_sparsity(**case), make_sparsity(**case)
+    shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
+    o, *history = (make_tensor(*shape, dtype=dtype) for _ in range(3))
+    weight, bias = make_tensor(COLUMNS, shape[2] * HEAD_DIM, dtype=dtype), make_tensor(COLUMNS, dtype=dtype)
+    check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse)
+
+
+def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse, *, offset=0):
+    """Of the stack before, an entry is as good as any sum of it and the heads that changed; what o gives is as ever."""
+    stream = slice(offset, offset + o.shape[1])
+    was, computes = (sparsity.tokens_computed()[:, stream] for sparsity in (before, now))
+    options = {"offset": offset, "backend": backend}
+    _, stack = gemm_o_update(history[0], weight, bias, before.plan, history=history[1:], **options)
+    previous = stack.clone(), before.plan.mask64
+    out, rebased = gemm_o_update(o, weight, bias, now.plan, history=history, previous=previous, **options)
+    assert torch.equal(previous[0], stack)
+
+    def expected(features, entry, weight):
+        added, removed = only(features, was & ~computes), only(features, computes & ~was)
+        return entry + dense(added, weight, None) - dense(removed, weight, None)
+
+    for features, entry, actual in zip(history, stack, rebased[1:], strict=True):
+        exact = expected(features.double(), entry.double(), weight.double())
+        assert_no_worse(actual, exact, expected(features, entry, weight))
+    wide_bias = None if bias is None else bias.double()
+    for actual, features in ((out, o), (rebased[0], only(o, ~computes))):
+        assert_no_worse(actual, dense(features.double(), weight.double(), wide_bias), dense(features, weight, bias))
+
+
+def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
+    """Through three updates, each under other symbols."""
+    o = [make_tensor(2, 200, 5, HEAD_DIM) for _ in range(3)]
+    weight, bias = make_tensor(COLUMNS, 5 * HEAD_DIM), make_tensor(COLUMNS)
+    plans = [make_sparsity(2, 5, 200).plan for _ in range(3)]
+    previous = None
+    for update, plan in enumerate(plans):
+        options = {"history": o[:update][::-1], "backend": backend}
+        _, stack = gemm_o_update(o[update], weight, bias, plan, previous=previous, **options)
+        previous = stack, plan.mask64
+    _, fresh = gemm_o_update(o[2], weight, bias, plans[2], **options)
+    torch.testing.assert_close(stack, fresh, rtol=0, atol=1e-4)
+
+
+def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor, make_sparsity):
+    """Bit for bit: nothing is multiplied, so features may hold NaN."""
+    plan = make_sparsity(2, 5, 200).plan
+    o, weight = make_tensor(2, 200, 5, HEAD_DIM), make_tensor(COLUMNS, 5 * HEAD_DIM)
+    before, history = make_tensor(3, 2, 200, COLUMNS), [torch.full_like(o, math.nan)] * 2
+    previous = before, plan.mask64.clone()
+    _, stack = gemm_o_update(o, weight, None, plan, history=history, previous=previous, backend=backend)
+    assert torch.equal(stack[1:], before[:2])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_dispatch_adds_computed_heads_to_the_forecast_bias(
     case, implementation, make_tensor, make_sparsity, assert_no_worse
 ):
@@ -117,6 +176,10 @@ def test_hopper_kernel(case, entries, head_dim, dtype, make_tensor, make_sparsit
     bias = make_tensor(columns, dtype=dtype)
     sparsity = make_sparsity(batch, heads, tokens, block=128, rows=case.get("rows", 0.4))
     check_both_stages(features[0], weight, bias, sparsity, "cuda", assert_no_worse, history=features[1:], offset=offset)
+    if entries > 1:
+        before = make_sparsity(batch, heads, tokens, block=128, rows=case.get("rows", 0.4))
+        o, *history = features
+        check_rebase(o, history, weight, bias, before, sparsity, "cuda", assert_no_worse, offset=offset)
 
 
 def check_both_stages(o, weight, bias, sparsity, backend, assert_no_worse, *, history=(), offset=0):
@@ -202,8 +265,19 @@ def test_attention_columns_of_a_fused_projection(backend, make_tensor, make_spar
         ({"bias": torch.zeros(41)}, r"bias must have shape \[40\], got \[41\]"),
         ({"history": [torch.zeros(1, 129, 2, 16)]}, r"history\[0\] must have shape \[1, 130, 2, 16\]"),
         ({"offset": 1}, "o must lie inside the plan's 130 tokens, got tokens 1 to 131"),
+        (
+            {
+                "history": [torch.zeros(1, 130, 2, 16)] * 2,
+                "previous": (torch.zeros(1, 1, 130, 40), torch.zeros(1, 3).long()),
+            },
+            "previous stack must have an entry for each of 2 in history, got 1",
+        ),
+        (
+            {"previous": (torch.zeros(1, 1, 130, 40), torch.zeros(1, 4).long())},
+            r"previous mask64 must have shape \[1, 3\], got \[1, 4\]",
+        ),
     ],
-    ids=["heads", "o-dtype", "weight", "weight-dtype", "bias", "history", "offset"],
+    ids=["heads", "o-dtype", "weight", "weight-dtype", "bias", "history", "offset", "previous", "previous-mask64"],
 )
 def test_bad_update_arguments(change, message, device, make_tensor, make_sparsity):
     arguments = {
@@ -213,7 +287,10 @@ def test_bad_update_arguments(change, message, device, make_tensor, make_sparsit
         "plan": make_sparsity(1, 2, 130).plan,
     }
     change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
-    change = {name: [x.to(device) for x in value] if name == "history" else value for name, value in change.items()}
+    change = {
+        name: [x.to(device) for x in value] if isinstance(value, list | tuple) else value
+        for name, value in change.items()
+    }
     with pytest.raises(ShapeError, match=message):
         gemm_o_update(**(arguments | change))
 

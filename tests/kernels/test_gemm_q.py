@@ -26,6 +26,7 @@ HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
     "one-block": {"batch": 1, "heads": 1, "tokens": 100, "channels": 64},
     "everything": {"batch": 1, "heads": 24, "tokens": 1024, "channels": 512, "rows": 1.1},
     "all-reused": {"batch": 1, "heads": 5, "tokens": 300, "channels": 64, "rows": 0.0},
+    "a-round-and-some": {"batch": 1, "heads": 24, "tokens": 1500, "channels": 64, "rows": 1.1},
     "many-tiles": {"batch": 1, "heads": 40, "tokens": 9000, "channels": 64},
     "seam-left": {"batch": 2, "heads": 24, "tokens": 1200, "channels": 64, "offset": 0, "length": 500},
     "seam-right": {"batch": 2, "heads": 24, "tokens": 1200, "channels": 64, "offset": 512, "length": 688},
@@ -174,6 +175,8 @@ def test_hopper_kernel_names_what_it_cannot_take(make_tensor, make_sparsity):
         assert problem(x=half.float()) == "x must be float16 or bfloat16, got torch.float32"
         assert problem(out=half.new_empty(1, 130, 2, 16)) == "head_dim must be one of (64, 128), got 16"
         assert problem(plan=make_sparsity(1, 2, 130).plan) == "the plan's block must be 128, got 64"
+        many = make_sparsity(24_577, 1, 10, block=128).plan
+        assert problem(plan=many) == "the plan must have at most 24576 row-blocks, got 24577"
         assert problem(offset=100) == "offset must be a multiple of 128, got 100"
         assert "weight must begin at" in problem(weight=make_tensor(128, 65).half()[:, 1:])
         assert problem(bias=make_tensor(129).half()[1:]) == "bias must begin at a multiple of 4 bytes"

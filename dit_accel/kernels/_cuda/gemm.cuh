@@ -1,8 +1,7 @@
-// What the projections share: tiles of 128 tokens by 128 or 256 columns, `sums += A B^T` over steps of 64 columns of K.
+// What the projections share: sums of 64 tokens or more a consumer, `A B^T` over steps of 64 columns of K.
 //
-// One warp fills a ring of operand stages by TMA, two warpgroups multiply from it, 64 tokens each. A stage holds operand
-// A (128 tokens) and two boxes of operand B (128 columns each), all K-major, 64 elements a row. Its full barrier counts
-// the producer and the bytes, its empty barrier the consumers' warps.
+// One warp fills a ring of stages by TMA, two warpgroups multiply from it. A stage holds three boxes of at most 128 rows
+// of 64 elements, K-major. Its full barrier counts the producer and the bytes, its empty barrier the consumers' warps.
 #pragma once
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -12,17 +11,14 @@
 #endif
 #include "hopper.cuh"
 
-#ifndef SLOTS
-#define SLOTS 4
-#endif
-
 constexpr int BLOCK = 128;  // tokens in a row-block
 constexpr int K_TILE = 64;
 constexpr int CONSUMERS = 2;  // warpgroups
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int BOX = BLOCK * K_TILE * 2;  // bytes; half of them are one consumer's
+constexpr int SLOTS = 4;                 // stages in the ring
+constexpr int BOX = BLOCK * K_TILE * 2;  // bytes
 constexpr int STAGE_BYTES = 3 * BOX;
-constexpr int STAGING_BOXES = SLOTS == 4 ? 2 : 4;  // of 64 rows, for each consumer, on the way out
+constexpr int STAGING_BOXES = 2;  // of 64 rows, for each consumer, on the way out
 constexpr int STAGING_BYTES = STAGING_BOXES * BOX / 2;
 constexpr int BARRIERS = SLOTS * STAGE_BYTES + CONSUMERS * STAGING_BYTES;  // offset in shared memory
 constexpr int TABLE = BARRIERS + SLOTS * 16;                               // what a kernel keeps besides
@@ -67,16 +63,15 @@ struct Pipeline {
     }
 };
 
-// `sums += A B^T` over `steps` stages: 64 rows of A, SIZE * 2 columns.
-template <int SIZE>
-__device__ __forceinline__ void multiply(float (&sums)[SIZE], int steps, int consumer, Pipeline& pipeline) {
+// Goes through `steps` stages; `product(stage)` issues the products of one, beside those of the one before. The sums
+// are complete when it returns, and the caller has to `touch` them.
+template <typename Product>
+__device__ __forceinline__ void multiply(int steps, Pipeline& pipeline, Product product) {
     if (steps == 0) return;
     auto issue = [&] {
         u32 stage = pipeline.await();
-        u64 a = descriptor_k_major(stage + consumer * BOX / 2), b = descriptor_k_major(stage + BOX);
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < K_TILE / 16; ++k) wgmma<0>(sums, a + 2 * k, b + 2 * k, 1);
+        product(stage);
         wgmma_commit();
     };
     issue();
@@ -88,7 +83,6 @@ __device__ __forceinline__ void multiply(float (&sums)[SIZE], int steps, int con
         pipeline.release(previous);
     }
     wgmma_wait<0>();
-    touch(sums);
     pipeline.release(pipeline.ring.slot);
     pipeline.ring.advance();
 }
@@ -110,18 +104,23 @@ __device__ __forceinline__ u32 load_pair(const element* pointer) {
     return __ldg(reinterpret_cast<const u32*>(pointer));
 }
 
+template <int SIZE>
+__device__ __forceinline__ void start_from_bias(float (&sums)[SIZE], const element* bias, int column, int columns) {
+#pragma unroll
+    for (int i = 0; i < SIZE / 4; ++i) {
+        int at = column + 8 * i + threadIdx.x % 4 * 2;
+        float2 pair = unpack(bias && at < columns ? load_pair(bias + at) : 0);
+        sums[4 * i] = sums[4 * i + 2] = pair.x;
+        sums[4 * i + 1] = sums[4 * i + 3] = pair.y;
+    }
+    touch(sums);  // else ptxas keeps two rows' equal numbers in one register, and copies them between products
+}
+
 // Address at which this lane reads or writes its row of four 8x8 matrices: rows `16 warp ..` of a box of 64 columns,
 // columns `16 group ..`. The matrices are those of the accumulators d[8 group ..] (see wgmma).
 __device__ __forceinline__ u32 matrix_address(u32 box, int group) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
     return box + row * 128 + ((2 * group + lane / 16) ^ (lane % 8)) * 16;
-}
-
-__device__ __forceinline__ void load_matrices(u32 address, u32 (&m)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(address)
-                 : "memory");
 }
 
 // Writes 64 rows out, in rounds of as many boxes of 64 columns as the staging holds: `store(box, address)` runs on one

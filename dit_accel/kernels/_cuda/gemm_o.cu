@@ -2,7 +2,8 @@
 //
 // DISPATCH starts from the weighted sum of the stack's entries, which come through the same ring as the operands. UPDATE
 // starts from the bias, adds the reused heads, writes the stack's entry and (for entry 0) goes on with the computed
-// heads and writes out.
+// heads and writes out. A later entry may start from the one of the stack before instead, which is rebased: minus that
+// entry, plus the heads that compute since then, changes its sign and takes on the heads that no longer compute.
 //
 // Tiles are numbered `(row * entries + entry) * column_tiles + column_tile`, so those that run together share o's rows
 // and, in L2, the weights. Thread blocks draw them by ticket, because a tile costs what its word says; those beyond the
@@ -52,7 +53,23 @@ __device__ __forceinline__ Item item_of(const Shape& shape, int ticket, int whol
 
 __device__ __forceinline__ u64 all_heads(const Shape& shape) { return ~u64(0) >> (64 - shape.heads); }
 
-// The producer's word to the consumers: which tile comes next, -1 = none, and its heads.
+// The heads of a tile: `before` go into what UPDATE stores first, or into what changes its sign, `after` come then.
+struct Heads {
+    u64 before, after;
+};
+
+__device__ __forceinline__ Heads heads_of(const Shape& shape, const Item& item, const u64* mask64,
+                                          const u64* mask64_before) {
+    int at = item.batch * shape.blocks + item.row_block;
+    u64 word = __ldg(mask64 + at);
+    if (DISPATCH) return {0, word};
+    if (item.entry == 0) return {all_heads(shape) & ~word, word};
+    if (!mask64_before) return {all_heads(shape) & ~word, 0};
+    u64 then = __ldg(mask64_before + at);
+    return {word & ~then, then & ~word};
+}
+
+// The producer's word to the consumers: which tile comes next, -1 = none, and its numbers of heads.
 struct Mail {
     u32 base = shared_address(shared_memory) + TABLE;
     Ring<MAIL> ring;
@@ -63,48 +80,46 @@ struct Mail {
             barrier_init(base + slot * 32 + 8, CONSUMERS * 4);
         }
     }
-    __device__ __forceinline__ void send(int ticket, u64 word) {
+    __device__ __forceinline__ void send(int ticket, const Heads& heads) {
         u32 slot = base + ring.slot * 32;
         barrier_wait(slot + 8, ring.parity ^ 1);
-        asm volatile("st.shared.b64 [%0], %1;\nst.shared.b32 [%0 + 8], %2;" ::"r"(slot + 16), "l"(word), "r"(ticket)
-                     : "memory");
+        int counts = __popcll(heads.before) << 8 | __popcll(heads.after);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(slot + 16), "r"(ticket), "r"(counts) : "memory");
         barrier_arrive(slot);
         ring.advance();
     }
-    __device__ __forceinline__ int receive(u64& word) {
+    __device__ __forceinline__ int receive(int& before, int& after) {
         u32 slot = base + ring.slot * 32;
-        int ticket;
+        int ticket, counts;
         barrier_wait(slot, ring.parity);
-        asm volatile("ld.shared.b64 %0, [%2];\nld.shared.b32 %1, [%2 + 8];"
-                     : "=l"(word), "=r"(ticket)
-                     : "r"(slot + 16)
-                     : "memory");
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(ticket), "=r"(counts) : "r"(slot + 16) : "memory");
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(slot + 8);
         ring.advance();
-        u32 low = __shfl_sync(~0u, u32(word), 0), high = __shfl_sync(~0u, u32(word >> 32), 0);
-        word = u64(high) << 32 | low;
+        counts = __shfl_sync(~0u, counts, 0);
+        before = counts >> 8, after = counts & 0xFF;
         return __shfl_sync(~0u, ticket, 0);
     }
 };
 
 __device__ __forceinline__ void produce(const Shape& shape, const Sources& sources, const TensorMap* weight,
-                                        const TensorMap* stack, const u64* mask64, int* counters) {
+                                        const TensorMap* stack, const u64* mask64, const u64* mask64_before,
+                                        int* counters) {
     Pipeline pipeline;
     Mail mail;
     int whole, count = ticket_count(shape, whole);
-    auto word_at = [&](int ticket) {
-        Item item = item_of(shape, ticket, whole);
-        return ticket < count ? __ldg(mask64 + item.batch * shape.blocks + item.row_block) : 0;
+    auto heads_at = [&](int ticket) {
+        return ticket < count ? heads_of(shape, item_of(shape, ticket, whole), mask64, mask64_before) : Heads{0, 0};
     };
     int ticket = blockIdx.x, next = gridDim.x + atomicAdd(counters, 1);
-    u64 word = word_at(ticket);
+    Heads heads = heads_at(ticket);
     while (ticket < count) {
         Item item = item_of(shape, ticket, whole);
-        if (item.halves) mail.send(ticket, word);
+        if (item.halves) mail.send(ticket, heads);
         int token = item.row_block * BLOCK - shape.offset;
-        if (DISPATCH)
-            for (int entry = 0; entry < shape.entries; ++entry)
+        bool rebases = !DISPATCH && mask64_before && item.entry;
+        if (DISPATCH || rebases)
+            for (int entry = rebases ? item.entry - 1 : 0; entry < (rebases ? item.entry : shape.entries); ++entry)
                 for (int half = 0; half < item.halves; ++half) {
                     int column = item.column + half * HALF, boxes = column + 64 < shape.columns ? 2 : 1;
                     u32 stage = pipeline.acquire(boxes * BOX);
@@ -114,9 +129,9 @@ __device__ __forceinline__ void produce(const Shape& shape, const Sources& sourc
                     pipeline.ring.advance();
                 }
         int after_next = gridDim.x + (next < count ? atomicAdd(counters, 1) : count);
-        u64 next_word = word_at(next);
-        for (int phase = DISPATCH; item.halves && phase < (item.entry ? 1 : 2); ++phase)
-            for (u64 left = phase ? word : all_heads(shape) & ~word; left; left &= left - 1) {
+        Heads next_heads = heads_at(next);
+        for (int phase = 0; item.halves && phase < 2; ++phase)
+            for (u64 left = phase ? heads.after : heads.before; left; left &= left - 1) {
                 int head = __ffsll(left) - 1;
                 for (int part = 0; part < PARTS; ++part) {
                     u32 stage = pipeline.acquire((1 + item.halves) * BOX);
@@ -127,11 +142,18 @@ __device__ __forceinline__ void produce(const Shape& shape, const Sources& sourc
                     pipeline.ring.advance();
                 }
             }
-        ticket = next, next = after_next, word = next_word;
+        ticket = next, next = after_next, heads = next_heads;
     }
-    mail.send(-1, 0);
+    mail.send(-1, {0, 0});
     __threadfence();
     if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
+}
+
+__device__ __forceinline__ void load_matrices(u32 address, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // 128 columns of a stack entry: `sums (+)= weight * entry`.
@@ -159,30 +181,19 @@ __device__ __forceinline__ void add_entry(float (&sums)[SIZE], float weight, int
 template <int SIZE>
 __device__ __forceinline__ void start_from_stack(float (&sums)[SIZE], const Shape& shape, const Weights& weights,
                                                  int consumer, Pipeline& pipeline) {
-    add_entry<0, true>(sums, weights.of[0], consumer, pipeline);
-    if constexpr (SIZE == 128) add_entry<64, true>(sums, weights.of[0], consumer, pipeline);
-    for (int entry = 1; entry < shape.entries; ++entry) {
+    float first = DISPATCH ? weights.of[0] : -1;
+    add_entry<0, true>(sums, first, consumer, pipeline);
+    if constexpr (SIZE == 128) add_entry<64, true>(sums, first, consumer, pipeline);
+    for (int entry = 1; DISPATCH && entry < shape.entries; ++entry) {
         add_entry<0, false>(sums, weights.of[entry], consumer, pipeline);
         if constexpr (SIZE == 128) add_entry<64, false>(sums, weights.of[entry], consumer, pipeline);
     }
 }
 
 template <int SIZE>
-__device__ __forceinline__ void start_from_bias(float (&sums)[SIZE], const element* bias, int column, int columns) {
-#pragma unroll
-    for (int i = 0; i < SIZE / 4; ++i) {
-        int at = column + 8 * i + threadIdx.x % 4 * 2;
-        float2 pair = unpack(bias && at < columns ? load_pair(bias + at) : 0);
-        sums[4 * i] = sums[4 * i + 2] = pair.x;
-        sums[4 * i + 1] = sums[4 * i + 3] = pair.y;
-    }
-    touch(sums);  // else ptxas keeps two rows' equal numbers in one register, and copies them between products
-}
-
-template <int SIZE>
-__device__ __forceinline__ void tile(const Shape& shape, const Item& item, u64 word, const element* bias,
-                                     const Weights& weights, const TensorMap* out, const TensorMap* stack, int consumer,
-                                     Pipeline& pipeline) {
+__device__ __forceinline__ void tile(const Shape& shape, const Item& item, int before, int after, bool rebases,
+                                     const element* bias, const Weights& weights, const TensorMap* out,
+                                     const TensorMap* stack, int consumer, Pipeline& pipeline) {
     float sums[SIZE];
     int token = item.row_block * BLOCK - shape.offset + consumer * 64;
     bool rows_valid = token + 64 > 0 && token < shape.length;
@@ -192,23 +203,37 @@ __device__ __forceinline__ void tile(const Shape& shape, const Item& item, u64 w
             if (rows_valid && column < shape.columns) store_box(map, address, column, token, item.batch, entry);
         });
     };
-    if (DISPATCH) {
+    auto add_heads = [&](int count) {
+        multiply(PARTS * count, pipeline, [&](u32 stage) {
+            u32 a = descriptor_k_major(stage + consumer * BOX / 2), b = descriptor_k_major(stage + BOX);
+#pragma unroll
+            for (int k = 0; k < K_TILE / 16; ++k) wgmma<0>(sums, a + 2 * k, b + 2 * k, 1);
+        });
+        touch(sums);
+    };
+    if (DISPATCH || rebases)
         start_from_stack(sums, shape, weights, consumer, pipeline);
-    } else {
+    else
         start_from_bias(sums, bias, item.column, shape.columns);
-        multiply(sums, PARTS * __popcll(all_heads(shape) & ~word), consumer, pipeline);
-        store_to(stack, item.entry);
-        if (item.entry) return;
+    if (!DISPATCH) {
+        add_heads(before);
+        if (rebases) {
+#pragma unroll
+            for (int i = 0; i < SIZE; ++i) sums[i] = -sums[i];
+        } else {
+            store_to(stack, item.entry);
+            if (item.entry) return;
+        }
     }
-    multiply(sums, PARTS * __popcll(word), consumer, pipeline);
-    store_to(out, 0);
+    add_heads(after);
+    store_to(rebases ? stack : out, item.entry);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gemm_o(const __grid_constant__ Sources sources, const __grid_constant__ TensorMap weight,
            const __grid_constant__ TensorMap stack_in, const __grid_constant__ TensorMap stack_out,
-           const __grid_constant__ TensorMap out, const element* bias, const u64* mask64, int* counters,
-           const __grid_constant__ Weights weights, const __grid_constant__ Shape shape) {
+           const __grid_constant__ TensorMap out, const element* bias, const u64* mask64, const u64* mask64_before,
+           int* counters, const __grid_constant__ Weights weights, const __grid_constant__ Shape shape) {
     if (threadIdx.x == 0) {
         Pipeline().init();
         Mail().init();
@@ -218,20 +243,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int consumer = threadIdx.x / WARPGROUP - 1;
     if (consumer < 0) {
         registers_lower<56>();
-        if (threadIdx.x == 0) produce(shape, sources, &weight, &stack_in, mask64, counters);
+        if (threadIdx.x == 0) produce(shape, sources, &weight, &stack_in, mask64, mask64_before, counters);
     } else {
         registers_raise<224>();
         Pipeline pipeline;
         Mail mail;
         int whole;
         ticket_count(shape, whole);
-        u64 word;
-        for (int ticket; (ticket = mail.receive(word)) >= 0;) {
+        for (int ticket, before, after; (ticket = mail.receive(before, after)) >= 0;) {
             Item item = item_of(shape, ticket, whole);
+            bool rebases = !DISPATCH && mask64_before && item.entry;
             if (item.halves == 2)
-                tile<128>(shape, item, word, bias, weights, &out, &stack_out, consumer, pipeline);
+                tile<128>(shape, item, before, after, rebases, bias, weights, &out, &stack_out, consumer, pipeline);
             else
-                tile<64>(shape, item, word, bias, weights, &out, &stack_out, consumer, pipeline);
+                tile<64>(shape, item, before, after, rebases, bias, weights, &out, &stack_out, consumer, pipeline);
         }
         if (threadIdx.x % WARPGROUP == 0) store_wait_read();
     }

@@ -50,11 +50,12 @@ def update(
     bias: torch.Tensor | None,
     plan: AttentionPlan,
     history: Sequence[torch.Tensor],
+    previous: tuple[torch.Tensor, torch.Tensor] | None,
     offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = o.new_empty(*o.shape[:2], weight.shape[0])
     stack = o.new_empty(1 + len(history), *out.shape)
-    _launch((o, *history), weight, bias, plan, stack, (), offset, out)
+    _launch((o, *history), weight, bias, plan, stack, (), offset, out, previous)
     return out, stack
 
 
@@ -70,9 +71,10 @@ def dispatch_into(
     _launch((o,), weight, None, plan, stack, weights, offset, out)
 
 
-def _launch(sources, weight, bias, plan, stack, weights, offset, out) -> None:
+def _launch(sources, weight, bias, plan, stack, weights, offset, out, previous=None) -> None:
     """With weights a DISPATCH, without them an UPDATE of every source."""
     o = sources[0]
+    stack_before, mask64_before = previous or (stack, None)
     batch, length, heads, head_dim = o.shape
     columns = weight.shape[0]
     first_block = offset // plan.block
@@ -90,11 +92,12 @@ def _launch(sources, weight, bias, plan, stack, weights, offset, out) -> None:
         (
             (TensorMap * MAX_SOURCES)(*maps, *[maps[0]] * (MAX_SOURCES - len(maps))),
             tensor_map(weight, (plan.block, 64)),
-            tensor_map(stack, (1, 1, plan.block, 64)),
+            tensor_map(stack_before, (1, 1, plan.block, 64)),
             tensor_map(stack, (1, 1, 64, 64)),
             tensor_map(out[None], (1, 1, 64, 64)),
             bias,
             plan.mask64,
+            mask64_before,
             resting_counters("gemm_o", 2, o.device),
             (ctypes.c_float * MAX_ENTRIES)(*weights),
             (ctypes.c_int * len(shape))(*shape),

@@ -1,13 +1,19 @@
 // GEMM-Q on Hopper: the query projection of the (row-block, head) tiles that compute, with RMSNorm and RoPE.
 //
-// Tiles are numbered row-block by row-block, so a thread block's tiles come in runs of one row-block: two of them share
-// its tokens and are computed at once, 128 tokens by two heads. The line of tiles is cut into rounds of CHUNK tiles a
-// thread block, and a last round of 4 to 8 (or of all, where there are fewer) that shares out what is left evenly: the
-// thread blocks of a round work on neighbouring row-blocks, whose tokens they share in L2 with all the weights, and no
-// thread block has more than one tile more than another.
+// A unit is one head of two row-blocks that compute it: each consumer multiplies the 128 tokens of one of them with the
+// head's weights, which both read. (Two heads of a row-block, 64 tokens a consumer, reached 0.89, 1.01 and 0.96 times
+// F.linear at 4608, 16896 and 33024 tokens with nothing left out, this 0.93, 0.98 and 0.94; with 90% left out at 33024
+// tokens, where a row-block has few heads to pair, 5.6 and this 6.1.) A row-block that is left over is a unit of its
+// own and takes both consumers, 64 tokens each.
+//
+// Row-blocks are taken in groups of about one unit a thread block, and a group's units head by head: those that run
+// together share the group's tokens and a few heads' weights in L2. Thread blocks take units in turn; where a last
+// round needs at most half of them, two share a unit.
 #include "gemm.cuh"
 
-constexpr int CHUNK = 4;
+constexpr int PAIR = 2;
+constexpr int WEIGHTS = HEAD_DIM * K_TILE * 2;  // bytes, behind the two row-blocks in a stage
+constexpr int OWN = HEAD_DIM / 2;               // sums of a thread, of 64 tokens
 
 struct Shape {
     int heads, blocks, first_block, row_blocks, rows, offset, length, channels, cos_token, sin_token;
@@ -18,127 +24,143 @@ struct Fused {
     const float *cos, *sin;
 };
 
-struct Tiles {
-    u32* list;  // MAX_TILES of gemm_q.py at most: head << 24 | row, with row = batch * row_blocks + row-block
+// Rows are numbered batch * row_blocks + row-block. A share of a unit of the last round may have none.
+struct Unit {
+    int head, rows, first, second;
+
+    __device__ __forceinline__ int row(int index) const { return index ? second : first; }
+};
+
+struct Units {
+    u32* list;  // MAX_UNITS of gemm_q.py at most: head << 24 | row, rows << 24 | second row
     int count;
 
-    __device__ __forceinline__ int row(int index) const { return list[index] & 0xFFFFFF; }
-    __device__ __forceinline__ int head(int index) const { return list[index] >> 24; }
-    __device__ __forceinline__ bool paired(int index) const {
-        return index + 1 < count && row(index) == row(index + 1);
+    __device__ __forceinline__ Unit operator[](int index) const {
+        u32 first = list[2 * index], second = list[2 * index + 1];
+        return {int(first >> 24), int(second >> 24), int(first & 0xFFFFFF), int(second & 0xFFFFFF)};
     }
 };
 
-// Lists this thread block's tiles, by all threads: each takes some rows and counts the tiles before them.
-__device__ Tiles list_tiles(const Shape& shape, const u64* mask64) {
-    Tiles tiles{reinterpret_cast<u32*>(shared_memory + TABLE) + 16, 0};
-    int* sums = reinterpret_cast<int*>(shared_memory + TABLE);  // of the warps
-    int share = (shape.rows + THREADS - 1) / THREADS, thread = threadIdx.x, lane = thread % 32;
-    int begin = min(thread * share, shape.rows), end = min(begin + share, shape.rows);
-    auto word_of = [&](int row) {
-        return __ldg(mask64 + row / shape.row_blocks * shape.blocks + shape.first_block + row % shape.row_blocks);
-    };
-    int own = 0;
-    for (int row = begin; row < end; ++row) own += __popcll(word_of(row));
-    int sum = own;
+// Sum of what the threads before this one hold; `sums` takes one of each warp.
+__device__ __forceinline__ int sum_before(int own, int* sums, int& total) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = own;
     for (int step = 1; step < 32; step *= 2) {
         int other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
-    if (lane == 31) sums[thread / 32] = sum;
+    if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    int at = sum - own, total = 0;
-    for (int warp = 0; warp < THREADS / 32; ++warp) {
-        if (warp < thread / 32) at += sums[warp];
-        total += sums[warp];
+    int before = sum - own;
+    total = 0;
+    for (int i = 0; i < THREADS / 32; ++i) {
+        if (i < warp) before += sums[i];
+        total += sums[i];
     }
-    int blocks = gridDim.x, block = blockIdx.x, round = CHUNK * blocks;
-    int rounds = total / round, left = total - rounds * round;
-    if (rounds) --rounds, left += round;
-    int first = (long long)left * block / blocks, last = (long long)left * (block + 1) / blocks;
-    for (int row = begin; row < end; ++row)
-        for (u64 word = word_of(row); word; word &= word - 1, ++at) {
-            int slot = -1, turn = at / round;
-            if (turn < rounds) {
-                if (at % round / CHUNK == block) slot = turn * CHUNK + at % CHUNK;
-            } else {
-                int rest = at - rounds * round;
-                if (rest >= first && rest < last) slot = rounds * CHUNK + rest - first;
+    __syncthreads();
+    return before;
+}
+
+// Lists this thread block's units, by all threads: each takes some cells, which are a group's rows for one head.
+__device__ Units list_units(const Shape& shape, const u64* mask64) {
+    int* sums = reinterpret_cast<int*>(shared_memory + TABLE);
+    Units units{reinterpret_cast<u32*>(sums) + 16, 0};
+    u64* words = reinterpret_cast<u64*>(shared_memory);  // MAX_ROWS of gemm_q.py at most, where the ring will be
+    int own = 0, tiles, total;
+    for (int row = threadIdx.x; row < shape.rows; row += THREADS) {
+        u64 word = __ldg(mask64 + row / shape.row_blocks * shape.blocks + shape.first_block + row % shape.row_blocks);
+        words[row] = word;
+        own += __popcll(word);
+    }
+    sum_before(own, sums, tiles);
+    int workers = gridDim.x, worker = blockIdx.x;
+    int groups = max((tiles + workers) / (PAIR * workers), 1);
+    int group_rows = ((shape.rows + groups - 1) / groups + PAIR - 1) / PAIR * PAIR;
+    int cells = (shape.rows + group_rows - 1) / group_rows * shape.heads;
+    int share = (cells + THREADS - 1) / THREADS;
+    int begin = min(int(threadIdx.x) * share, cells), end = min(begin + share, cells);
+    auto rows_of = [&](int cell) {
+        int first = cell / shape.heads * group_rows, last = min(first + group_rows, shape.rows), rows = 0;
+        for (int row = first; row < last; ++row) rows += words[row] >> cell % shape.heads & 1;
+        return rows;
+    };
+    own = 0;
+    for (int cell = begin; cell < end; ++cell) own += (rows_of(cell) + PAIR - 1) / PAIR;
+    int at = sum_before(own, sums, total);
+    int rounds = total / workers, left = total % workers;
+    int sharers = left > 0 && left <= workers / 2 ? 2 : 1;  // of a unit of the last round
+    for (int cell = begin; cell < end; ++cell) {
+        int head = cell % shape.heads, rows = rows_of(cell);
+        for (int taken = 0; taken < rows; taken += PAIR, ++at) {
+            int slot = at / workers, first = taken, size = min(rows - taken, PAIR);
+            if (worker / (slot < rounds ? 1 : sharers) != at % workers) continue;
+            if (slot == rounds && sharers == 2) {
+                first += worker % 2;
+                size = min(size - worker % 2, 1);
             }
-            if (slot >= 0) tiles.list[slot] = (__ffsll(word) - 1) << 24 | row;
+            u32* entry = units.list + 2 * slot;
+            entry[0] = head << 24, entry[1] = size << 24;
+            for (int row = cell / shape.heads * group_rows, seen = 0; seen < first + size; ++row)
+                if (words[row] >> head & 1) {
+                    if (seen >= first) entry[seen - first] |= row;
+                    ++seen;
+                }
         }
-    tiles.count = rounds * CHUNK + last - first;
-    return tiles;
+    }
+    units.count = rounds + (worker < left * sharers);
+    fence_async_proxy();  // the words have been read before the copy engine writes there
+    return units;
 }
 
 __device__ __forceinline__ int first_token(const Shape& shape, int row) {
     return (shape.first_block + row % shape.row_blocks) * BLOCK - shape.offset;
 }
 
-__device__ __forceinline__ void produce(const Shape& shape, const Tiles& tiles, const TensorMap* x,
+__device__ __forceinline__ void produce(const Shape& shape, const Units& units, const TensorMap* x,
                                         const TensorMap* weight) {
     Pipeline pipeline;
-    for (int index = 0; index < tiles.count;) {
-        int count = tiles.paired(index) ? 2 : 1, row = tiles.row(index);
-        int token = first_token(shape, row), batch = row / shape.row_blocks;
-        int head = tiles.head(index), second = tiles.head(index + count - 1);
+    for (int index = 0; index < units.count; ++index) {
+        Unit unit = units[index];
+        if (unit.rows == 0) continue;
+        int token[PAIR], batch[PAIR];
+#pragma unroll
+        for (int i = 0; i < PAIR; ++i) {
+            token[i] = first_token(shape, unit.row(i));
+            batch[i] = unit.row(i) / shape.row_blocks;
+        }
         for (int channel = 0; channel < shape.channels; channel += K_TILE) {
-            constexpr int WEIGHTS = HEAD_DIM * K_TILE * 2;
-            u32 stage = pipeline.acquire(BOX + count * WEIGHTS);
-            load_box(stage, x, pipeline.full(), channel, token, batch);
-            load_box(stage + BOX, weight, pipeline.full(), channel, head * HEAD_DIM);
-            if (count == 2) load_box(stage + BOX + WEIGHTS, weight, pipeline.full(), channel, second * HEAD_DIM);
+            u32 stage = pipeline.acquire(unit.rows * BOX + WEIGHTS);
+            load_box(stage + PAIR * BOX, weight, pipeline.full(), channel, unit.head * HEAD_DIM);
+#pragma unroll
+            for (int i = 0; i < PAIR; ++i)
+                if (i < unit.rows) load_box(stage + i * BOX, x, pipeline.full(), channel, token[i], batch[i]);
             pipeline.ring.advance();
         }
-        index += count;
     }
 }
 
-template <int OWN>
-__device__ __forceinline__ void start_from_bias(float* sums, const element* bias, int head) {
+__device__ __forceinline__ void normalise(float (&sums)[OWN], const element* norm_weight, float norm_eps) {
+    float scale[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < OWN / 4; ++i) {
-        float2 pair = unpack(bias ? load_pair(bias + head * HEAD_DIM + 8 * i + threadIdx.x % 4 * 2) : 0);
-        sums[4 * i] = sums[4 * i + 2] = pair.x;
-        sums[4 * i + 1] = sums[4 * i + 3] = pair.y;
-    }
-}
-
-template <int HEADS, int SIZE>
-__device__ __forceinline__ void normalise(float (&sums)[SIZE], const element* norm_weight, float norm_eps) {
-    constexpr int OWN = SIZE / HEADS;  // numbers of one head
+    for (int i = 0; i < OWN; ++i) scale[i / 2 % 2] += sums[i] * sums[i];
 #pragma unroll
-    for (int head = 0; head < HEADS; ++head) {
-        float* s = sums + head * OWN;
-        float scale[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) scale[i / 2 % 2] += s[i] * s[i];
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            scale[side] += __shfl_xor_sync(~0u, scale[side], 1);
-            scale[side] += __shfl_xor_sync(~0u, scale[side], 2);
-            scale[side] = rsqrtf(scale[side] / HEAD_DIM + norm_eps);
-        }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) s[i] *= scale[i / 2 % 2];
+    for (int side = 0; side < 2; ++side) {
+        scale[side] += __shfl_xor_sync(~0u, scale[side], 1);
+        scale[side] += __shfl_xor_sync(~0u, scale[side], 2);
+        scale[side] = rsqrtf(scale[side] / HEAD_DIM + norm_eps);
     }
 #pragma unroll
     for (int i = 0; i < OWN / 4; ++i) {
         float2 pair = unpack(load_pair(norm_weight + 8 * i + threadIdx.x % 4 * 2));
 #pragma unroll
-        for (int head = 0; head < HEADS; ++head)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                sums[head * OWN + 4 * i + 2 * side] *= pair.x;
-                sums[head * OWN + 4 * i + 2 * side + 1] *= pair.y;
-            }
+        for (int side = 0; side < 2; ++side) {
+            sums[4 * i + 2 * side] *= scale[side] * pair.x;
+            sums[4 * i + 2 * side + 1] *= scale[side] * pair.y;
+        }
     }
 }
 
 // This thread's two tokens are `token` of the stream and the eighth after it.
-template <int HEADS, int SIZE>
-__device__ __forceinline__ void rotate(float (&sums)[SIZE], const Shape& shape, const Fused& fused, int token) {
-    constexpr int OWN = SIZE / HEADS;
+__device__ __forceinline__ void rotate(float (&sums)[OWN], const Shape& shape, const Fused& fused, int token) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
         int row = min(max(token + 8 * side, 0), shape.length - 1) + shape.offset;  // what lies outside is not stored
@@ -148,34 +170,41 @@ __device__ __forceinline__ void rotate(float (&sums)[SIZE], const Shape& shape, 
         for (int i = 0; i < OWN / 4; ++i) {
             float2 c = __ldg(reinterpret_cast<const float2*>(cos + 8 * i));
             float2 s = __ldg(reinterpret_cast<const float2*>(sin + 8 * i));
-#pragma unroll
-            for (int head = 0; head < HEADS; ++head) {
-                float* pair = sums + head * OWN + 4 * i + 2 * side;
-                float even = pair[0], odd = pair[1];
-                pair[0] = even * c.x - odd * s.x;
-                pair[1] = odd * c.y + even * s.y;
-            }
+            float* pair = sums + 4 * i + 2 * side;
+            float even = pair[0], odd = pair[1];
+            pair[0] = even * c.x - odd * s.x;
+            pair[1] = odd * c.y + even * s.y;
         }
     }
 }
 
-template <int HEADS>
-__device__ __forceinline__ void compute(const Shape& shape, const Fused& fused, float norm_eps, int row,
-                                        const int (&heads)[2], const TensorMap* out, int consumer, Pipeline& pipeline) {
-    constexpr int OWN = HEAD_DIM / 2;
-    float sums[HEADS * OWN];
+// HALVES times 64 tokens of row-block `row`, from its token `begin` on, which lie `place` bytes into a stage.
+template <int HALVES>
+__device__ __forceinline__ void compute(const Shape& shape, const Fused& fused, float norm_eps, int head, int row,
+                                        int begin, u32 place, const TensorMap* out, int consumer, Pipeline& pipeline) {
+    float sums[HALVES][OWN];
 #pragma unroll
-    for (int head = 0; head < HEADS; ++head) start_from_bias<OWN>(sums + head * OWN, fused.bias, heads[head]);
-    touch(sums);  // else ptxas keeps two rows' equal numbers in one register, and copies them between products
-    multiply(sums, (shape.channels + K_TILE - 1) / K_TILE, consumer, pipeline);
-    int token = first_token(shape, row) + consumer * 64;
-    if (fused.norm_weight) normalise<HEADS>(sums, fused.norm_weight, norm_eps);
-    if (fused.cos) rotate<HEADS>(sums, shape, fused, token + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
-    copy_out(sums, pipeline.staging(consumer), consumer, [&](int box, u32 address) {
-        constexpr int BOXES = HEAD_DIM / 64;
-        if (token + 64 > 0 && token < shape.length)
-            store_box(out, address, box % BOXES * 64, heads[box / BOXES], token, row / shape.row_blocks);
+    for (int half = 0; half < HALVES; ++half)
+        start_from_bias(sums[half], fused.bias, head * HEAD_DIM, shape.heads * HEAD_DIM);
+    multiply((shape.channels + K_TILE - 1) / K_TILE, pipeline, [&](u32 stage) {
+        u32 a = descriptor_k_major(stage + place), b = descriptor_k_major(stage + PAIR * BOX);
+#pragma unroll
+        for (int k = 0; k < K_TILE / 16; ++k)
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) wgmma<0>(sums[half], a + half * (BOX / 32) + 2 * k, b + 2 * k, 1);
     });
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) touch(sums[half]);
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+        int token = first_token(shape, row) + begin + half * 64;
+        if (fused.norm_weight) normalise(sums[half], fused.norm_weight, norm_eps);
+        if (fused.cos) rotate(sums[half], shape, fused, token + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+        copy_out(sums[half], pipeline.staging(consumer), consumer, [&](int box, u32 address) {
+            if (token + 64 > 0 && token < shape.length)
+                store_box(out, address, box * 64, head, token, row / shape.row_blocks);
+        });
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -186,23 +215,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Pipeline().init();
         barrier_init_fence();
     }
-    Tiles tiles = list_tiles(shape, mask64);
+    Units units = list_units(shape, mask64);
     __syncthreads();
     int consumer = threadIdx.x / WARPGROUP - 1;
     if (consumer < 0) {
         registers_lower<40>();
-        if (threadIdx.x == 0) produce(shape, tiles, &x, &weight);
+        if (threadIdx.x == 0) produce(shape, units, &x, &weight);
     } else {
         registers_raise<232>();
         Pipeline pipeline;
-        for (int index = 0; index < tiles.count;) {
-            int count = tiles.paired(index) ? 2 : 1, row = tiles.row(index);
-            int heads[2] = {tiles.head(index), tiles.head(index + count - 1)};
-            if (count == 2)
-                compute<2>(shape, fused, norm_eps, row, heads, &out, consumer, pipeline);
-            else
-                compute<1>(shape, fused, norm_eps, row, heads, &out, consumer, pipeline);
-            index += count;
+        for (int index = 0; index < units.count; ++index) {
+            Unit unit = units[index];
+            if (unit.rows == PAIR)
+                compute<2>(shape, fused, norm_eps, unit.head, unit.row(consumer), 0, consumer * BOX, &out, consumer,
+                           pipeline);
+            else if (unit.rows == 1)
+                compute<1>(shape, fused, norm_eps, unit.head, unit.first, consumer * 64, consumer * BOX / 2, &out,
+                           consumer, pipeline);
         }
         if (threadIdx.x % WARPGROUP == 0) store_wait_read();
     }

@@ -12,7 +12,8 @@ from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
 from dit_accel.layout import block_count
 from dit_accel.symbols import AttentionPlan
 
-MAX_TILES = 640  # of one thread block: the table that the kernel keeps in shared memory
+MAX_UNITS = 368  # of one thread block: what the table takes that the kernel keeps in shared memory
+MAX_ROWS = 24_576  # words of the plan, which the kernel puts where its ring of stages will be
 
 
 def limit(
@@ -28,9 +29,11 @@ def limit(
     """What keeps the kernel from these arguments, or None."""
     if problem := gemm_limit(x, "x", stream.shape[-1], plan, offset):
         return problem
-    tiles = plan.batch * plan.blocks * plan.heads
-    if x.is_cuda and tiles > MAX_TILES * multiprocessors(x.device):
-        return f"the plan has {tiles} tiles, more than {MAX_TILES} a multiprocessor"
+    rows = plan.batch * plan.blocks
+    if rows > MAX_ROWS:
+        return f"the plan must have at most {MAX_ROWS} row-blocks, got {rows}"
+    if x.is_cuda and (units := _units(rows, plan.heads, multiprocessors(x.device))) > MAX_UNITS:
+        return f"the plan must have at most {MAX_UNITS} pairs of tiles a multiprocessor, got {units}"
     for name, vector in (("bias", bias), ("norm_weight", norm_weight)):
         if vector is not None and vector.data_ptr() % 4:
             return f"{name} must begin at a multiple of 4 bytes"
@@ -70,3 +73,9 @@ def gemm_q_into(
         (*maps, plan.mask64, (ctypes.c_void_p * 4)(*fused), (ctypes.c_int * len(shape))(*shape), float(norm_eps)),
         shared_bytes=SHARED_BYTES,
     )
+
+
+def _units(rows: int, heads: int, programs: int) -> int:
+    """The most units that one of the thread blocks may get: each head of each group of rows may leave one tile over."""
+    groups = max((rows * heads + programs) // (2 * programs), 1)
+    return block_count((rows + groups) * heads, 2 * programs)

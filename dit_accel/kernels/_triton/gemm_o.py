@@ -44,17 +44,19 @@ def _add_heads(
 
 @triton.jit
 def _gemm_o(
-    o, weight, bias, stack, stack_weights, out, mask64,
+    o, weight, bias, stack, stack_weights, out, mask64, mask64_before,
     o_batch, o_token, o_head, weight_row,
     heads, blocks, first_block, row_blocks, offset, length, columns, stack_entry,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, N_TILE: tl.constexpr, K_TILE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ENTRIES: tl.constexpr, REUSED: tl.constexpr, COMPUTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ENTRIES: tl.constexpr,
+    REBASE: tl.constexpr, REUSED: tl.constexpr, COMPUTED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Starts from the bias, or from the weighted sum of ENTRIES stack entries.
 
     With REUSED the reused heads are added and the sum is stored in ``stack``; with COMPUTED, then, the others are added
-    and the sum is stored in ``out``.
+    and the sum is stored in ``out``. REBASE starts from minus a stack entry that was made under ``mask64_before``: the
+    heads that compute since are added, the sum changes its sign, and the others are those that no longer compute.
     """
     column_tiles = tl.cdiv(columns, N_TILE)
     program = tl.program_id(0).to(tl.int64)  # (b * row_blocks + row_block) * column_tiles + column_tile
@@ -78,6 +80,13 @@ def _gemm_o(
     for entry in tl.static_range(ENTRIES):
         biases = tl.load(stack + entry * stack_entry + cell, cell_valid, other=0.0)
         acc += stack_weights[entry] * biases.to(tl.float32)
+    if REBASE:
+        before = tl.load(mask64_before + batch * blocks + row_block)
+        acc = -_add_heads(
+            acc, word & ~before, o_tile, o_token, o_head, token_valid, weight_tile, weight_row, column_valid,
+            BLOCK, N_TILE, HEAD_DIM, K_TILE, PRECISION, STAGES,
+        )  # fmt: skip
+        word = before & ~word
     if REUSED:
         position = tl.arange(0, 64)
         every_head = tl.sum(tl.where(position < heads, tl.full([64], 1, tl.int64) << position, 0), 0)
@@ -100,13 +109,30 @@ def update(
     bias: torch.Tensor | None,
     plan: AttentionPlan,
     history: Sequence[torch.Tensor],
+    previous: tuple[torch.Tensor, torch.Tensor] | None,
     offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = o.new_empty(*o.shape[:2], weight.shape[0])
     stack = o.new_empty(1 + len(history), *out.shape)
     _launch(o, weight, bias, plan, stack[0], (), offset, out, REUSED=True, COMPUTED=True)
-    for features, biases in zip(history, stack[1:], strict=True):
-        _launch(features, weight, bias, plan, biases, (), offset, None, REUSED=True, COMPUTED=False)
+    for entry, (features, biases) in enumerate(zip(history, stack[1:], strict=True)):
+        if previous is None:
+            _launch(features, weight, bias, plan, biases, (), offset, None, REUSED=True, COMPUTED=False)
+        else:
+            before, mask64 = previous
+            _launch(
+                features,
+                weight,
+                None,
+                plan,
+                before[entry],
+                (-1.0,),
+                offset,
+                biases,
+                mask64,
+                REUSED=False,
+                COMPUTED=True,
+            )
     return out, stack
 
 
@@ -132,7 +158,7 @@ def _config(o: torch.Tensor) -> dict[str, int]:
     return {"N_TILE": 128, "K_TILE": min(head_dim, 32), "STAGES": 3, "num_warps": 8}
 
 
-def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, **switches: bool) -> None:
+def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_before=None, **switches: bool) -> None:
     batch, length, heads, head_dim = o.shape
     columns = weight.shape[0]
     first_block = offset // plan.block
@@ -140,8 +166,9 @@ def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, **switches
     config = _config(o)
     with on_device(o):
         _gemm_o[(batch * row_blocks * triton.cdiv(columns, config["N_TILE"]),)](
-            o, weight, bias, stack, stack_weights, out, plan.mask64, *o.stride()[:3], weight.stride(0),
+            o, weight, bias, stack, stack_weights, out, plan.mask64, mask64_before, *o.stride()[:3], weight.stride(0),
             heads, plan.blocks, first_block, row_blocks, offset, length, columns, stack.stride(0),
             BLOCK=plan.block, HEAD_DIM=head_dim, HAS_BIAS=bias is not None, ENTRIES=len(stack_weights),
-            PRECISION="ieee" if o.dtype == torch.float32 else "tf32", **switches, **config,
+            REBASE=mask64_before is not None, PRECISION="ieee" if o.dtype == torch.float32 else "tf32",
+            **switches, **config,
         )  # fmt: skip
