@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from dit_accel import timing
 from dit_accel.forecast import History, forecast_weights
 from dit_accel.kernels import weighted_sum
 from dit_accel.layout import TokenLayout
+from dit_accel.memory import GIB, ModelSize, plan_memory
 from dit_accel.presets import Preset
 from dit_accel.report import RunReport, StepRecord
 from dit_accel.schedule import ErrorControl, FixedControl, SchedulerClock, StepMode, Tick, TimestepClock, make_control
@@ -70,7 +71,12 @@ class Controller:
 
     @contextmanager
     def calling(
-        self, transformer: str, context: str | None, timestep: torch.Tensor | float, shapes: tuple
+        self,
+        transformer: str,
+        context: str | None,
+        timestep: torch.Tensor | float,
+        shapes: tuple,
+        size: Callable[[], ModelSize] = ModelSize,
     ) -> Iterator[Call]:
         """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
 
@@ -79,11 +85,15 @@ class Controller:
             context: branch as the pipeline names it, or None: then repeated calls in one step are told apart by order.
             timestep: what the pipeline passes to the transformer.
             shapes: shapes of the call's tensors; a change within a run ends that run.
+            size: what they make the transformer remember; asked for at a branch's first call.
+
+        Raises:
+            MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
         """
         on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
         elapsed = timing.gpu_stopwatch(timestep.device) if on_gpu else timing.stopwatch()
-        self.call = self._open(transformer, context, timestep, shapes)
         try:
+            self.call = self._open(transformer, context, timestep, shapes, size)
             yield self.call
         except BaseException:
             self._forget()
@@ -120,7 +130,7 @@ class Controller:
                 call.branch.order = order = control.best_order(errors)
                 error, previous = errors[order], history.coordinates[0]
                 self._step_record.error = max(error, self._step_record.error or 0.0)
-            control.observe(call.tick.step, call.coordinates, previous, order, error)
+            control.observe(call.tick.step, call.coordinates, self._error_weights, previous, order, error)
         if self.preset.schedule.control == "error" or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
             history.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
@@ -145,9 +155,10 @@ class Controller:
         if not call.densities:
             return
         values = torch.stack(list(call.densities.values())).tolist()
-        for name, (rows, tiles) in zip(call.densities, values, strict=True):
+        for name, (rows, row_blocks, tiles, attended, projected) in zip(call.densities, values, strict=True):
             site = call.site(name)
-            site.row_density, site.tile_density = rows, tiles
+            site.row_density, site.row_block_density = rows, row_blocks
+            site.tile_density, site.attended, site.bias_density = tiles, attended, projected
             site.degraded = rows < self.preset.reuse.degrade_below
 
     def fall_back(self, site: str, reason: str) -> None:
@@ -165,23 +176,35 @@ class Controller:
         self._controls: dict[str, FixedControl | ErrorControl] = {}
         self._decisions: dict[str, StepMode] = {}
 
-    def _open(self, transformer: str, context: str | None, timestep: torch.Tensor | float, shapes: tuple) -> Call:
+    def _open(
+        self,
+        transformer: str,
+        context: str | None,
+        timestep: torch.Tensor | float,
+        shapes: tuple,
+        size: Callable[[], ModelSize],
+    ) -> Call:
         tick = self._clock.read(timestep)
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             self._coordinates = tick.coordinates(self.preset.forecast.coordinate)
+            self._error_weights = tick.error_weights(self.preset.schedule.error_in)
             if tick.repeats is not None:
                 self.report.notes.append(f"every step computed: {tick.repeats}")
         if self._tick is None or tick.step != self._tick.step:
             self._start_step(tick)
         self._tick = tick
-        branch = self._branch(transformer, context, shapes)
+        branch = self._branch(transformer, context, shapes, size)
         mode = self._mode(transformer, tick, branch)
         schedule = self.preset.schedule
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
         )
-        return Call(transformer, mode, tick, self._coordinates, branch, records)
+        computes = mode is not StepMode.DISPATCH and tick.step >= schedule.warmup and tick.repeats is None
+        skips = computes and self.preset.skip.steps == "all"
+        if mode is StepMode.UPDATE:
+            branch.fetch_after(None)
+        return Call(transformer, mode, tick, self._coordinates, branch, records, skips)
 
     def _start_step(self, tick: Tick) -> None:
         self._decisions.clear()
@@ -191,9 +214,11 @@ class Controller:
         self._step_work: dict[str, list[tuple[float, float]]] = {}
         self.report.steps.append(self._step_record)
         for layer in self.report.density:
-            layer.append(0.0)
+            layer.append(None)
 
-    def _branch(self, transformer: str, context: str | None, shapes: tuple) -> BranchState:
+    def _branch(
+        self, transformer: str, context: str | None, shapes: tuple, size: Callable[[], ModelSize]
+    ) -> BranchState:
         if context is None:
             count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
             context = f"call {count}"
@@ -204,8 +229,20 @@ class Controller:
             self._forget("branch called twice")
         self._called.add(key)
         if key not in self._branches:
-            self._branches[key] = BranchState(shapes, History(self.preset.forecast.order), self.preset.forecast.order)
+            # Where a second transformer has taken over, what the first remembers would only take up memory.
+            at_work = {name for name, _ in self._called}
+            self._branches = {known: branch for known, branch in self._branches.items() if known[0] in at_work}
+            self._branches[key] = self._new_branch(shapes, size())
         return self._branches[key]
+
+    def _new_branch(self, shapes: tuple, size: ModelSize) -> BranchState:
+        """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
+        memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
+        for branch in self._branches.values():
+            branch.adopt(memory)
+        self.report.estimated_bytes = memory.device_bytes
+        self.report.memory_measures = list(memory.measures)
+        return BranchState(shapes, size, memory)
 
     def _mode(self, transformer: str, tick: Tick, branch: BranchState) -> StepMode:
         """The step's mode, decided once a step and transformer; a branch that can't forecast yet computes."""
@@ -221,7 +258,7 @@ class Controller:
 
     def _close(self, call: Call) -> None:
         if call.densities and call.branch is next(iter(self._branches.values())):
-            self.last_symbols = {name: call.site(name).symbols for name in call.densities}
+            self.last_symbols |= {name: call.site(name).symbols for name in call.densities}
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.scope == "layer")
         work_rank = _MODES_BY_WORK.index
         if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
@@ -239,15 +276,19 @@ class Controller:
             rows[layer][-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
-            report.cache_bytes = max(report.cache_bytes, self._cache_bytes())
+            branches = self._branches.values()
+            device = _distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
+            host = _distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
+            report.cache_bytes, report.host_bytes = max(report.cache_bytes, device), max(report.host_bytes, host)
+            budget = self.preset.memory.budget_gib
+            note = "caches took more than was expected, and more than memory.budget_gib"
+            if budget is not None and device > budget * GIB and note not in report.notes:
+                report.notes.append(note)
 
-    def _cache_bytes(self) -> int:
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for branch in self._branches.values()
-            for tensor in branch.tensors()
-        }
-        return sum(storages.values())
+
+def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all storages behind the tensors, each counted once."""
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_MODEL = "demo-flux"
+_NOT_ARGUMENTS = ("fps", "preset")  # of a demo.json, beside the arguments of the pipeline's call
 _ASSETS = Path(__file__).parent / "assets"
 
 
@@ -22,5 +23,21 @@ def demo_path(name: str) -> Path | None:
 
 def demo_arguments(folder: Path) -> dict[str, Any]:
     """Arguments that the pipeline in ``folder`` was trained for, from its ``demo.json``; empty if it has none."""
+    return {name: value for name, value in _facts(folder).items() if name not in _NOT_ARGUMENTS}
+
+
+def model_fps(name: str) -> float | None:
+    """Frames a second of the clips that a shipped model was trained on; None if there is none, or it does not say."""
+    folder = demo_path(name)
+    return _facts(folder).get("fps") if folder else None
+
+
+def model_preset(name: str) -> str | None:
+    """The preset that fits a shipped model better than its family's; None if there is none, or it does not say."""
+    folder = demo_path(name)
+    return _facts(folder).get("preset") if folder else None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
     file = folder / "demo.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -13,6 +13,10 @@ class UnsupportedError(DitAccelError, ValueError):
     """A pipeline, module or device can't do what was asked of it."""
 
 
+class MemoryBudgetError(DitAccelError, ValueError):
+    """The caches of a run do not fit into the preset's ``memory.budget_gib``, whatever is done."""
+
+
 class ShapeError(DitAccelError, ValueError):
     """A tensor argument has the wrong shape, dtype or device."""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from dit_accel.storage import PLAIN, Kept, Storage
 
 
 def newton_weights(coordinates: Sequence[float], target: float) -> list[float]:
@@ -66,21 +68,38 @@ def forecast_weights(method: str, coordinates: Sequence[float], target: float, o
 
 
 class History:
-    """The last ``order + 1`` values of one feature, which may consist of several tensors.
+    """The newest values of one feature, which may consist of several tensors.
 
     Args:
-        order: degree of the forecast that reads it.
+        length: number of values that are kept; a forecast of degree D reads D + 1.
+        storage: the form in which they are kept. Reading restores them, one history at a time.
     """
 
-    def __init__(self, order: int) -> None:
-        self._records: deque[tuple[float, tuple[torch.Tensor, ...]]] = deque(maxlen=order + 1)
+    def __init__(self, length: int, storage: Storage = PLAIN) -> None:
+        self._length = length
+        self._storage = storage
+        self._records: deque[tuple[float, tuple[Kept, ...]]] = deque(maxlen=length)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def record(self, coordinate: float, value: tuple[torch.Tensor, ...]) -> None:
-        """Adds the value at ``coordinate`` and forgets the oldest beyond ``order + 1``."""
-        self._records.appendleft((coordinate, value))
+        """Adds the value at ``coordinate`` and forgets the oldest beyond ``length``."""
+        if self._length:
+            self._records.appendleft((coordinate, tuple(self._storage.keep(tensor) for tensor in value)))
+
+    def adopt(self, length: int, storage: Storage) -> None:
+        """Goes on with another length and form; what is there is converted."""
+        kept = [
+            (coordinate, value if storage == self._storage else tuple(storage.keep(part.read()) for part in value))
+            for coordinate, value in list(self._records)[:length]
+        ]
+        self._length, self._storage, self._records = length, storage, deque(kept, maxlen=length)
+
+    def fetch(self) -> None:
+        """Starts to bring values that lie in host memory to the device, ahead of reading them."""
+        for kept in self._kept():
+            kept.fetch()
 
     @property
     def order(self) -> int:
@@ -95,8 +114,15 @@ class History:
     @property
     def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Newest first."""
-        return tuple(value for _, value in self._records)
+        return tuple(tuple(kept.read() for kept in value) for _, value in self._records)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that is kept alive."""
-        return [tensor for value in self.values for tensor in value]
+        """Every tensor that is kept alive on the device."""
+        return [tensor for kept in self._kept() for tensor in kept.tensors()]
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Every tensor that is kept in host memory instead."""
+        return [tensor for kept in self._kept() for tensor in kept.host_tensors()]
+
+    def _kept(self) -> Iterator[Kept]:
+        return (kept for _, value in self._records for kept in value)

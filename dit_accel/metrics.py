@@ -1,8 +1,8 @@
-"""How far two outputs are apart: PSNR and SSIM of pictures, relative error of latents.
+"""How far two outputs are apart: PSNR and SSIM of pictures and clips, relative error of latents.
 
 Pictures are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
-floating values over 0..1. All sums are in float64.
+floating values over 0..1. A clip is a stack of pictures, its frames first. All sums are in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SSIM_K1, SSIM_K2 = 0.01, 0.03
 def psnr(a: Picture, b: Picture) -> float:
     """Peak signal-to-noise ratio ``−10 log10(mean((a − b)²))`` in dB, over all values; infinite for equal pictures.
 
-    Values are scaled to 0..1 first, so a uint8 picture and a float picture of the same scene can be compared.
+    The mean over a clip runs over all of its frames at once, so that one bad frame counts. Values are scaled to 0..1
+    first, so a uint8 picture and a float picture of the same scene can be compared.
 
     Raises:
         ShapeError: the pictures differ in shape, or one holds values that aren't uint8 or floating.
@@ -62,6 +63,16 @@ def ssim(a: Picture, b: Picture) -> float:
         (mean_first**2 + mean_second**2 + c1) * (variance_first + variance_second + c2)
     )
     return float(np.mean(similarity))
+
+
+def clip_ssim(a: Picture, b: Picture) -> float:
+    """Mean over the frames of two clips of :func:`ssim`.
+
+    Raises:
+        ShapeError: the clips differ in shape, hold no frames, or :func:`ssim` refuses their frames.
+    """
+    first, second = _same_shape(a, b)
+    return float(np.mean([ssim(*frames) for frames in zip(first, second, strict=True)]))
 
 
 def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | np.ndarray) -> float:

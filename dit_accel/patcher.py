@@ -48,6 +48,11 @@ class Acceleration:
         """Token layout of the last run's latest symbols, or None at scope ``stack``."""
         return self._controller.last_layout
 
+    @property
+    def token_order(self) -> torch.Tensor | None:
+        """Order of the last run's vision tokens, as :mod:`dit_accel.token_order` describes it; None = raster order."""
+        return self._adapters[0].token_order
+
     def report(self) -> RunReport:
         """What the last run did; the current one if it is still going."""
         return self._controller.read_report()

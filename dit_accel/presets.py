@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dit_accel.errors import PresetError
 
-# Sections that only scope head reads, and the keys that each control leaves to the other.
+# Sections that only scope head reads (but for reuse also `skip.steps: all`), and keys that each control leaves to the
+# other.
 _HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
-_FOREIGN_KEYS = {"fixed": ("target_error", "max_interval"), "error": ("interval",)}
+_VIDEO_MODELS = ("hunyuan_video", "wan")
+_FOREIGN_KEYS = {"fixed": ("target_error", "error_in", "max_interval"), "error": ("interval",)}
 
 
 class _Section(BaseModel):
@@ -35,6 +37,9 @@ class Schedule(_Section):
     """Steps at the start that compute everything."""
     target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
     """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that a forecast step may reach."""
+    error_in: Literal["output", "latents"] = "output"
+    """control error: what counts as error. output: of the forecast as it is. latents: times how far its step moves in
+    sigma, over the mean of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
     max_interval: int = Field(default=16, ge=1)
     """control error: most steps from one UPDATE to the next."""
     interval: int | None = Field(default=None, ge=1)
@@ -82,7 +87,7 @@ class Reuse(_Section):
     """Scope head: which rows a DISPATCH step takes from the cache."""
 
     policy: Literal["flashomni"] = "flashomni"
-    """How row-blocks are scored (FlashOmni, equation 1)."""
+    """How row-blocks are scored: FlashOmni, equation 1; without joint text (Wan), by the attention they receive."""
     tau_q: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the cumulative score, lowest first, that is reused (FlashOmni's τ_q)."""
     ramp: float = Field(default=2.0, gt=0.0)
@@ -96,8 +101,18 @@ class Skip(_Section):
 
     policy: Literal["none", "sparge"] = "none"
     """sparge: per row, tiles are dropped, lowest probability first, while the dropped mass stays within tau_kv."""
+    steps: Literal["dispatch", "all"] = "dispatch"
+    """dispatch: tiles are left out of DISPATCH steps only, which attend at scope head alone. all: of every step after
+    the warm-up, at any scope; a computed step then chooses its tiles by its own queries and keys."""
     tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
-    """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv)."""
+    """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv). At scope
+    head it grows as reuse.ramp says."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Skip:
+        if self.steps == "all" and self.policy == "none":
+            raise ValueError("steps 'all' has no effect with policy 'none': set policy to sparge, or remove steps")
+        return self
 
 
 class Blocks(_Section):
@@ -105,6 +120,9 @@ class Blocks(_Section):
 
     size: Literal[64, 128] = 128
     """Tokens in a block."""
+    token_order: Literal["raster", "hilbert", "tiles"] = "raster"
+    """How a clip's tokens run through the blocks, so that neighbours share one. raster: frame by frame, row by row.
+    hilbert: along a Hilbert curve (SpargeAttn, section 3.7). tiles: box by box, each of about `size` tokens."""
 
 
 class Kernels(_Section):
@@ -116,13 +134,26 @@ class Kernels(_Section):
     """GEMM-Q and GEMM-O."""
 
 
+class Memory(_Section):
+    """How much the caches of a run may hold, and how they are kept."""
+
+    budget_gib: float | None = Field(default=None, gt=0.0)
+    """Most GiB on the device for histories, symbols and cached biases of all branches together; null = no limit. What
+    it takes is done, in this order and no more than needed: attention outputs of text blocks left out, float8, host
+    memory, lower orders. A run that does not fit then is refused."""
+    history_dtype: Literal["float8"] | None = None
+    """float8: what blocks remember is kept as e4m3 with a scale per 128 values; null = as computed."""
+    offload: bool = False
+    """Scope head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""
+
+
 class Preset(_Section):
     """One method with all its thresholds. Frozen; make changed copies with :func:`load_preset`."""
 
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
-    model: Literal["any", "flux"] = "any"
+    model: Literal["any", "flux", "hunyuan_video", "wan"] = "any"
     """Model family that the preset is made for; `any` needs scope stack."""
     schedule: Schedule
     forecast: Forecast = Forecast()
@@ -130,16 +161,37 @@ class Preset(_Section):
     skip: Skip = Skip()
     blocks: Blocks = Blocks()
     kernels: Kernels = Kernels()
+    memory: Memory = Memory()
 
     def effective(self) -> dict[str, Any]:
         """All values that have an effect, defaults included, as plain values: a preset file's content."""
         values = self.model_dump(mode="json")
         for key in _FOREIGN_KEYS[self.schedule.control]:
             del values["schedule"][key]
-        if self.forecast.scope != "head":
-            for section in _HEAD_SECTIONS:
-                del values[section]
+        for section in self._unread_sections():
+            del values[section]
+        for key in self._idle_memory_keys():
+            del values["memory"][key]
+        if "blocks" in values and self.model not in _VIDEO_MODELS:
+            del values["blocks"]["token_order"]
         return values
+
+    def _unread_sections(self) -> tuple[str, ...]:
+        """Sections that have no effect at this scope."""
+        if self.forecast.scope == "head":
+            return ()
+        return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
+
+    def _idle_memory_keys(self) -> dict[str, str]:
+        """Keys of section memory that have no effect, with the reason."""
+        idle = {}
+        if self.forecast.scope == "stack":
+            idle["history_dtype"] = "at scope 'stack' blocks remember nothing"
+        if self.forecast.scope != "head":
+            idle["offload"] = "attention outputs are remembered at scope 'head' only"
+        elif self.forecast.order == 0:
+            idle["offload"] = "with order 0 no attention outputs are remembered"
+        return idle
 
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
@@ -147,13 +199,23 @@ class Preset(_Section):
             raise ValueError(
                 f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
             )
-        if self.forecast.scope != "head":
-            touched = [name for name in _HEAD_SECTIONS if getattr(self, name).model_fields_set]
-            if touched:
-                raise ValueError(
-                    f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
-                    "runs no attention: remove it, or set forecast.scope to head"
-                )
+        if self.model == "any" and self.skip.steps == "all":
+            raise ValueError("skip.steps 'all' needs a model family with an adapter: set model, e.g. flux")
+        touched = [name for name in self._unread_sections() if getattr(self, name).model_fields_set]
+        if touched:
+            skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
+            raise ValueError(
+                f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
+                f"runs no attention: remove it, or set forecast.scope to head{skips}"
+            )
+        if self.blocks.token_order != "raster" and self.model not in _VIDEO_MODELS:
+            raise ValueError(
+                f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
+                f"'{self.model}': set it to raster"
+            )
+        for key, reason in self._idle_memory_keys().items():
+            if getattr(self.memory, key):
+                raise ValueError(f"memory.{key} has no effect, because {reason}: remove it")
         return self
 
 

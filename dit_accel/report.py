@@ -35,13 +35,16 @@ class RunReport:
         family: model family of the adapter.
         layers: names of the transformer's blocks, or of the transformer where blocks are not told apart.
         steps: one record a step.
-        density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches. An UPDATE that
-        also
-            refreshes cached biases computes slightly more than 1.
+        density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None where its
+            transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
+            than 1.
         computed_fraction: FLOPs that the blocks did over those of a plain run.
         fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
         seconds: time inside the transformer.
-        cache_bytes: most memory held in histories, symbols and cached biases.
+        cache_bytes: most device memory held in histories, symbols and cached biases.
+        host_bytes: most host memory held in their stead.
+        estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
+        memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
         notes: remarks on the run as a whole.
     """
 
@@ -49,11 +52,14 @@ class RunReport:
     family: str
     layers: list[str]
     steps: list[StepRecord] = field(default_factory=list)
-    density: list[list[float]] = field(default_factory=list)
+    density: list[list[float | None]] = field(default_factory=list)
     computed_fraction: float = 1.0
     fallbacks: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
     cache_bytes: int = 0
+    host_bytes: int = 0
+    estimated_bytes: int = 0
+    memory_measures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -72,8 +78,10 @@ class RunReport:
             f"  steps              {len(self.steps)} ({modes})",
             f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
             f"  transformer time   {self.seconds:.2f} s",
-            f"  cache memory       {self.cache_bytes / 2**20:.1f} MiB",
+            f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
+            + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
+        lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
@@ -85,3 +93,7 @@ class RunReport:
             shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
             lines.append(f"  ran densely        {shown}: {reason}")
         return "\n".join(lines)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

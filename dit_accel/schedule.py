@@ -63,6 +63,19 @@ class Tick:
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
+    def error_weights(self, kind: str) -> Sequence[float]:
+        """How much an error of the transformer's output counts, for every step of the run; 1 on average.
+
+        Args:
+            kind: ``output``, alike at every step; or ``latents``, as far as the step moves in sigma, for by so much
+                its output moves the latents.
+        """
+        gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
+        if kind == "output" or not any(gaps):
+            return [1.0] * self.steps
+        gaps.append(gaps[-1])  # the last step's own end is not among the sigmas
+        return [gap * self.steps / sum(gaps) for gap in gaps]
+
 
 class SchedulerClock:
     """Reads the step from a pipeline's diffusers scheduler.
@@ -171,7 +184,15 @@ class FixedControl:
             return StepMode.FULL
         return StepMode.DISPATCH if (step - schedule.warmup) % schedule.interval else StepMode.UPDATE
 
-    def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:
+    def observe(
+        self,
+        step: int,
+        coordinates: Sequence[float],
+        weights: Sequence[float],
+        previous: float,
+        order: int,
+        error: float,
+    ) -> None:
         """A fixed schedule takes no notice of errors."""
 
 
@@ -180,8 +201,8 @@ class ErrorControl:
 
     A forecast of order D whose error is e at a distance g from the newest record errs like ``e · (d / g) ** (D + 1)``
     at a distance d. Forecasts reach from one computed step to the last before the next, so that one comes after the
-    largest 1 <= n <= max_interval with ``e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
-    n − 1. A heuristic: exact for even spacing.
+    largest 1 <= n <= max_interval with ``w · e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
+    n − 1 and w how much an error counts there. A heuristic: exact for even spacing.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -211,12 +232,21 @@ class ErrorControl:
         farthest = max(reaches.values(), default=math.nan)
         return max((order for order, reach in reaches.items() if reach >= ABOUT * farthest), default=max(errors))
 
-    def observe(self, step: int, coordinates: Sequence[float], previous: float, order: int, error: float) -> None:
+    def observe(
+        self,
+        step: int,
+        coordinates: Sequence[float],
+        weights: Sequence[float],
+        previous: float,
+        order: int,
+        error: float,
+    ) -> None:
         """Takes the error of one forecast, measured at a computed step; of several at one step, the worst decides.
 
         Args:
             step: where it was measured.
             coordinates: of all steps of the run.
+            weights: how much an error counts at each of them.
             previous: coordinate of the newest record that the forecast used.
             order: degree of the forecast.
             error: ‖F − F̂‖ / ‖F‖.
@@ -225,8 +255,9 @@ class ErrorControl:
         interval = 1
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
             distance = abs(coordinates[step + interval] - coordinates[step])
+            counted = weights[step + interval] * error
             # Written so that an error that is not a number keeps the interval at 1.
-            if gap == 0 or not error * (distance / gap) ** (order + 1) <= self._schedule.target_error:
+            if gap == 0 or not counted * (distance / gap) ** (order + 1) <= self._schedule.target_error:
                 break
             interval += 1
         following = step + interval

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dit_accel.forecast import History
+from dit_accel.memory import MemoryPlan, ModelSize
 from dit_accel.schedule import StepMode, Tick
+from dit_accel.storage import PLAIN, Kept
 from dit_accel.symbols import AttentionPlan, SparseSymbols
 
 
@@ -18,10 +20,14 @@ class SiteState:
 
     Args:
         features: whole outputs (attention, MLP) by name, before their gates; for scope layer and for degraded layers.
-        attention: attention outputs O ``[B, S, H, D]``, for the cached bias.
+        attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
         symbols, plan: what a DISPATCH step computes, packed and lowered.
-        bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``.
-        row_density, tile_density: shares of rows, and of tiles over all rows, that compute.
+        bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
+        bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
+        bias_density: share of rows that the latest UPDATE projected for each of B_1 and older.
+        row_density, tile_density: shares of rows, and of tiles over all rows, that a DISPATCH step computes.
+        row_block_density: share of row-blocks in which it computes any head.
+        attended: share of tiles that the latest computed step attended to.
         degraded: the layer is forecast whole until the next UPDATE.
     """
 
@@ -29,19 +35,38 @@ class SiteState:
     attention: History | None = None
     symbols: SparseSymbols | None = None
     plan: AttentionPlan | None = None
-    bias_stack: torch.Tensor | None = None
+    bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
+    bias_mask64: torch.Tensor | None = None
+    bias_density: float = 0.0
     row_density: float = 1.0
+    row_block_density: float = 1.0
     tile_density: float = 1.0
+    attended: float = 1.0
     degraded: bool = False
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for history in (*self.features.values(), *([self.attention] if self.attention is not None else [])):
-            yield from history.tensors()
-        for holder in (self.symbols, self.plan):
-            yield from holder.tensors() if holder is not None else ()
+    def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
+        """Goes on under another memory plan; what is there is converted."""
+        values = memory.order + 1
+        for history in self.features.values():
+            history.adopt(values, memory.features)
+        if self.attention is not None:
+            self.attention.adopt(memory.order, memory.attention(size.layout))
         if self.bias_stack is not None:
-            yield self.bias_stack
+            self.bias_stack = memory.biases.keep(self.bias_stack.read()[:values].clone())
+            self.bias_coordinates = self.bias_coordinates[:values]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device."""
+        for holder in (*self.features.values(), self.attention, self.symbols, self.plan, self.bias_stack):
+            yield from holder.tensors() if holder is not None else ()
+        if self.bias_mask64 is not None:
+            yield self.bias_mask64
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What lies in host memory instead."""
+        if self.attention is not None:
+            yield from self.attention.host_tensors()
 
 
 @dataclass
@@ -50,6 +75,8 @@ class BranchState:
 
     Args:
         shapes: of the tensors that its calls get.
+        size: what they make the blocks remember.
+        memory: how that is kept.
         outputs: the transformer's outputs.
         order: degree of its forecasts at present.
         updated: blocks remember what a DISPATCH call needs.
@@ -57,16 +84,44 @@ class BranchState:
     """
 
     shapes: tuple
-    outputs: History
-    order: int
+    size: ModelSize
+    memory: MemoryPlan
+    outputs: History = field(init=False)
+    order: int = field(init=False)
     sites: dict[str, SiteState] = field(default_factory=dict)
     updated: bool = False
     structure: object = None
 
+    def __post_init__(self) -> None:
+        self.order = self.memory.order
+        self.outputs = History(self.order + 1)
+
+    def adopt(self, memory: MemoryPlan) -> None:
+        """Goes on under another memory plan; what is there is converted."""
+        if memory != self.memory:
+            self.outputs.adopt(memory.order + 1, PLAIN)
+            for site in self.sites.values():
+                site.adopt(memory, self.size)
+            self.memory, self.order = memory, min(self.order, memory.order)
+
+    def fetch_after(self, name: str | None) -> None:
+        """Starts to bring the attention history of the site behind ``name`` (None: the first) to the device."""
+        names = list(self.sites)
+        following = 0 if name is None else names.index(name) + 1
+        for site in names[following : following + 1]:
+            if (history := self.sites[site].attention) is not None:
+                history.fetch()
+
     def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device."""
         yield from self.outputs.tensors()
         for site in self.sites.values():
             yield from site.tensors()
+
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """What lies in host memory instead."""
+        for site in self.sites.values():
+            yield from site.host_tensors()
 
 
 @dataclass
@@ -77,9 +132,11 @@ class Call:
         coordinates: of all steps of the run, on which forecasts run: step indices or sigmas.
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
+        skips: attention leaves tiles out though the call computes.
         work: by block, (computed, plain) FLOPs; an adapter fills it.
         dense: blocks that fell back to their own forward.
-        densities: by block, device scalars (row density, tile density) of new symbols, read at the end of the call.
+        densities: by block, float32 ``[5]`` on the device, read at the end of the call: of new symbols the density of
+            rows, row-blocks and tiles, the share of tiles that this call attends to, and ``bias_density``.
     """
 
     transformer: str
@@ -88,6 +145,7 @@ class Call:
     coordinates: Sequence[float]
     branch: BranchState
     records: bool
+    skips: bool = False
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
@@ -103,3 +161,8 @@ class Call:
 
     def site(self, name: str) -> SiteState:
         return self.branch.sites.setdefault(name, SiteState())
+
+    def history(self, name: str, feature: str) -> History:
+        """Of a whole feature of a block."""
+        memory = self.branch.memory
+        return self.site(name).features.setdefault(feature, History(memory.order + 1, memory.features))

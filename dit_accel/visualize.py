@@ -1,6 +1,6 @@
-"""Pictures of a run: plain against accelerated, step modes, densities, symbols over the image, speed against quality.
+"""Figures of a run: step modes, densities, symbols over the image, speed against quality.
 
-Each function returns a PIL image or writes one file. Matplotlib draws without a display and without touching the
+Each function writes one file. Matplotlib draws without a display and without touching the
 caller's pyplot state.
 """
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from dit_accel.errors import ShapeError
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
 
     from dit_accel.layout import TokenLayout
     from dit_accel.report import RunReport
@@ -29,8 +30,6 @@ SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E0
 SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
-AMPLIFICATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-MINIMUM_PANEL = 320  # pixels; smaller pictures are enlarged so that labels stay readable
 
 
 class FrontierPoint(NamedTuple):
@@ -39,43 +38,6 @@ class FrontierPoint(NamedTuple):
     method: str
     fraction: float
     psnr: float
-
-
-def amplification(plain: Image.Image, fast: Image.Image) -> int:
-    """The largest of `AMPLIFICATIONS` that leaves all but one in a thousand of the differing values unsaturated."""
-    peak = float(np.quantile(_difference(plain, fast), 0.999))
-    return max((factor for factor in AMPLIFICATIONS if factor * peak <= 255), default=1)
-
-
-def comparison_strip(
-    plain: Image.Image, fast: Image.Image, labels: tuple[str, str] = ("plain", "dit-accel"), factor: int | None = None
-) -> Image.Image:
-    """Both pictures side by side with their absolute difference, times a factor that its label states.
-
-    Args:
-        labels: captions of the two pictures.
-        factor: amplification of the difference; None chooses the largest that does not saturate.
-
-    Raises:
-        ShapeError: the pictures differ in size.
-    """
-    if plain.size != fast.size:
-        raise ShapeError(f"plain and fast must have the same size, got {plain.size} and {fast.size}")
-    factor = factor or amplification(plain, fast)
-    amplified = np.clip(factor * _difference(plain, fast), 0, 255).astype(np.uint8)
-    panels = [plain.convert("RGB"), fast.convert("RGB"), Image.fromarray(amplified)]
-    captions = [*labels, f"difference × {factor}" if amplified.any() else "difference: none"]
-    scale = max(1, -(-MINIMUM_PANEL // plain.width))
-    width, height = plain.width * scale, plain.height * scale
-    gap, font = width // 40, _font(max(16, width // 24))
-    caption_height = int(font.size * 1.9)
-    strip = Image.new("RGB", (3 * width + 2 * gap, height + caption_height), "white")
-    draw = ImageDraw.Draw(strip)
-    for column, (panel, caption) in enumerate(zip(panels, captions, strict=True)):
-        left = column * (width + gap)
-        strip.paste(panel.resize((width, height), Image.Resampling.NEAREST), (left, caption_height))
-        draw.text((left + width / 2, caption_height / 2), caption, fill="black", font=font, anchor="mm")
-    return strip
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
@@ -134,32 +96,52 @@ def heads_computed(symbols: SparseSymbols) -> np.ndarray:
     return bits.mean(axis=(0, 2))
 
 
-def token_grid(layout: TokenLayout, width: int, height: int) -> tuple[int, int]:
-    """Rows and columns of the vision tokens of a picture of ``width`` × ``height`` pixels.
+def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) -> tuple[int, int]:
+    """Rows and columns of the vision tokens of a picture, or of each latent frame, of ``width`` × ``height`` pixels.
 
     Raises:
-        ShapeError: the vision tokens don't fill a grid of the picture's shape (reference tokens, or a video).
+        ShapeError: the vision tokens don't fill grids of the picture's shape (reference tokens).
     """
-    rows = round((layout.vision * height / width) ** 0.5)
-    columns = layout.vision // max(rows, 1)
-    if rows * columns != layout.vision or rows * width != columns * height:
+    tokens, rest = divmod(layout.vision, frames)
+    rows = round((tokens * height / width) ** 0.5)
+    columns = tokens // max(rows, 1)
+    if rest or rows * columns != tokens or rows * width != columns * height:
         raise ShapeError(
-            f"{layout.vision} vision tokens don't fill a grid of the shape of a {width} x {height} picture; "
-            "symbol maps need single images without reference tokens"
+            f"{layout.vision} vision tokens don't fill {frames} grid(s) of the shape of a {width} x {height} picture; "
+            "symbol maps need images or clips without reference tokens"
         )
     return rows, columns
 
 
-def symbol_map(picture: Image.Image, layout: TokenLayout, symbols: SparseSymbols, path: str | Path, title: str) -> None:
+def symbol_map(
+    picture: Image.Image,
+    layout: TokenLayout,
+    symbols: SparseSymbols,
+    path: str | Path,
+    title: str,
+    *,
+    frame: int = 0,
+    frames: int = 1,
+    order: torch.Tensor | None = None,
+) -> None:
     """Writes the picture, and beside it under a map of how many heads computed where at the last UPDATE.
 
-    Tokens run in raster order. Blocks that hold text count as computed, as they are.
+    Blocks that hold text count as computed, as they are.
+
+    Args:
+        frame: the latent frame of a clip that ``picture`` belongs to.
+        frames: latent frames of the clip; 1 for a picture.
+        order: of the vision tokens, as :mod:`dit_accel.token_order` describes it; None = raster order.
 
     Raises:
         ShapeError: see :func:`token_grid`.
     """
-    rows, columns = token_grid(layout, *picture.size)
+    rows, columns = token_grid(layout, *picture.size, frames)
     tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
+    if order is not None:
+        ordered, tokens = tokens, np.empty_like(tokens)
+        tokens[order.numpy()] = ordered
+    tokens = tokens.reshape(frames, rows, columns)[frame]
     width, height = picture.size
     figure = new_figure(9.6, 4.2 * height / width + 0.45)
     plain, painted = figure.subplots(1, 2)
@@ -168,7 +150,7 @@ def symbol_map(picture: Image.Image, layout: TokenLayout, symbols: SparseSymbols
     plain.set_title("picture", loc="left")
     painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
     image = painted.imshow(
-        tokens.reshape(rows, columns),
+        tokens,
         extent=extent,
         cmap="cividis",
         vmin=0,
@@ -222,19 +204,6 @@ def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, 
         if not best or quality > best[-1][1]:
             best.append((fraction, quality))
     return best
-
-
-def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
-    """Absolute difference in grey levels, int16 ``[height, width, 3]``."""
-    first, second = (np.asarray(picture.convert("RGB")).astype(np.int16) for picture in (plain, fast))
-    return np.abs(first - second)
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib; Pillow's own font has no multiplication sign."""
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
 
 
 def new_figure(width: float, height: float) -> Figure:

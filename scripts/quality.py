@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Quality of every preset and of the fixed schedules beside them, on held-out prompts of the demo model.
+"""Quality of every preset and of the fixed schedules beside them, on held-out prompts of a demo model.
 
 Each run is compared with the plain run of the same prompt and seed. Writes a JSON file, a Markdown table and a plot.
 
     python scripts/quality.py --output docs/results/quality-demo-flux                 # 10 prompts, minutes on a GPU
     python scripts/quality.py --output /tmp/quality --prompts 1 --height 256 --width 256 --only flux-balanced
+    python scripts/quality.py --model demo-wan --output docs/results/quality-demo-wan
 
 Prompts come from the `reporting` list, which presets were never tuned on; `--split tuning` is for choosing thresholds.
 """
@@ -22,35 +23,39 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from demo_models.prompts import held_out_prompts
+from demo_models import clips, prompts
 
 from dit_accel import accelerated, load_preset, preset_names
 from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
-from dit_accel.metrics import latent_error, psnr, ssim
+from dit_accel.metrics import clip_ssim, latent_error, psnr
 from dit_accel.presets import Preset
 from dit_accel.visualize import best_settings, frontier_plot
 
 CLOSED_LOOP = "closed loop (ours)"
+CLOSED_LOOP_DENSE = "closed loop (ours), no tiles left out"
+PREFIXES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}  # of their presets
 
 
-def methods() -> list[tuple[str, str, Preset | int]]:
-    """(series, name, preset or number of steps) of everything that is compared."""
+def methods(model: str) -> list[tuple[str, str, Preset | int]]:
+    """(series, name, preset or number of steps) of everything that is compared on a demo model."""
+    family = PREFIXES[model][0]
     listed: list[tuple[str, str, Preset | int]] = []
+    # On FLUX, whose presets leave no tiles out, the any-* presets give the same pictures.
+    prefixes = PREFIXES[model] if family == "flux" else (*PREFIXES[model], "any")
     for name in preset_names():
-        # The any-* presets are the flux-* ones for other models, and give the same pictures here.
-        if name != "exact" and not name.startswith("any-"):
+        if name.split("-")[0] in prefixes:
             listed.append((_series(name, load_preset(name)), name, load_preset(name)))
     settings = [*itertools.product((3, 8), (1, 2), (3, 4, 5, 6)), (3, 1, 7), (3, 1, 8)]
     for warmup, order, interval in settings:
         changes = {"schedule": {"warmup": warmup, "interval": interval}, "forecast": {"order": order}}
         label = f"W={warmup} N={interval} D={order}"
-        listed.append(("TaylorSeer", f"TaylorSeer {label}", load_preset("flux-taylorseer", **changes)))
+        listed.append(("TaylorSeer", f"TaylorSeer {label}", load_preset(f"{family}-taylorseer", **changes)))
         whole = load_preset("exact", **changes, **{"schedule.final_full": 1})
         listed.append(("fixed interval, stack", f"stack {label}", whole))
     for warmup, interval in itertools.product((3, 8), (3, 4, 5, 6)):
-        changes = {"schedule": {"warmup": warmup, "interval": interval}}
-        listed.append(("FORA", f"FORA W={warmup} N={interval}", load_preset("flux-fora", **changes)))
+        changes = {"schedule": {"warmup": warmup, "interval": interval}, "forecast": {"method": "reuse", "order": 0}}
+        listed.append(("FORA", f"FORA W={warmup} N={interval}", load_preset(f"{family}-taylorseer", **changes)))
     for steps in (10, 13, 15, 18, 20, 25, 30, 35):
         listed.append(("fewer steps", f"{steps} steps", steps))
     return listed
@@ -72,8 +77,8 @@ def closed_loop_variants() -> list[tuple[str, str, Preset | int]]:
 
 def _series(name: str, preset: Preset) -> str:
     if preset.schedule.control == "error":
-        return CLOSED_LOOP
-    return {"flux-taylorseer": "TaylorSeer", "flux-fora": "FORA"}.get(name, "FlashOmni")
+        return CLOSED_LOOP if preset.model != "any" else CLOSED_LOOP_DENSE
+    return {"taylorseer": "TaylorSeer", "fora": "FORA"}.get(name.split("-")[1], "FlashOmni")
 
 
 class Comparison:
@@ -106,8 +111,8 @@ class Comparison:
                     report = self._pipe.dit_accel.report()
                 figures["computed_fraction"].append(report.computed_fraction)
                 figures["seconds"].append(report.seconds)
-            figures["psnr_db"].append(psnr(result["picture"], plain["picture"]))
-            figures["ssim"].append(ssim(result["picture"], plain["picture"]))
+            figures["psnr_db"].append(psnr(result["frames"], plain["frames"]))
+            figures["ssim"].append(clip_ssim(result["frames"], plain["frames"]))
             figures["latent_error"].append(latent_error(result["latents"], plain["latents"]))
         means = {key: statistics.fmean(values) if values else None for key, values in figures.items()}
         return {
@@ -119,20 +124,17 @@ class Comparison:
         }
 
     def _call(self, prompt: Any, **changes: Any) -> dict[str, torch.Tensor]:
-        generator = torch.Generator("cpu").manual_seed(prompt.seed)
-        call = {**self._arguments, **changes, "prompt": prompt.prompt, "generator": generator, "output_type": "latent"}
-        latents = self._pipe(**call)[0]
-        return {"latents": latents.float().cpu(), "picture": self._decode(latents)}
+        """The last latents, and their frames ``[frames, 3, height, width]`` in 0..1; a picture is one frame."""
+        latents: list[torch.Tensor] = []
 
-    @torch.no_grad()
-    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Packed latents to a float picture ``[3, height, width]`` in 0..1, as the pipeline's own last lines do."""
-        pipe, vae = self._pipe, self._pipe.vae
-        unpacked = pipe._unpack_latents(
-            latents, self._arguments["height"], self._arguments["width"], pipe.vae_scale_factor
-        )
-        unpacked = unpacked / vae.config.scaling_factor + vae.config.shift_factor
-        return (vae.decode(unpacked, return_dict=False)[0][0].float() / 2 + 0.5).clamp(0, 1).cpu()
+        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            latents[:] = [tensors["latents"]]
+            return tensors
+
+        generator = torch.Generator("cpu").manual_seed(prompt.seed)
+        call = {**self._arguments, **changes, "prompt": prompt.prompt, "generator": generator, "output_type": "pt"}
+        frames = self._pipe(**call, callback_on_step_end=keep)[0][0]
+        return {"latents": latents[0].float().cpu(), "frames": frames.float().cpu().view(-1, *frames.shape[-3:])}
 
 
 def margins(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,12 +142,13 @@ def margins(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The rival is the frontier of all that is not closed loop, interpolated linearly between its two nearest settings.
     """
-    fixed = [(r["computed_fraction"], r["psnr_db"]) for r in results if r["series"] != CLOSED_LOOP]
+    loops = (CLOSED_LOOP, CLOSED_LOOP_DENSE)
+    fixed = [(r["computed_fraction"], r["psnr_db"]) for r in results if r["series"] not in loops]
     if not fixed:
         return []
     fractions, decibels = zip(*best_settings(fixed), strict=True)
     leads = []
-    for ours in (r for r in results if r["series"] == CLOSED_LOOP):
+    for ours in (r for r in results if r["series"] in loops):
         rival = float(np.interp(ours["computed_fraction"], fractions, decibels))
         leads.append({"preset": ours["name"], "fixed_db": rival, "lead_db": ours["psnr_db"] - rival})
     return leads
@@ -168,7 +171,9 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """What runs must have in common to be compared."""
-    return {key: str(getattr(options, key)) for key in ("prompts", "split", "steps", "height", "width", "dtype")}
+    return {
+        key: str(getattr(options, key)) for key in ("model", "prompts", "split", "steps", "height", "width", "dtype")
+    }
 
 
 def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -189,12 +194,13 @@ def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
+    parser.add_argument("--model", choices=list(PREFIXES), default="demo-flux")
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--variants", action="store_true", help="closed-loop thresholds instead of the presets")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--height", type=int, default=512)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, help="like --height and --width: the model's own by default")
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -202,21 +208,26 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    listed = closed_loop_variants() if options.variants else methods()
+    folder = demo_path(options.model)
+    arguments = demo_arguments(folder)
+    for option, key in (("steps", "num_inference_steps"), ("height", "height"), ("width", "width")):
+        if getattr(options, option) is None:
+            setattr(options, option, arguments[key])
+        arguments[key] = getattr(options, option)
+
+    listed = closed_loop_variants() if options.variants else methods(options.model)
     names = [name for _, name, _ in listed]
     unknown = set(options.only or ()) - set(names)
     if unknown:
         parser.error(f"--only names no method: {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
 
-    folder = demo_path("demo-flux")
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
         options.device
     )
     pipe.set_progress_bar_config(disable=True)
-    sizes = {"height": options.height, "width": options.width, "num_inference_steps": options.steps}
-    prompts = held_out_prompts(options.prompts, split=options.split)
+    held_out = (prompts if options.model == "demo-flux" else clips).held_out_prompts(options.prompts, options.split)
     started = time.perf_counter()
-    comparison = Comparison(pipe, {**demo_arguments(folder), **sizes}, prompts)
+    comparison = Comparison(pipe, arguments, held_out)
     results = [r for r in _earlier(options) if r["name"] in names]
     origin = describe_run(pipe.device)
     for series, name, method in listed:

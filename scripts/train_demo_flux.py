@@ -15,7 +15,6 @@ import json
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import diffusers
 import torch
 from demo_models.autoencoder import make_autoencoder, reconstruction_psnr, set_latent_statistics, train_autoencoder
+from demo_models.drawing import draw_bank
 from demo_models.exporting import assemble_pipeline, contact_sheet, load_state, paint_prompts, save_pipeline, save_state
 from demo_models.flow import (
     LONG_TEXT,
@@ -113,7 +113,8 @@ def main() -> None:
         "command": " ".join(sys.argv),
     }
 
-    prompts, numbers = draw_bank(sizes.pictures, options.seed, parallel=not options.smoke)
+    parallel = not options.smoke
+    prompts, numbers = draw_bank(draw_picture, pack_pictures, sizes.pictures, options.seed, parallel=parallel)
     numbers = numbers.to(device)
     compiler = None
     if not options.smoke:
@@ -189,18 +190,6 @@ def make_trained_flow(
     return final.requires_grad_(False).eval()
 
 
-def draw_bank(count: int, seed: int, *, parallel: bool) -> tuple[list[str], torch.Tensor]:
-    """Prompts and packed numbers of `count` training pictures, the same whether drawn in parallel or not."""
-    chunk = 2000
-    jobs = [(min(chunk, count - start), seed, start) for start in range(0, count, chunk)]
-    if parallel:
-        with ProcessPoolExecutor(8, mp_context=get_context("fork")) as pool:
-            parts = list(pool.map(_draw_chunk, jobs))
-    else:
-        parts = [_draw_chunk(job) for job in jobs]
-    return [prompt for prompts, _ in parts for prompt in prompts], torch.cat([torch.tensor(rows) for _, rows in parts])
-
-
 def held_out_psnr(vae: AutoencoderKL, size: int, device: torch.device) -> float:
     """The autoencoder's PSNR in dB on pictures of held-out scenes."""
     rng = random.Random(7)
@@ -236,13 +225,6 @@ def report(pipe: FluxPipeline, results: Path, sizes: Sizes) -> None:
     enlarged = torch.nn.functional.interpolate(painted_small[:4], size=large)
     sheet = contact_sheet(torch.cat((painted[:16], enlarged)), captions, columns=5, cell=160)
     sheet.save(results / "samples.png", optimize=True)
-
-
-def _draw_chunk(job: tuple[int, int, int]) -> tuple[list[str], list[list[float]]]:
-    count, seed, start = job
-    rng = random.Random(f"{seed} {start}")
-    pictures = [draw_picture(rng) for _ in range(count)]
-    return [picture.prompt for picture in pictures], pack_pictures(pictures).tolist()
 
 
 def _say(started: float, text: str) -> None:

@@ -25,7 +25,7 @@ FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast ba
 def models(tmp_path_factory):
     """Folders of saved tiny pipelines, by name."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("flux", "flux-schnell", "sd3", "wan"):
+    for name in ("flux", "flux-schnell", "sd3"):
         tiny_pipeline(name).save_pretrained(root / name)
     return root
 
@@ -138,7 +138,6 @@ MISTAKES = {
     "model-path": (["-m", "./missing"], "--model: ./missing is neither"),
     "model-name": (["-m", "missing"], "--model: missing is neither"),
     "model-folder": (["-m", "."], "no model_index.json"),
-    "video": (["-m", "{models}/wan"], "WanPipeline makes video"),
     "device": (["--device", "cuda:99"], "--device: "),
     "device-name": (["--device", "gpu"], "'gpu' is no device"),
     "offload-without-gpu": (["--device", "cpu", "--offload", "model"], "needs a CUDA device"),

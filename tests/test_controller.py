@@ -13,6 +13,7 @@ from dit_accel.forecast import History
 from dit_accel.presets import load_preset
 from dit_accel.schedule import StepMode, Tick
 from dit_accel.state import Call
+from dit_accel.storage import PLAIN
 
 STEPS = 12
 FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
@@ -297,8 +298,8 @@ def test_report_counts_a_storage_once():
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor: tensor)
             site = call.site("first")
-            site.bias_stack = stack
-            site.attention = site.features["mlp"] = History(0)
+            site.bias_stack = PLAIN.keep(stack)
+            site.attention = site.features["mlp"] = History(1)
             site.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
     assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
     loop.controller.release()
@@ -325,10 +326,11 @@ def test_layers_degrade_below_their_threshold():
     loop = Loop("flux-flashomni-turbo")  # S_q = 0.3
     for rows, degraded in ((0.25, True), (0.3125, False)):
         with loop.controller.calling("transformer", "cond", 8, ()) as call:
-            call.densities["first"] = torch.tensor([rows, 0.125])
+            call.densities["first"] = torch.tensor([rows, 0.75, 0.125, 0.5, 0.25])
             loop.controller.read_densities(call)
             site = call.site("first")
-        assert (site.row_density, site.tile_density, site.degraded) == (rows, 0.125, degraded)
+        assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
+        assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
 
 
 def test_latest_symbols_are_the_first_branchs():
@@ -337,7 +339,7 @@ def test_latest_symbols_are_the_first_branchs():
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
             call.site("first").symbols = SimpleNamespace(label=symbols, tensors=list)
-            call.densities["first"] = torch.ones(2)
+            call.densities["first"] = torch.ones(5)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
 
 
@@ -356,7 +358,7 @@ def test_progress_runs_from_0_towards_1():
 
 
 def test_two_transformers_keep_apart():
-    """Where a second transformer takes over within a run, it starts by computing; the first keeps its history."""
+    """Where a second transformer takes over within a run, it starts by computing, and the first forgets."""
     loop = Loop()
     loop.controller.add_transformer("transformer_2", ["third"])
     for step in range(4):
@@ -366,5 +368,5 @@ def test_two_transformers_keep_apart():
         loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor: tensor)
         call.work["third"] = (1.0, 1.0)
     assert loop.controller.report.layers == ["first", "second", "third"]
-    assert loop.controller.report.density[2] == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert loop.call(5)[0].mode is DISPATCH
+    assert loop.controller.report.density[2] == [None, None, None, None, 1.0]
+    assert loop.call(5)[0].mode is UPDATE

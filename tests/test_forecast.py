@@ -81,8 +81,8 @@ def test_methods_are_told_apart():
 
 
 def test_history_keeps_the_newest_records():
-    """A history of order D holds D + 1 values, newest first, and its order grows with them."""
-    history = History(order=2)
+    """A history holds as many values as it is long, newest first, and its order grows with them."""
+    history = History(3)
     assert (len(history), history.coordinates) == (0, ())
     values = [(torch.tensor([float(i)]), torch.tensor([-float(i)])) for i in range(4)]
     for i, value in enumerate(values):

@@ -20,15 +20,15 @@ every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PA
 # Top-level modules and packages of dit_accel; each imports only what stands in an earlier line, or itself.
 LAYERS = [
     {"errors"},
-    {"presets", "layout"},
-    {"symbols", "schedule", "forecast", "report"},
+    {"presets", "layout", "storage", "token_order"},
+    {"symbols", "schedule", "forecast", "report", "memory"},
     {"kernels"},
     {"policies"},
     {"state", "timing"},
     {"controller"},
     {"adapters"},
     {"patcher"},
-    {"metrics", "visualize", "demo", "testing"},
+    {"metrics", "visualize", "comparison", "video", "demo", "testing"},
     {"bench", "tune"},
     {"cli"},
 ]

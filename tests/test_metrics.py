@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dit_accel.errors import ShapeError
-from dit_accel.metrics import latent_error, psnr, ssim
+from dit_accel.metrics import clip_ssim, latent_error, psnr, ssim
 
 
 def _noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -73,6 +73,20 @@ def test_ssim_of_colour_is_that_of_its_luma():
     a, b = _noise(16, 16, 4), _noise(16, 16, 4, seed=1)
     luma = np.array([0.299, 0.587, 0.114])
     assert ssim(a, b) == pytest.approx(ssim(a[..., :3] @ luma, b[..., :3] @ luma), abs=1e-12)
+
+
+def test_a_clip_counts_by_all_of_its_frames():
+    """PSNR is that of the mean square over frames, and SSIM the mean of the frames': one bad frame of three counts."""
+    clip = (255 * _noise(3, 16, 16, 3)).astype(np.uint8)
+    other = clip.copy()
+    other[1] = 255 - other[1]
+    squares = ((clip / 255 - other / 255) ** 2).mean(axis=(1, 2, 3))
+    assert psnr(clip, other) == pytest.approx(-10 * math.log10(squares[1] / 3))
+    frames = [ssim(a, b) for a, b in zip(clip, other, strict=True)]
+    assert frames[0] == frames[2] == pytest.approx(1.0) and frames[1] < 0.5
+    assert clip_ssim(clip, other) == pytest.approx(sum(frames) / 3)
+    tensors = [torch.from_numpy(side).permute(0, 3, 1, 2) for side in (clip, other)]
+    assert clip_ssim(*tensors) == pytest.approx(clip_ssim(clip, other))
 
 
 @pytest.mark.parametrize("metric", [psnr, ssim], ids=["psnr", "ssim"])

@@ -32,6 +32,7 @@ TAYLORSEER = {
     "forecast.method": "taylor",
     "forecast.order": 1,
 }
+TILES_ON_ALL_STEPS = {"policy": "sparge", "steps": "all"}
 PAPERS = {
     "flux-flashomni": FLASHOMNI,
     "flux-flashomni-quality": {**FLASHOMNI, "reuse.tau_q": 0.05, "schedule.interval": 4},
@@ -253,6 +254,13 @@ def test_foreign_key_is_refused_in_any_order(first):
         ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
         ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at scope 'stack'"),
         ({"model": "flux", "forecast.scope": "layer", "skip.policy": "sparge"}, "section 'skip' .* scope 'layer'"),
+        ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* scope 'stack'.* or skip.steps to all"),
+        ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
+        ({"skip": TILES_ON_ALL_STEPS}, "skip.steps 'all' needs a model family with an adapter"),
+        (
+            {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
+            "section 'reuse' has no effect at scope 'stack', .* set forecast.scope to head$",
+        ),
         ({"schedule.control": ["error"]}, "schedule.control: "),
         ({"schedule": None}, "schedule: "),
     ],
@@ -336,3 +344,16 @@ def test_effective_values_load_again(name, tmp_path):
     file = tmp_path / f"{name}.yaml"
     file.write_text(yaml.safe_dump(load_preset(name).effective()), encoding="utf-8")
     assert load_preset(file).effective() == load_preset(name).effective()
+
+
+@pytest.mark.parametrize("scope", ["stack", "layer"])
+def test_tiles_on_all_steps_have_effect_at_any_scope(scope, tmp_path):
+    """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
+    sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
+    preset = load_preset("any-balanced", model="hunyuan_video", **sections, **{"forecast.scope": scope})
+    values = preset.effective()
+    assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
+    assert "reuse" not in values
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert load_preset(file).effective() == values

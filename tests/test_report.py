@@ -21,6 +21,9 @@ def report() -> RunReport:
         fallbacks=[{"site": f"block.{i}", "reason": "LoRA"} for i in range(5)] + [{"site": "last", "reason": "hooked"}],
         seconds=3.0,
         cache_bytes=3 * 2**19,
+        host_bytes=2**19,
+        estimated_bytes=2**21,
+        memory_measures=["attention history in host memory"],
         notes=["shapes changed at step 2: caches dropped"],
     )
 
@@ -47,7 +50,8 @@ def test_text_states_what_ran():
         "steps 4 (1 full, 2 update, 1 dispatch)",
         "computed fraction 0.750 of the blocks' FLOPs",
         "transformer time 3.00 s",
-        "cache memory 1.5 MiB",
+        "cache memory 1.5 MiB, 2.0 MiB expected, and 0.5 MiB of the host's",
+        "to save memory attention history in host memory",
         "forecast error 0.1250 at the last judged step, 0.2500 at most",
         "note shapes changed at step 2: caches dropped",
         "ran densely block.0, block.1, block.2 and 2 more: LoRA",

@@ -14,9 +14,7 @@ from dit_accel.report import RunReport, StepRecord
 from dit_accel.symbols import SparseSymbols
 from dit_accel.visualize import (
     FrontierPoint,
-    amplification,
     best_settings,
-    comparison_strip,
     density_figure,
     frontier_plot,
     heads_computed,
@@ -43,38 +41,6 @@ def _report(steps: int, layers: int, errors: list[float | None]) -> RunReport:
     return RunReport("flux-balanced", "flux", [f"blocks.{i}" for i in range(layers)], records, density, 0.4)
 
 
-@pytest.mark.parametrize(
-    ("difference", "factor"), [(0, 128), (1, 128), (2, 64), (3, 64), (4, 32), (100, 2), (150, 1)], ids=str
-)
-def test_amplification_is_the_largest_that_does_not_saturate(difference, factor):
-    """A uniform difference d is amplified by the largest allowed power of two with factor · d ≤ 255."""
-    assert amplification(_picture(level=50), _picture(level=50 + difference)) == factor
-
-
-def test_strip_holds_both_pictures_and_the_amplified_difference():
-    """The panels are the pictures' own pixels and |a − b| times the factor, with room for captions above."""
-    plain, fast = _picture(), _picture(level=106)
-    strip = np.asarray(comparison_strip(plain, fast, factor=8))
-    assert strip.shape[1] == 3 * 320 + 2 * 8 and strip.shape[0] > 320
-    panels = [strip[-320:, left : left + 320] for left in (0, 328, 656)]
-    assert [int(panel.min()) for panel in panels] == [int(panel.max()) for panel in panels] == [100, 106, 48]
-    caption = strip[:-320]
-    assert all((caption[:, left : left + 320] < 128).any() for left in (0, 328, 656))
-
-
-def test_strip_enlarges_small_pictures_by_whole_pixels():
-    """A 32-pixel picture becomes 320 pixels wide with every pixel a square of ten."""
-    plain = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8))
-    strip = np.asarray(comparison_strip(plain, plain))
-    np.testing.assert_array_equal(strip[-320::10, :320:10], np.asarray(plain))
-
-
-def test_strip_refuses_different_sizes():
-    """Both sizes are named."""
-    with pytest.raises(ShapeError, match=r"\(320, 320\) and \(320, 160\)"):
-        comparison_strip(_picture(), _picture(height=160))
-
-
 def test_heads_computed_is_the_mean_over_heads_and_batch():
     """Padding bits of the last byte don't count, and heads are read least significant bit first."""
     mask = np.zeros((2, 3, 12), bool)
@@ -93,11 +59,26 @@ def test_token_grid_has_the_pictures_shape(vision, width, height, grid):
     assert token_grid(TokenLayout(64, vision), width, height) == grid
 
 
-@pytest.mark.parametrize("vision", [1000, 2048], ids=["no-grid", "reference-tokens"])
-def test_token_grid_refuses_tokens_that_do_not_fill_the_picture(vision):
-    """Reference tokens and videos have no single grid."""
+@pytest.mark.parametrize(
+    ("vision", "frames"), [(1000, 1), (2048, 1), (2048, 3)], ids=["no-grid", "reference-tokens", "frames"]
+)
+def test_token_grid_refuses_tokens_that_do_not_fill_the_picture(vision, frames):
+    """Reference tokens, and clips of another length, fill no grids of the picture's shape."""
     with pytest.raises(ShapeError, match=f"{vision} vision tokens don't fill"):
-        token_grid(TokenLayout(64, vision), 512, 512)
+        token_grid(TokenLayout(64, vision), 512, 512, frames)
+
+
+def test_symbol_map_of_a_clip_paints_the_frame_asked_for(tmp_path):
+    """Of two latent frames, the first reused and the second computed, each map has its own frame's brightness."""
+    layout = TokenLayout(0, 512, 64)  # 2 frames of 16 × 16 tokens, 4 blocks each
+    symbols = _symbols(np.repeat(np.arange(8)[None, :, None] >= 4, 12, axis=2))
+    brightness = []
+    for frame in (0, 1):
+        path = tmp_path / f"{frame}.png"
+        symbol_map(_picture(), layout, symbols, path, title="blocks.0", frame=frame, frames=2)
+        drawn = np.asarray(Image.open(path).convert("L")).astype(float)
+        brightness.append(drawn[drawn.shape[0] // 2, int(drawn.shape[1] * 0.7)])
+    assert brightness[1] > brightness[0] + 60
 
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
@@ -113,6 +94,21 @@ def test_symbol_map_paints_the_blocks_where_their_tokens_are(tmp_path, text_firs
     column = drawn[:, int(width * 0.7)]
     above, below = column[int(height * 0.25)], column[int(height * 0.75)]
     assert below > above + 60
+
+
+@pytest.mark.parametrize("frame", [0, 1])
+def test_symbol_map_paints_tokens_of_another_order_where_they_are(tmp_path, frame):
+    """With the second frame's tokens first, blocks that the first four reuse are dark in that frame alone."""
+    layout = TokenLayout(0, 512, 64)  # 2 frames of 16 × 16 tokens, 4 blocks each
+    symbols = _symbols(np.repeat(np.arange(8)[None, :, None] >= 4, 12, axis=2))
+    raster = torch.arange(512)
+    by_order, plain = tmp_path / "order.png", tmp_path / "raster.png"
+    options = {"title": "blocks.0", "frames": 2}
+    symbol_map(
+        _picture(), layout, symbols, by_order, frame=frame, order=torch.cat([raster[256:], raster[:256]]), **options
+    )
+    symbol_map(_picture(), layout, symbols, plain, frame=1 - frame, **options)
+    assert by_order.read_bytes() == plain.read_bytes()
 
 
 @pytest.mark.parametrize("layers", [1, 4, 57])

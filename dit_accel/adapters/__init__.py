@@ -21,15 +21,22 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
 
 def adapter_class(transformer: torch.nn.Module) -> type[GenericAdapter]:
     """The adapter of a transformer's family, or the one that serves any."""
-    from diffusers import FluxTransformer2DModel
+    from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 
     from dit_accel.adapters.flux import FluxAdapter
     from dit_accel.adapters.generic import GenericAdapter
+    from dit_accel.adapters.hunyuan_video import HunyuanVideoAdapter
+    from dit_accel.adapters.wan import WanAdapter
 
-    return FluxAdapter if isinstance(transformer, FluxTransformer2DModel) else GenericAdapter
+    families = {
+        FluxTransformer2DModel: FluxAdapter,
+        HunyuanVideoTransformer3DModel: HunyuanVideoAdapter,
+        WanTransformer3DModel: WanAdapter,
+    }
+    return next((cls for model, cls in families.items() if isinstance(transformer, model)), GenericAdapter)
 
 
 def family_of(pipe: Any) -> str:
-    """Model family of a pipeline: ``flux`` or ``any``."""
+    """Model family of a pipeline: ``flux``, ``hunyuan_video``, ``wan`` or ``any``."""
     families = {adapter_class(transformer).family for transformer in denoisers(pipe).values()}
     return families.pop() if len(families) == 1 else "any"

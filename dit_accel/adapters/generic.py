@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.controller import Controller
 from dit_accel.errors import UnsupportedError
+from dit_accel.memory import ModelSize
 from dit_accel.schedule import StepMode
 from dit_accel.state import Call
 
@@ -34,6 +35,7 @@ class GenericAdapter:
 
     family = "any"
     scopes = ("stack",)
+    token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
 
     def __init__(self, transformer: torch.nn.Module, controller: Controller, name: str) -> None:
         self.transformer = transformer
@@ -65,15 +67,29 @@ class GenericAdapter:
         """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
         return output
 
+    def size(self, arguments: dict[str, Any]) -> ModelSize:
+        """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
+        latents = arguments.get("hidden_states")
+        if not isinstance(latents, torch.Tensor):
+            return ModelSize()
+        return ModelSize(output=latents.numel(), itemsize=latents.element_size())
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a transformer call by name, without defaults."""
+        return {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""
-        arguments = {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+        arguments = self.named(args, kwargs)
         if "timestep" not in arguments:
             raise UnsupportedError(
                 f"{type(self.transformer).__name__} was called without timestep, which tells its step"
             )
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-        with self.controller.calling(self.name, context, arguments["timestep"], shapes) as call:
+        calling = self.controller.calling(
+            self.name, context, arguments["timestep"], shapes, lambda: self.size(arguments)
+        )
+        with calling as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
                 forecast = iter(self.controller.forecast(call.branch.outputs, call.coordinate, call.branch.order))
                 spec, leaves = call.branch.structure
@@ -111,19 +127,19 @@ class TransformerHook(ModelHook):
         return module
 
 
-def register_hook(module: torch.nn.Module, hook: ModelHook) -> None:
+def register_hook(module: torch.nn.Module, hook: ModelHook, name: str = HOOK_NAME) -> None:
     """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
     with _beneath_offload(module):
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK_NAME)
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
 
 
-def remove_hook(module: torch.nn.Module) -> None:
-    """Takes our hook off a module and leaves nothing behind; nothing happens if there is none."""
+def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
+    """Takes our hook of that name off a module and leaves nothing behind; nothing happens if there is none."""
     registry = getattr(module, "_diffusers_hook", None)
-    if registry is None or HOOK_NAME not in registry.hooks:
+    if registry is None or name not in registry.hooks:
         return
     with _beneath_offload(module):
-        registry.remove_hook(HOOK_NAME, recurse=False)
+        registry.remove_hook(name, recurse=False)
         if not registry.hooks:
             del module._diffusers_hook
             if getattr(module.forward, "__func__", None) is type(module).forward:

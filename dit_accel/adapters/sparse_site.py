@@ -1,23 +1,37 @@
-"""One attention site at scope ``head``: from q and k to symbols, then GEMM-Q, attention and GEMM-O under them."""
+"""One attention site: from q and k to symbols, then GEMM-Q, attention and GEMM-O under them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from dit_accel.forecast import History, forecast_weights
-from dit_accel.kernels import attention, gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map
+from dit_accel.kernels import (
+    attention,
+    gemm_o_dispatch,
+    gemm_o_update,
+    gemm_q,
+    lower,
+    pack_bits,
+    pooled_map,
+    unpack_bits,
+)
 from dit_accel.layout import TokenLayout
+from dit_accel.memory import KEPT_TILES
 from dit_accel.policies import flashomni, sparge
 from dit_accel.presets import Preset
+from dit_accel.schedule import StepMode
 from dit_accel.state import Call, SiteState
-from dit_accel.symbols import SparseSymbols
+from dit_accel.symbols import AttentionPlan, SparseSymbols
 
 
 class SparseSite:
     """The site's state in one call, with the ops that read and write it in the order of the data flow.
 
-    UPDATE: :meth:`refresh` symbols from q and k, :meth:`record` O, :meth:`project_out`.
+    A computed call: :meth:`attend_computed`, and at an UPDATE of scope head :meth:`project_out`.
     DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
     """
 
@@ -26,34 +40,82 @@ class SparseSite:
         self._name = name
         self._call = call
         self._preset = preset
-        self._gemm = preset.kernels.gemm
+        self._attention, self._gemm = preset.kernels.attention, preset.kernels.gemm
+        self._at_head = preset.forecast.scope == "head"
+        self._plan: AttentionPlan | None = None
 
-    def refresh(self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout) -> None:
-        """New symbols for the coming DISPATCH steps. q, k: ``[B, S, H, D]`` as attention gets them."""
-        reuse, skip = self._preset.reuse, self._preset.skip
-        probabilities = pooled_map(q, k, layout.block).probabilities
-        progress = self._call.progress
-        tau_rows = flashomni.ramped(reuse.tau_q, progress, reuse.ramp)
+    @property
+    def dispatches(self) -> bool:
+        return self._call.mode is StepMode.DISPATCH
+
+    @property
+    def caches_bias(self) -> bool:
+        """Whether the output projection goes through :meth:`project_out`, and not through its module."""
+        return self._at_head and self._call.mode is not StepMode.FULL
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The lowered symbols of DISPATCH steps."""
+        if self._plan is None:
+            self._plan = self.state.plan or lower(self.state.symbols)
+        return self._plan
+
+    def attend_computed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        dense: Callable[[], torch.Tensor],
+        *,
+        kv_len: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for.
+
+        Args:
+            q, k, v: ``[B, S, H, D]`` as attention gets them.
+            layout: of the joint sequence.
+            dense: the family's own attention of them, for calls that leave no tile out.
+            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+        """
+        draws = self._call.skips or self.caches_bias
+        plan = self._draw(q, k, layout, kv_len) if draws else None
+        o = dense() if plan is None else attention(q, k, v, plan, kv_len=kv_len, backend=self._attention)
+        if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
+            self._record(o)
+        return o
+
+    def _record(self, o: torch.Tensor) -> None:
+        memory, size = self._call.branch.memory, self._call.branch.size
+        if self.state.attention is None:
+            self.state.attention = History(memory.order, memory.attention(size.layout))
+        self.state.attention.record(self._call.coordinate, (o,))
+
+    def _draw(
+        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
+    ) -> AttentionPlan | None:
+        """New symbols; returns the plan of this call's own attention, None where that is dense."""
+        call, reuse, skip = self._call, self._preset.reuse, self._preset.skip
+        probabilities = pooled_map(q, k, layout.block, kv_len=kv_len).probabilities
+        batch, _, heads, _ = q.shape
         skip_bits = None
         if skip.policy == "sparge":
-            tau_tiles = flashomni.ramped(skip.tau_kv, progress, reuse.ramp)
+            tau_tiles = flashomni.ramped(skip.tau_kv, call.progress, reuse.ramp) if self._at_head else skip.tau_kv
             skip_bits = sparge.tile_bits(probabilities, layout, tau_tiles)
-        self.state.symbols = SparseSymbols(
-            cache_bits=flashomni.row_bits(probabilities, layout, tau_rows),
-            skip_bits=skip_bits,
-            heads=q.shape[2],
-            tokens=layout.tokens,
-            block=layout.block,
-        )
-        plan = self.state.plan = lower(self.state.symbols)
-        rows, tiles = plan.kv_count.numel(), plan.kv_index.numel()
-        self._call.densities[self._name] = torch.cat([plan.work_count / rows, plan.kv_count.sum()[None] / tiles])
-
-    def record(self, o: torch.Tensor) -> None:
-        """Remembers the dense attention output ``[B, S, H, D]`` for the cached bias."""
-        if self.state.attention is None:
-            self.state.attention = History(self._preset.forecast.order)
-        self.state.attention.record(self._call.coordinate, (o,))
+        every_row = pack_bits(torch.ones(batch, layout.blocks, heads, dtype=torch.bool, device=q.device))
+        symbols = SparseSymbols(every_row, skip_bits, heads, layout.tokens, layout.block)
+        attended, projected = lower(symbols) if call.skips else None, torch.zeros(1, device=q.device)
+        if self.caches_bias:
+            tau_rows = flashomni.ramped(reuse.tau_q, call.progress, reuse.ramp)
+            symbols = replace(symbols, cache_bits=flashomni.row_bits(probabilities, layout, tau_rows))
+            before = self.state.symbols.cache_bits if self._rebases else every_row
+            projected = unpack_bits(symbols.cache_bits ^ before, heads).float().mean()[None]
+            self._plan = lower(symbols)
+            self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
+        if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
+            self.state.symbols = symbols
+        call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected])
+        return attended
 
     def query(
         self,
@@ -70,7 +132,7 @@ class SparseSite:
             x,
             weight,
             bias,
-            self.state.plan,
+            self.plan,
             offset=offset,
             norm_weight=norm.weight,
             norm_eps=norm.eps,
@@ -79,28 +141,80 @@ class SparseSite:
             backend=self._gemm,
         )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Sparse attention ``[B, S, H, D]``; reused rows of the result hold nothing."""
-        return attention(q, k, v, self.state.plan, backend=self._preset.kernels.attention)
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sparse attention ``[B, S, H, D]`` of a DISPATCH call; reused rows of the result hold nothing."""
+        return attention(q, k, v, self.plan, kv_len=kv_len, backend=self._attention)
 
     def project_out(
-        self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dispatch: bool, offset: int = 0
+        self,
+        o: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        offset: int = 0,
+        length: int | None = None,
     ) -> torch.Tensor:
-        """GEMM-O of the stream that starts at token ``offset`` of ``o`` ``[B, T, H, D]`` -> ``[B, S, N]``."""
-        state, stream = self.state, o[:, offset:]
-        if dispatch:
+        """GEMM-O of the stream of ``length`` tokens (None = all) from ``offset`` of ``o`` ``[B, T, H, D]``.
+
+        Returns ``[B, length, N]``. An UPDATE makes the bias stack under the new symbols from earlier attention outputs
+        and remembers this one; DISPATCH reads the stack.
+        """
+        state, stream = self.state, slice(offset, None if length is None else offset + length)
+        if self.dispatches:
             weights = forecast_weights(
                 self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order
             )
             return gemm_o_dispatch(
-                stream, weight, state.plan, state.bias_stack, weights, offset=offset, backend=self._gemm
+                o[:, stream], weight, self.plan, state.bias_stack.read(), weights, offset=offset, backend=self._gemm
             )
-        remembered = [value[:, offset:] for (value,) in state.attention.values[1:]]
-        state.bias_coordinates = state.attention.coordinates
-        out, state.bias_stack = gemm_o_update(
-            stream, weight, bias, state.plan, history=remembered, offset=offset, backend=self._gemm
+        branch, history = self._call.branch, state.attention
+        remembered = [] if history is None else [value[:, stream] for (value,) in history.values]
+        previous = (state.bias_stack.read(), state.bias_mask64) if self._rebases else None
+        state.bias_coordinates = (self._call.coordinate, *self._recorded)
+        branch.fetch_after(self._name)
+        self._record(o)
+        out, stack = gemm_o_update(
+            o[:, stream],
+            weight,
+            bias,
+            self.plan,
+            history=remembered,
+            previous=previous,
+            offset=offset,
+            backend=self._gemm,
         )
+        state.bias_stack, state.bias_mask64 = branch.memory.biases.keep(stack), self.plan.mask64
         return out
+
+    @property
+    def _recorded(self) -> tuple[float, ...]:
+        """Coordinates of the remembered attention outputs, newest first."""
+        return () if self.state.attention is None else self.state.attention.coordinates
+
+    @property
+    def _rebases(self) -> bool:
+        """Whether an UPDATE takes the older entries of its bias stack over from the last stack.
+
+        It must hold one for each remembered output (FULL steps record an output alone), and not be float8: an entry's
+        roundings would add up.
+        """
+        recorded = self._recorded
+        held = self.state.bias_coordinates[: len(recorded)]
+        return len(recorded) > 0 and held == recorded and not self._call.branch.memory.float8
+
+
+def _densities(plan: AttentionPlan, attended: AttentionPlan | None) -> list[torch.Tensor]:
+    """float32 ``[1]`` each, shares of all: rows of ``plan`` that compute, row-blocks of it with any such row, tiles of
+    it, and tiles of ``attended``; None = 1.
+    """
+    rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
+    tiles = [
+        torch.ones_like(rows) if each is None else each.kv_count.sum()[None] / each.kv_index.numel()
+        for each in (plan, attended)
+    ]
+    return [rows, row_blocks, *tiles]
 
 
 def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:

@@ -1,19 +1,19 @@
-"""``dit-accel generate``: pictures from a prompt, faster, and on request beside the plain ones."""
+"""``dit-accel generate``: pictures and clips from a prompt, faster, and on request beside the plain ones."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, require_images, timed_call
+from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
+from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, timed_call
+from dit_accel.demo import model_fps, model_preset
 
 if TYPE_CHECKING:
-    from PIL import Image
     from rich.console import Console
 
     from dit_accel.presets import Preset
@@ -33,27 +33,42 @@ def command(
         float | None,
         typer.Option(
             "--guidance",
-            help="guidance_scale; together with --negative-prompt on FLUX and HunyuanVideo true_cfg_scale, above 1.",
+            help="guidance_scale (Wan's too); with --negative-prompt on FLUX and HunyuanVideo true_cfg_scale, above 1.",
         ),
     ] = None,
     negative_prompt: Annotated[
         str | None,
-        typer.Option("--negative-prompt", help="What the picture does not show. FLUX: needs --guidance > 1."),
+        typer.Option(
+            "--negative-prompt", help="What it does not show. FLUX and HunyuanVideo: needs --guidance above 1."
+        ),
     ] = None,
     image: options.ImageOption = None,
+    num_frames: options.FramesOption = None,
+    fps: options.FpsOption = None,
     num_images: Annotated[
-        int | None, typer.Option("--num-images", min=1, help="Pictures of the prompt: NAME-0.png, NAME-1.png, …")
+        int | None,
+        typer.Option("--num-images", min=1, help="Pictures or clips of the prompt: NAME-0.png, NAME-1.png, …"),
     ] = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Picture file to write.")] = Path("output.png"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="What to write: a picture (.png, .jpg, .webp, …); of a video model a clip (.mp4, .gif) or, for a name "
+            "without suffix, a folder of frames 0000.png, 0001.png, …",
+            show_default="output.png, and output.mp4 for video",
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
-            help="Also make the plain picture from the same seed; write NAME-plain.png and NAME-compare.png, and print "
-            "speed-up, PSNR and SSIM. Both sides are warmed up before they are timed.",
+            help="Also make the plain one from the same seed; write NAME-plain and NAME-compare, the two side by side, "
+            "for clips NAME-strip.png too (some frames, plain above accelerated), and print speed-up, PSNR over all "
+            "frames and their mean SSIM. Both sides are warmed up before they are timed.",
         ),
     ] = False,
     plot: Annotated[
@@ -63,25 +78,29 @@ def command(
         Path | None,
         typer.Option(
             "--json",
-            help="Write times (seconds of the denoising loop), metrics and the report. psnr_db is null for identical "
-            "pictures, and plain values are null without --compare.",
+            help="Write times (seconds of the denoising loop), metrics and the report. psnr_db is null where both are "
+            "identical, and plain values are null without --compare.",
         ),
     ] = None,
     quiet: options.QuietOption = False,
 ) -> None:
-    """Make pictures with an accelerated pipeline.
+    """Make pictures or clips with an accelerated pipeline.
 
     dit-accel generate --prompt "a red star over the sea" --compare
 
     dit-accel generate --model black-forest-labs/FLUX.1-dev --prompt "a fox" --preset flux-quality --output fox.png
+
+    dit-accel generate --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a fox runs" --output fox.mp4 --compare
     """
     from rich.console import Console
 
     console = Console(quiet=quiet)
-    for path, option in ((output, "--output"), (plot, "--plot"), (json_path, "--json")):
+    for path, option in ((plot, "--plot"), (json_path, "--json")):
         if path is not None:
             options.require_writable(path, option)
-    options.require_picture_suffix(output, "--output")
+    if output is not None:
+        require_plausible_output(output)
+    preset = preset or model_preset(model)
     plain_only = preset == "none"
     if plain_only and (compare or plot or settings):
         used = "--compare" if compare else "--plot" if plot else "--set"
@@ -92,7 +111,9 @@ def command(
     picture = read_image(image) if image else None
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
-    require_images(pipe)
+    medium = medium_of(pipe, model_fps(model), fps)
+    output = output or medium.default_output
+    medium.require_output(output)
     chosen = None if plain_only else options.choose_preset(preset, overrides, pipe)
     given = {
         "prompt": prompt,
@@ -100,6 +121,7 @@ def command(
         "steps": steps,
         "height": height,
         "width": width,
+        "num-frames": num_frames,
         "guidance": guidance,
         "image": picture,
         "num-images": num_images,
@@ -107,13 +129,9 @@ def command(
     arguments = call_arguments(pipe, model, given)
     plain, fast, report = _run(pipe, arguments, seed, chosen, compare=compare, quiet=quiet)
 
-    for index, written in enumerate((fast or plain).images):
-        file = _numbered(output, index, len((fast or plain).images))
-        written.save(file)
+    for file in _write(medium, plain, fast, output):
         console.out(f"wrote {file}", highlight=False)
-        if plain and fast:
-            _write_comparison(file, plain, fast, index, console)
-    summary = _summary(plain, fast, report)
+    summary = _summary(medium, plain, fast, report)
     if plot:
         from dit_accel.visualize import timeline_figure
 
@@ -152,19 +170,27 @@ def _run(
     return plain, fast, pipe.dit_accel.report()
 
 
-def _summary(plain: Output | None, fast: Output | None, report: RunReport | None) -> dict[str, Any]:
-    """What --json holds about the run."""
-    from dit_accel.metrics import psnr, ssim
+def _write(medium: Pictures | Clips, plain: Output | None, fast: Output | None, output: Path) -> list[Path]:
+    """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
+    written = []
+    made = fast or plain
+    for index, result in enumerate(made.results):
+        file = numbered(output, index, len(made.results))
+        medium.write(result, file)
+        written.append(file)
+        if plain and fast:
+            labels = f"plain, {plain.denoising_seconds:.1f} s", f"accelerated, {fast.denoising_seconds:.1f} s"
+            written += medium.write_comparison(plain.results[index], result, labels, file)
+    return written
 
+
+def _summary(
+    medium: Pictures | Clips, plain: Output | None, fast: Output | None, report: RunReport | None
+) -> dict[str, Any]:
+    """What --json holds about the run."""
     quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
-        import numpy as np
-
-        pairs = list(zip(plain.images, fast.images, strict=True))
-        decibels = psnr(*(np.stack([np.asarray(picture) for picture in side]) for side in (plain.images, fast.images)))
-        quality["identical"] = math.isinf(decibels)
-        quality["psnr_db"] = None if quality["identical"] else decibels
-        quality["ssim"] = sum(ssim(*pair) for pair in pairs) / len(pairs)
+        quality = medium.quality(plain.results, fast.results)
     return {
         "plain_seconds": plain and plain.denoising_seconds,
         "accelerated_seconds": fast and fast.denoising_seconds,
@@ -201,22 +227,3 @@ def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | N
     console.print(table)
     for note in summary["report"]["notes"] if summary["report"] else ():
         console.out(f"note: {note}", highlight=False)
-
-
-def _write_comparison(file: Path, plain: Output, fast: Output, index: int, console: Console) -> None:
-    """NAME-plain and NAME-compare beside the picture NAME."""
-    from dit_accel.visualize import comparison_strip
-
-    labels = f"plain, {plain.denoising_seconds:.1f} s", f"accelerated, {fast.denoising_seconds:.1f} s"
-    beside: dict[str, Image.Image] = {
-        "plain": plain.images[index],
-        "compare": comparison_strip(plain.images[index], fast.images[index], labels),
-    }
-    for suffix, picture in beside.items():
-        path = file.with_stem(f"{file.stem}-{suffix}")
-        picture.save(path)
-        console.out(f"wrote {path}", highlight=False)
-
-
-def _numbered(path: Path, index: int, count: int) -> Path:
-    return path if count == 1 else path.with_stem(f"{path.stem}-{index}")

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, require_images, timed_call
+from dit_accel.cli.media import Clips, medium_of
+from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
+from dit_accel.demo import model_fps, model_preset
 from dit_accel.errors import ShapeError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
     from rich.console import Console
 
@@ -31,6 +34,7 @@ def command(
     seed: options.SeedOption = 0,
     height: options.HeightOption = None,
     width: options.WidthOption = None,
+    num_frames: options.FramesOption = None,
     image: options.ImageOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
@@ -39,8 +43,8 @@ def command(
 ) -> None:
     """Run once and draw what was computed.
 
-    Writes picture.png, timeline.png (step modes, times, forecast errors), density.png (computed share by layer and
-    step), report.json and, for presets of scope head, symbols-LAYER.png.
+    Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
+    layer and step), report.json and, for presets of scope head, symbols-LAYER.png (of a clip, its middle frame).
     """
     from rich.console import Console
 
@@ -48,33 +52,35 @@ def command(
     from dit_accel.visualize import density_figure, timeline_figure
 
     console = Console(quiet=quiet)
+    preset = preset or model_preset(model)
     if preset == "none":
         raise options.OptionError("--preset", "a plain run has nothing to inspect; choose a preset")
     overrides = options.parse_overrides(settings)
     if preset is not None:
         options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
-    given = {"prompt": prompt, "steps": steps, "height": height, "width": width}
+    given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image) if image else None
     _make_folder(output)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
-    require_images(pipe)
+    medium = medium_of(pipe, model_fps(model))
     arguments = call_arguments(pipe, model, given)
     accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
-    picture = timed_call(pipe, arguments, seed).images[0]
+    made = timed_call(pipe, arguments, seed).results[0]
     report = pipe.dit_accel.report()
 
+    file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
     with console.status("drawing"):
-        picture.save(output / "picture.png")
+        medium.write(made, file)
         timeline_figure(report, output / "timeline.png")
         density_figure(report, output / "density.png")
         (output / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-        _draw_symbols(pipe, picture, layer, output, console)
+        _draw_symbols(pipe, made, layer, output, console)
     console.out(str(report), highlight=False)
-    console.out(f"wrote picture.png, timeline.png, density.png and report.json to {output}", highlight=False)
+    console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)
 
 
-def _draw_symbols(pipe: Any, picture: Image.Image, layer: str | None, output: Path, console: Console) -> None:
+def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
     from dit_accel.visualize import symbol_map
 
     symbols = pipe.dit_accel.symbols()
@@ -89,12 +95,33 @@ def _draw_symbols(pipe: Any, picture: Image.Image, layer: str | None, output: Pa
         return
     drawn = layer or list(symbols)[len(symbols) // 2]
     path = output / f"symbols-{drawn}.png"
+    picture, frame, frames = _middle(pipe, made)
     try:
-        symbol_map(picture, pipe.dit_accel.layout, symbols[drawn], path, title=drawn)
+        symbol_map(
+            picture,
+            pipe.dit_accel.layout,
+            symbols[drawn],
+            path,
+            title=drawn,
+            frame=frame,
+            frames=frames,
+            order=pipe.dit_accel.token_order,
+        )
     except ShapeError as error:
         console.out(f"no symbol map: {error}", highlight=False)
     else:
         console.out(f"wrote {path}", highlight=False)
+
+
+def _middle(pipe: Any, made: Image.Image | np.ndarray) -> tuple[Image.Image, int, int]:
+    """A picture itself or a clip's middle one, the latent frame that it belongs to, and the number of latent frames."""
+    from PIL import Image
+
+    if isinstance(made, Image.Image):
+        return made, 0, 1
+    factor = pipe.vae_scale_factor_temporal  # the first latent frame is one frame, and each other this many
+    frames = (len(made) - 1) // factor + 1
+    return Image.fromarray(made[frames // 2 * factor]), frames // 2, frames
 
 
 def _make_folder(folder: Path) -> None:

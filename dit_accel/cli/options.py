@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Dtype = Literal["bfloat16", "float16", "float32"]
 Offload = Literal["none", "model", "sequential"]
 
-PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the picture shows.")]
+PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the picture or clip shows.")]
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -31,7 +31,7 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="FAMILY-balanced for the model's family, else any-balanced",
+        show_default="the balanced one of the model's family, else any-balanced",
     ),
 ]
 SetOption = Annotated[
@@ -47,7 +47,19 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the starting no
 HeightOption = Annotated[int | None, typer.Option("--height", min=1, help="Pixels.", show_default="the pipeline's")]
 WidthOption = Annotated[int | None, typer.Option("--width", min=1, help="Pixels.", show_default="the pipeline's")]
 ImageOption = Annotated[
-    Path | None, typer.Option("--image", help="Input picture, for pipelines that take one (Kontext, img2img, …).")
+    Path | None,
+    typer.Option(
+        "--image",
+        help="Input picture, for pipelines that take one: Kontext, img2img, the first frame of image-to-video.",
+    ),
+]
+FramesOption = Annotated[
+    int | None,
+    typer.Option("--num-frames", min=1, help="Frames of the clip; video only.", show_default="the pipeline's"),
+]
+FpsOption = Annotated[
+    float | None,
+    typer.Option("--fps", min=1, max=100, help="Frames a second of the written clip.", show_default="the model's"),
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -97,22 +109,21 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
     Raises:
         PresetError: unknown preset, key or value.
     """
-    from dit_accel.presets import load_preset, preset_names
+    from dit_accel.presets import load_preset
 
-    if name is None:
-        from dit_accel.adapters import family_of
-
-        family = f"{family_of(pipe)}-balanced"
-        name = family if family in preset_names() else "any-balanced"
-    return load_preset(name, **overrides)
+    return load_preset(_default_preset(pipe) if name is None else name, **overrides)
 
 
-def require_picture_suffix(path: Path, option: str) -> None:
-    """Raises OptionError if Pillow can't tell from ``path`` which format to write."""
-    from PIL import Image
+def _default_preset(pipe: Any) -> str:
+    from dit_accel.adapters import family_of
+    from dit_accel.presets import preset_names
 
-    if path.suffix.lower() not in Image.registered_extensions():
-        raise OptionError(option, f"{path} must end in .png, .jpg or .webp")
+    family = family_of(pipe)
+    if family == "wan":
+        second_generation = pipe.config.get("boundary_ratio") is not None or pipe.config.get("expand_timesteps")
+        family = "wan22" if second_generation else "wan21"
+    name = f"{family.removesuffix('_video')}-balanced"
+    return name if name in preset_names() else "any-balanced"
 
 
 def require_writable(path: Path, option: str) -> None:

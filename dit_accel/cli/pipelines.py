@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dit_accel.cli.media import makes_video
 from dit_accel.cli.options import OptionError
 from dit_accel.demo import demo_arguments, demo_names, demo_path
 from dit_accel.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL import Image
     from rich.console import Console
@@ -26,9 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """What one call made: its pictures, seconds of the whole call, and seconds of its denoising loop."""
+    """What one call made, seconds of the whole call, and seconds of its denoising loop.
 
-    images: list[Image.Image]
+    Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
+    """
+
+    results: list[Image.Image] | list[np.ndarray]
     seconds: float
     denoising_seconds: float
 
@@ -75,32 +80,39 @@ def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload:
 def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of ``pipe(...)``: a demo model's own defaults, and over them the options that were given.
 
+    Where guidance is a component of the pipeline, that is set instead.
+
     Args:
         options: option name without dashes in front (``"num-images"``) to its value; None = not given.
 
     Raises:
-        OptionError: an option was given that the pipeline does not take or that would do nothing.
+        OptionError: an option was given that the pipeline does not take or that would do nothing, or a picture that it
+            needs was not given.
     """
-    accepted = set(inspect.signature(pipe.__call__).parameters)
+    parameters = inspect.signature(pipe.__call__).parameters
     folder = demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
     given = {name: value for name, value in options.items() if value is not None}
-    true_guidance = "negative-prompt" in given and "true_cfg_scale" in accepted
+    true_guidance = "negative-prompt" in given and "true_cfg_scale" in parameters
+    scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {
         "prompt": "prompt",
         "negative-prompt": "negative_prompt",
         "steps": "num_inference_steps",
         "height": "height",
         "width": "width",
-        "guidance": "true_cfg_scale" if true_guidance else "guidance_scale",
+        "num-frames": "num_frames",
+        "guidance": scale,
         "image": "image",
-        "num-images": "num_images_per_prompt",
+        "num-images": f"num_{'videos' if makes_video(pipe) else 'images'}_per_prompt",
     }
+    if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
+        pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():
-        if keys[name] not in accepted:
+        if keys[name] not in parameters:
             raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {keys[name]}")
         arguments[keys[name]] = value
-    if true_guidance and arguments.get("true_cfg_scale", 1.0) <= 1.0:
+    if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise OptionError(
             "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
         )
@@ -109,15 +121,9 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
             "--guidance",
             f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to guide by a second branch",
         )
+    if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
+        raise OptionError("--image", f"{type(pipe).__name__} needs a picture: give the path of one")
     return arguments
-
-
-def require_images(pipe: Any) -> None:
-    """Raises UnsupportedError for pipelines that make video."""
-    if "num_frames" in inspect.signature(pipe.__call__).parameters:
-        raise UnsupportedError(
-            f"{type(pipe).__name__} makes video, and this command writes images; call accelerate_pipeline from Python"
-        )
 
 
 def read_image(path: Path) -> Image.Image:
@@ -146,19 +152,25 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     """
     import torch
 
+    from dit_accel.video import as_clip
+
     generator = torch.Generator("cpu").manual_seed(seed)
+    video = makes_video(pipe)
+    form = {"output_type": "np"} if video else {}
     try:
         with _loop_timer(pipe) as loop_seconds:
             started = time.perf_counter()
-            images = pipe(**arguments, generator=generator).images
+            made = pipe(**arguments, **form, generator=generator)
             seconds = time.perf_counter() - started
-            return Output(images, seconds, loop_seconds())
+            return Output(
+                [as_clip(frames) for frames in made.frames] if video else made.images, seconds, loop_seconds()
+            )
     except ValueError as error:
         if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
         raise UnsupportedError(f"{type(pipe).__name__} refuses its arguments: {error}") from None
     except torch.OutOfMemoryError as error:
-        advice = "try --offload model, fewer --num-images, or a smaller --height and --width"
+        advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         typer.echo(f"error: out of memory: {advice}\n{str(error).splitlines()[0]}", err=True)
         raise typer.Exit(1) from None
 

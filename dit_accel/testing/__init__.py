@@ -1,7 +1,7 @@
 """Tiny diffusers pipelines with random weights, for tests: offline, on a CPU, in float32, the same for the same seed.
 
     pipe = tiny_pipeline("flux")
-    latents = pipe(**tiny_inputs("flux", steps=8)).images
+    latents = tiny_output(pipe, "flux", steps=8)
 
 The classes are diffusers' own, so that what is tested here is what users run; only sizes and weights are not.
 Weights are redrawn after construction: several models start with zeros (control nets, position frequencies) or with
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dit_accel.testing import families, flux
+from dit_accel.testing import families, flux, hunyuan, wan
 from dit_accel.testing.flux import tiny_flux_lora
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["TINY_PIPELINES", "tiny_flux_lora", "tiny_inputs", "tiny_pipeline"]
+__all__ = ["TINY_PIPELINES", "VIDEO_PIPELINES", "tiny_flux_lora", "tiny_inputs", "tiny_output", "tiny_pipeline"]
 
 # name: (builds the pipeline, makes the keyword arguments that are its own)
 _PIPELINES = {
@@ -42,11 +42,25 @@ _PIPELINES = {
     "mochi": (families.build_mochi, families.mochi_inputs),
     "ltx": (families.build_ltx, families.ltx_inputs),
     "qwen-image": (families.build_qwen_image, families.qwen_image_inputs),
-    "wan": (families.build_wan, families.wan_inputs),
-    "wan22": (partial(families.build_wan, experts=2), families.wan_inputs),
+    "wan": (wan.build, wan.inputs),
+    "wan-i2v": (partial(wan.build, picture=True), wan.picture_inputs),
+    # The transformer takes the last 512 tokens for text and those before them for the picture's.
+    "wan-i2v-clip": (partial(wan.build, picture=True, image_encoder=True), partial(wan.picture_inputs, tokens=512)),
+    "wan22": (partial(wan.build, experts=2), wan.inputs),
+    "wan22-i2v": (partial(wan.build, picture=True, experts=2), wan.picture_inputs),
+    "wan22-5b": (partial(wan.build, expand_timesteps=True), wan.inputs),
+    "wan22-5b-i2v": (partial(wan.build, picture=True, expand_timesteps=True), wan.picture_inputs),
+    "hunyuan": (hunyuan.build, hunyuan.inputs),
+    "hunyuan-i2v": (partial(hunyuan.build_picture, "token_replace"), hunyuan.picture_inputs),
+    "hunyuan-i2v-concat": (partial(hunyuan.build_picture, "latent_concat"), hunyuan.picture_inputs),
+    "framepack": (hunyuan.build_framepack, hunyuan.framepack_inputs),
+    "hunyuan15": (hunyuan.build_15, hunyuan.inputs_15),
+    "hunyuan15-i2v": (partial(hunyuan.build_15, picture=True), hunyuan.picture_inputs_15),
 }
 
 TINY_PIPELINES = tuple(_PIPELINES)
+VIDEO_PIPELINES = tuple(name for name in TINY_PIPELINES if name.startswith(("wan", "hunyuan", "framepack")))
+PICTURE_A_PROMPT = ("hunyuan-i2v", "hunyuan-i2v-concat", "framepack")  # a batch of these wants a list of pictures
 PROMPT = "a red fox in the winter snow"
 
 
@@ -84,7 +98,8 @@ def tiny_inputs(
         seed: of the initial noise and of any conditioning picture.
         prompt: one prompt, or a list for a batch.
         overrides: further arguments of the pipeline's call, in place of or beside the ones chosen here. Conditioning
-            pictures follow `height` and `width` (pixels).
+            pictures follow `height` and `width` (pixels), and HunyuanVideo 1.5's image-to-video, which takes neither,
+            follows its picture's proportions.
 
     Raises:
         ValueError: the name is unknown.
@@ -92,14 +107,25 @@ def tiny_inputs(
     _, make_inputs = _named(name)
     generator = torch.Generator().manual_seed(seed)
     size = {side: overrides[side] for side in ("height", "width") if side in overrides}
+    arguments = make_inputs(generator, **size)
+    if name in PICTURE_A_PROMPT and isinstance(prompt, list):
+        arguments["image"] = [arguments["image"]] * len(prompt)
+    if "height" not in arguments:
+        overrides = {key: value for key, value in overrides.items() if key not in size}
     return {
         "prompt": prompt,
         "num_inference_steps": steps,
         "generator": generator,
         "output_type": "latent",
-        **make_inputs(generator, **size),
+        **arguments,
         **overrides,
     }
+
+
+def tiny_output(pipe: "DiffusionPipeline", name: str, **arguments: object) -> torch.Tensor:
+    """What one call of ``pipe`` with `tiny_inputs(name, **arguments)` gives: by default latents `[B, …]`."""
+    output = pipe(**tiny_inputs(name, **arguments), return_dict=False)[0]
+    return output[-1] if isinstance(output, list) else output  # Framepack's latents after each section
 
 
 def _named(name: str):

@@ -151,35 +151,7 @@ def build_ltx():
     )
 
 
-def _wan_transformer():
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(**SIZES, text_dim=text.FEATURES, ffn_dim=192, rope_max_seq_len=64)
-
-
-def build_wan(*, experts: int = 1):
-    """Wan 2.1, or with `experts=2` Wan 2.2: one transformer for high noise, another below `boundary_ratio`."""
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
-
-    return WanPipeline(
-        tokenizer=text.t5_tokenizer(),
-        text_encoder=text.t5_text_encoder(multilingual=True),
-        vae=AutoencoderKLWan(
-            base_dim=8,
-            dim_mult=[1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            scale_factor_spatial=4,
-            scale_factor_temporal=2,
-        ),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        transformer=_wan_transformer(),
-        transformer_2=_wan_transformer() if experts == 2 else None,
-        boundary_ratio=0.875 if experts == 2 else None,
-    )
-
-
-def _clip_of(frames: int, height: int, width: int):
+def clip_of(frames: int, height: int, width: int):
     """Inputs for a clip of that many frames and, unless told, pixels."""
 
     def clip_inputs(generator: torch.Generator, *, height: int = height, width: int = width) -> dict:
@@ -188,7 +160,6 @@ def _clip_of(frames: int, height: int, width: int):
     return clip_inputs
 
 
-cogvideox_inputs = _clip_of(9, 64, 56)  # 3 latent frames of 56 tokens
-mochi_inputs = _clip_of(13, 112, 96)  # 3 latent frames of 42 tokens: this pipeline fixes its factors at 8 and 6
-ltx_inputs = _clip_of(5, 32, 96)  # 3 latent frames of 48 tokens; sides must divide by 32
-wan_inputs = _clip_of(5, 64, 48)  # 3 latent frames of 48 tokens; sides must divide by 16
+cogvideox_inputs = clip_of(9, 64, 56)  # 3 latent frames of 56 tokens
+mochi_inputs = clip_of(13, 112, 96)  # 3 latent frames of 42 tokens: this pipeline fixes its factors at 8 and 6
+ltx_inputs = clip_of(5, 32, 96)  # 3 latent frames of 48 tokens; sides must divide by 32

@@ -6,6 +6,7 @@ Tokenizers split into single characters, so every prompt of ASCII text has its o
 import string
 
 FEATURES = 32  # features of every text encoder here, and so the transformers' `joint_attention_dim`, `text_dim`, …
+IMAGE_MARK, HEADER_END = "<image>", "<|end_header_id|>"  # in the prompt of HunyuanVideo's image-to-video
 VOCABULARY = 320  # rows of every embedding: 256 bytes and the special tokens fit
 
 
@@ -28,12 +29,32 @@ def t5_tokenizer():
 
 
 def qwen_tokenizer():
-    """`Qwen2Tokenizer` over the 256 bytes."""
+    """`Qwen2Tokenizer` over the 256 bytes, whose chat template is the last message itself."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    return Qwen2Tokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        padding_side="right",
+        chat_template="{{ messages[-1]['content'] }}",
+    )
+
+
+def llama_tokenizer():
+    """`LlamaTokenizer` whose tokens are the printable ASCII characters, the word mark and HunyuanVideo's marks."""
+    from transformers import LlamaTokenizer
+
+    characters = string.ascii_letters + string.digits + string.punctuation
+    tokens = ["<unk>", "<s>", "</s>", "▁", *characters]
+    return LlamaTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        pad_token="</s>",
+        padding_side="right",
+        additional_special_tokens=[IMAGE_MARK, HEADER_END],
+        model_max_length=512,
+    )
 
 
 def clip_text_encoder(*, width: int = FEATURES, projection: bool = False):
@@ -65,22 +86,53 @@ def t5_text_encoder(*, multilingual: bool = False):
     )
 
 
+def byt5_tokenizer():
+    """`ByT5Tokenizer` over the 256 bytes."""
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer(extra_ids=0)
+
+
+def llama_config() -> dict:
+    """Sizes of a causal language model; three layers, as HunyuanVideo reads the output of the last but two."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": FEATURES,
+        "intermediate_size": 2 * FEATURES,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+
+
+def llama_text_encoder():
+    """`LlamaModel`; hidden states `[B, tokens, FEATURES]` of the embedding and of three layers."""
+    from transformers import LlamaConfig, LlamaModel
+
+    return LlamaModel(LlamaConfig(**llama_config()))
+
+
+def _qwen_text_config() -> dict:
+    multimodal = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    return {**llama_config(), "rope_parameters": multimodal, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def qwen_language_model():
+    """`Qwen2_5_VLTextModel`, the language model alone, as HunyuanVideo 1.5 wants it."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextModel
+
+    return Qwen2_5_VLTextModel(Qwen2_5_VLConfig(text_config=_qwen_text_config()).text_config)
+
+
 def qwen_text_encoder():
     """`Qwen2_5_VLForConditionalGeneration`, whose vision tower is there for the class and sees no picture."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": VOCABULARY,
-            "hidden_size": FEATURES,
-            "intermediate_size": 2 * FEATURES,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
+        text_config=_qwen_text_config(),
         vision_config={
             "depth": 1,
             "hidden_size": FEATURES,

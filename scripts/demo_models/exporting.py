@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
@@ -73,11 +80,16 @@ def assemble_pipeline(
 
 def save_pipeline(pipe: FluxPipeline, folder: Path) -> int:
     """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
-    pipe.save_pretrained(folder, safe_serialization=True)
     millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
     card = MODEL_CARD.format(millions=millions, words=len(vocabulary()), tokens=TEXT_TOKENS)
-    (folder / "README.md").write_text(card)
     call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
+    return write_folder(pipe, folder, card, call)
+
+
+def write_folder(pipe: DiffusionPipeline, folder: Path, card: str, call: dict[str, Any]) -> int:
+    """Write a pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
+    pipe.save_pretrained(folder, safe_serialization=True)
+    (folder / "README.md").write_text(card)
     (folder / "demo.json").write_text(json.dumps(call) + "\n")
     for weights in folder.rglob("*.safetensors"):
         weights.chmod(0o644)  # safetensors writes them for their owner alone, and a wheel keeps modes
@@ -135,13 +147,14 @@ def contact_sheet(pictures: torch.Tensor, captions: list[str], *, columns: int, 
     """Pictures [N, 3, H, W] in 0..1 in a grid of cells `cell` pixels wide, each over its caption."""
     line, letters = 13, cell // 6
     rows = -(-len(pictures) // columns)
-    height = cell + 3 * line + 6
+    cell_height = cell * pictures.shape[2] // pictures.shape[3]
+    height = cell_height + 3 * line + 6
     sheet = Image.new("RGB", (columns * cell, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
     for index, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left, top = index % columns * cell, index // columns * height
         pixels = (picture.permute(1, 2, 0) * 255).round().byte().numpy()
-        sheet.paste(Image.fromarray(pixels).resize((cell, cell), Image.Resampling.LANCZOS), (left, top))
+        sheet.paste(Image.fromarray(pixels).resize((cell, cell_height), Image.Resampling.LANCZOS), (left, top))
         for number, text in enumerate(textwrap.wrap(caption, letters)[:3]):
-            draw.text((left + 4, top + cell + 3 + number * line), text, fill="black")
+            draw.text((left + 4, top + cell_height + 3 + number * line), text, fill="black")
     return sheet

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .clip_prompts import ClipScene
 from .scenes import RESERVED_CLASSES, Scene, describe, draw_scene, hash_class
 
 DEFAULT_COUNT = 32
@@ -15,15 +17,23 @@ DEFAULT_COUNT = 32
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """A prompt, the seed of its initial noise, and what its picture must show."""
+    """A prompt, the seed of its initial noise, and what its picture or clip must show."""
 
     prompt: str
     seed: int
-    scene: Scene
+    scene: Scene | ClipScene
 
 
-def held_out_prompts(count: int = DEFAULT_COUNT, split: str = "tuning") -> list[HeldOutPrompt]:
+def held_out_prompts(
+    count: int = DEFAULT_COUNT, split: str = "tuning", *, draw: Callable = draw_scene, write: Callable = describe
+) -> list[HeldOutPrompt]:
     """The first `count` held-out prompts of a split; a longer list starts with the shorter one.
+
+    Args:
+        count: how many.
+        split: "tuning" or "reporting".
+        draw: `draw(rng)` gives a scene at random, reserved or not.
+        write: `write(scene, rng)` gives a prompt that says all of it.
 
     Raises:
         ValueError: `split` is neither "tuning" nor "reporting".
@@ -32,10 +42,10 @@ def held_out_prompts(count: int = DEFAULT_COUNT, split: str = "tuning") -> list[
         raise ValueError(f"split must be one of {sorted(RESERVED_CLASSES)}, got {split!r}")
     rng = random.Random(f"held-out {split}")
     prompts: list[HeldOutPrompt] = []
-    seen: set[Scene] = set()
+    seen: set[Scene | ClipScene] = set()
     while len(prompts) < count:
-        scene = draw_scene(rng)
+        scene = draw(rng)
         if hash_class(scene) == RESERVED_CLASSES[split] and scene not in seen:
             seen.add(scene)
-            prompts.append(HeldOutPrompt(describe(scene, rng), seed=1000 + len(prompts), scene=scene))
+            prompts.append(HeldOutPrompt(write(scene, rng), seed=1000 + len(prompts), scene=scene))
     return prompts

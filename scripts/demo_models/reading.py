@@ -45,12 +45,17 @@ class Reading:
 def read_pictures(pictures: torch.Tensor) -> list[Reading]:
     """Read pictures [N, 3, H, W] in 0..1, on any device."""
     pictures = F.interpolate(pictures.float(), size=(READ_SIZE, READ_SIZE), mode="area")
-    brightest, darkest = pictures.amax(dim=1), pictures.amin(dim=1)
-    chroma = brightest - darkest
-    vivid = (chroma > 0.345) & (chroma > 0.57 * brightest)
+    vivid = vivid_pixels(pictures)
     labels = _label_components(vivid).cpu()
     pictures, vivid = pictures.cpu(), vivid.cpu()
     return [_read_picture(*item) for item in zip(pictures, vivid, labels, strict=True)]
+
+
+def vivid_pixels(pictures: torch.Tensor) -> torch.Tensor:
+    """Where pictures [N, 3, H, W] in 0..1 show a sticker: bool [N, H, W]."""
+    brightest, darkest = pictures.amax(dim=1), pictures.amin(dim=1)
+    chroma = brightest - darkest
+    return (chroma > 0.345) & (chroma > 0.57 * brightest)
 
 
 def agreement(readings: Sequence[Reading], scenes: Sequence[Scene]) -> dict[str, float]:
@@ -115,7 +120,7 @@ def _read_picture(picture: torch.Tensor, vivid: torch.Tensor, labels: torch.Tens
     values, counts = labels[vivid].unique(return_counts=True)
     for value in values[counts > LEAST_AREA * READ_SIZE**2]:
         objects.append(_read_object(picture, labels == value))
-    time, place = _read_background(picture, vivid)
+    time, place = read_background(picture, vivid)
     return Reading(tuple(objects), place, time)
 
 
@@ -146,8 +151,11 @@ def _read_object(picture: torch.Tensor, mask: torch.Tensor) -> SeenObject:
     )
 
 
-def _read_background(picture: torch.Tensor, vivid: torch.Tensor) -> tuple[str, str]:
-    """Time of day from the upper edge, place from the lower edge in that light."""
+def read_background(picture: torch.Tensor, vivid: torch.Tensor) -> tuple[str, str]:
+    """Time of day from the upper edge, place from the lower edge in that light.
+
+    Takes a picture [3, READ_SIZE, READ_SIZE] in 0..1 and where it shows stickers, bool [READ_SIZE, READ_SIZE].
+    """
     upper = picture[:, : READ_SIZE // 20].flatten(1).median(dim=1).values
     time = TIMES[int((table_rows(palette.SKY_TOP, TIMES, picture) - upper).norm(dim=1).argmin())]
     strip, covered = picture[:, -READ_SIZE // 24 :], vivid[-READ_SIZE // 24 :]

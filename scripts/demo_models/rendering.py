@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from . import palette
-from .scenes import COLOURS, MOST_OBJECTS, PLACES, SHAPES, TEXTURES, TIMES, Picture
+from .scenes import COLOURS, MOST_OBJECTS, PLACES, SHAPES, TEXTURES, TIMES, Landscape, Picture
 
 LAYERS = 4
 RIM = 0.011  # width of a sticker's pale rim, in picture widths
@@ -37,14 +37,18 @@ def pack_pictures(pictures: Sequence[Picture]) -> torch.Tensor:
     """
     rows = []
     for picture in pictures:
-        land = picture.landscape
-        row = [PLACES.index(land.place), TIMES.index(land.time), land.horizon, *land.phases, land.light_x, land.drift]
+        row = landscape_numbers(picture.landscape)
         for thing in picture.objects:
             row += [thing.x, thing.y, thing.radius, math.cos(thing.rotation), math.sin(thing.rotation)]
             row += [SHAPES.index(thing.shape), COLOURS.index(thing.colour), TEXTURES.index(thing.texture)]
         row += [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0] * (MOST_OBJECTS - len(picture.objects))
         rows.append(row)
     return torch.tensor(rows, dtype=torch.float32)
+
+
+def landscape_numbers(land: Landscape) -> list[float]:
+    """The LANDSCAPE_NUMBERS numbers that `paint_landscape` draws from."""
+    return [PLACES.index(land.place), TIMES.index(land.time), land.horizon, *land.phases, land.light_x, land.drift]
 
 
 def render(
@@ -61,21 +65,36 @@ def render(
     Returns:
         float32 [B, 3, size, size] in -1..1.
     """
-    steps = (torch.arange(size, device=numbers.device) + 0.5) * (extent / size)
     corner = torch.zeros(len(numbers), 2, device=numbers.device) if corner is None else corner
-    x = (corner[:, 0:1] + steps)[:, None, :]  # [B, 1, W]
-    y = (corner[:, 1:2] + steps)[:, :, None]  # [B, H, 1]
+    x, y, pixel = window_grid(corner, size, extent)
+    canvas = paint_landscape(numbers[:, :LANDSCAPE_NUMBERS], x, y, pixel)
+    paint_stickers(canvas, numbers[:, LANDSCAPE_NUMBERS:].unflatten(1, (MOST_OBJECTS, OBJECT_NUMBERS)), x, y, pixel)
+    return canvas.clamp(0, 1) * 2 - 1
+
+
+def window_grid(corner: torch.Tensor, size: int, extent: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Where pixels lie: x [B, 1, size] and y [B, size, 1] of their centres, for corners [B, 2], and their width."""
     pixel = extent / size
-    canvas = _paint_landscape(numbers[:, :LANDSCAPE_NUMBERS], x, y, pixel)
-    objects = numbers[:, LANDSCAPE_NUMBERS:].unflatten(1, (MOST_OBJECTS, OBJECT_NUMBERS))
-    folds, colours = table_rows(FOLDS, SHAPES, numbers), table_rows(palette.STICKER, COLOURS, numbers)
-    for slot in range(MOST_OBJECTS):
+    steps = (torch.arange(size, device=corner.device) + 0.5) * pixel
+    return (corner[:, 0:1] + steps)[:, None, :], (corner[:, 1:2] + steps)[:, :, None], pixel
+
+
+def paint_stickers(canvas: torch.Tensor, objects: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> None:
+    """Lay stickers on each canvas in place, the last on top.
+
+    Args:
+        canvas: [B, 3, H, W] in 0..1.
+        objects: float32 [B, slots, OBJECT_NUMBERS]; of radius 0 where absent.
+        x, y: coordinates [B, 1, W] and [B, H, 1] of the canvas.
+        pixel: width of a pixel in those coordinates.
+    """
+    folds, colours = table_rows(FOLDS, SHAPES, objects), table_rows(palette.STICKER, COLOURS, objects)
+    for slot in range(objects.shape[1]):
         rows = objects[:, slot, 2].nonzero()[:, 0]  # few pictures have many objects
         if len(rows):
             thing = objects[rows, slot]
             fold, colour = folds[thing[:, 5].long()], colours[thing[:, 6].long()]
             canvas[rows] = _paint_sticker(canvas[rows], x[rows], y[rows], thing, fold, colour, pixel)
-    return canvas.clamp(0, 1) * 2 - 1
 
 
 def sticker_distance(x: torch.Tensor, y: torch.Tensor, shape: torch.Tensor, fold: torch.Tensor) -> torch.Tensor:
@@ -146,7 +165,11 @@ def _paint_sticker(
     return torch.lerp(canvas, fill, _coverage(distance, pixel)[:, None])
 
 
-def _paint_landscape(land: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> torch.Tensor:
+def paint_landscape(land: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> torch.Tensor:
+    """Landscapes [B, 3, H, W], about 0..1, of numbers [B, LANDSCAPE_NUMBERS] at x [B, 1, W] and y [B, H, 1].
+
+    Any x will do, so that a window can move along a landscape.
+    """
     place, time = land[:, 0].long(), land[:, 1].long()
     horizon, light_x, drift = land[:, 2, None, None], land[:, 6, None, None], land[:, 7, None, None]
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
+
+SceneT = TypeVar("SceneT")
 
 PLACES = ("hills", "desert", "sea", "mountains")
 TIMES = ("noon", "sunset", "night")
@@ -135,8 +139,11 @@ class Picture:
     objects: tuple[PlacedObject, ...]
 
 
-def hash_class(scene: Scene) -> int:
-    """Stable class of a scene in 0..HASH_CLASSES-1: the same on every machine and in every Python version."""
+def hash_class(scene: object) -> int:
+    """Stable class of a scene in 0..HASH_CLASSES-1: the same on every machine and in every Python version.
+
+    A scene is any dataclass of strings and integers, whose `repr` says all of it.
+    """
     return hashlib.blake2b(repr(scene).encode(), digest_size=2).digest()[0] % HASH_CLASSES
 
 
@@ -166,10 +173,10 @@ def draw_scene(rng: random.Random) -> Scene:
     return Scene(rng.choice(PLACES), rng.choice(TIMES), layout, position, groups)
 
 
-def draw_training_scene(rng: random.Random) -> Scene:
-    """A scene at random whose class is not reserved for held-out prompts."""
+def draw_training_scene(rng: random.Random, draw: Callable[[random.Random], SceneT] = draw_scene) -> SceneT:
+    """A scene of `draw` at random whose class is not reserved for held-out prompts."""
     while True:
-        scene = draw_scene(rng)
+        scene = draw(rng)
         if hash_class(scene) not in RESERVED_CLASSES.values():
             return scene
 
@@ -236,8 +243,12 @@ def vocabulary() -> list[str]:
     for table in (PLACE_WORDS, TIME_WORDS, SIZE_WORDS, TEXTURE_WORDS, COUNT_WORDS, POSITION_WORDS, RELATION_WORDS):
         phrases += [phrase for choices in table.values() for phrase in choices]
     phrases += [word for choices in SHAPE_WORDS.values() for pair in choices for word in pair]
-    words = {word.strip(",") for phrase in phrases for word in phrase.split() if not word.startswith("{")}
-    return sorted(words | set(COLOURS))
+    return sorted(words_of(phrases) | set(COLOURS))
+
+
+def words_of(phrases: Iterable[str]) -> set[str]:
+    """The words of some phrases and templates, without commas and `{fields}`."""
+    return {word.strip(",") for phrase in phrases for word in phrase.split() if not word.startswith("{")}
 
 
 def _describe_group(group: Group, rng: random.Random) -> str:

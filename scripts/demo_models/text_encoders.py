@@ -1,4 +1,4 @@
-"""Tokenizers over the grammar's words and the two small text encoders that FLUX asks for.
+"""Tokenizers over a grammar's words and the two small text encoders that FLUX asks for.
 
 T5's unigrams hold each known word whole; CLIP's byte pairs join its letters into one or a few tokens, which is enough
 for the pooled bag of words. Unknown words fall apart into letters (CLIP) or become `<unk>` (T5); no prompt is an error.
@@ -16,7 +16,16 @@ import string
 
 import torch
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from .scenes import vocabulary
 
@@ -27,12 +36,12 @@ CLIP_WIDTH = 128
 OFFSETS = (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6)
 
 
-def make_clip_tokenizer() -> CLIPTokenizer:
-    """Byte-pair tokenizer whose merges spell the words of the grammar; an earlier word's merges go first."""
+def make_clip_tokenizer(words: list[str] | None = None) -> CLIPTokenizer:
+    """Byte-pair tokenizer whose merges spell `words` (else the picture grammar's), an earlier word's first."""
     letters = string.ascii_lowercase + string.digits + string.punctuation
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
     known, merges = set(pieces), []
-    for word in vocabulary():
+    for word in words or vocabulary():
         prefix = word[0]
         for index, letter in enumerate(word[1:], start=1):
             suffix = letter + "</w>" if index == len(word) - 1 else letter
@@ -45,23 +54,24 @@ def make_clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS)
 
 
-def make_t5_tokenizer() -> T5TokenizerFast:
-    """Unigram tokenizer with each word of the grammar, lower case and capitalised, as one token."""
+def make_t5_tokenizer(words: list[str] | None = None) -> T5TokenizerFast:
+    """Unigram tokenizer with each of `words` (else the picture grammar's), also capitalised, as one token."""
+    words = words or vocabulary()
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (",", -2.0), (".", -2.0), ("▁", -4.0)]
-    vocab += [("▁" + word, -2.0) for word in vocabulary()]
-    vocab += [("▁" + word.capitalize(), -2.0) for word in vocabulary()]
+    vocab += [("▁" + word, -2.0) for word in words]
+    vocab += [("▁" + word.capitalize(), -2.0) for word in words]
     return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
 @torch.no_grad()
-def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
-    """Encoder whose pooled output is a bag of words: one layer that looks at all earlier words alike."""
+def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int, *, width: int = CLIP_WIDTH) -> CLIPTextModel:
+    """Encoder whose pooled output [B, width] is a bag of words: one layer that looks at all earlier words alike."""
     torch.manual_seed(seed)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=CLIP_WIDTH,
-        intermediate_size=CLIP_WIDTH,
-        projection_dim=CLIP_WIDTH,
+        hidden_size=width,
+        intermediate_size=width,
+        projection_dim=width,
         num_hidden_layers=1,
         num_attention_heads=4,
         max_position_embeddings=CLIP_TOKENS,
@@ -81,14 +91,17 @@ def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int) -> CLIPTextModel:
 
 
 @torch.no_grad()
-def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
-    """Encoder that mixes each word with its neighbours at OFFSETS."""
+def make_t5_encoder(
+    tokenizer: T5TokenizerFast, seed: int, *, width: int = T5_WIDTH, multilingual: bool = False
+) -> T5EncoderModel | UMT5EncoderModel:
+    """Encoder that mixes each word with its neighbours at OFFSETS; `multilingual` gives UMT5's class, as Wan has."""
     torch.manual_seed(seed)
-    config = T5Config(
+    config_class, encoder_class = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
+    config = config_class(
         vocab_size=len(tokenizer),
-        d_model=T5_WIDTH,
-        d_kv=24,
-        d_ff=T5_WIDTH,
+        d_model=width,
+        d_kv=width // 8,
+        d_ff=width,
         num_layers=1,
         num_heads=len(OFFSETS),
         dropout_rate=0.0,
@@ -96,12 +109,9 @@ def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    encoder = T5EncoderModel(config)
-    words = encoder.shared.weight
-    nn.init.normal_(words)
-    for word in vocabulary():
-        lower, upper = tokenizer.convert_tokens_to_ids(["▁" + word, "▁" + word.capitalize()])
-        words[upper] = words[lower]
+    encoder = encoder_class(config)
+    nn.init.normal_(encoder.shared.weight)
+    tie_capitals(encoder.shared.weight, tokenizer.get_vocab())
     attention = encoder.encoder.block[0].layer[0].SelfAttention
     nn.init.zeros_(attention.q.weight)
     nn.init.zeros_(attention.k.weight)
@@ -111,6 +121,13 @@ def make_t5_encoder(tokenizer: T5TokenizerFast, seed: int) -> T5EncoderModel:
     nn.init.orthogonal_(encoder.encoder.block[0].layer[1].DenseReluDense.wo.weight, gain=0.5)
     attention.relative_attention_bias.weight.copy_(_offset_bias(config.relative_attention_num_buckets))
     return encoder
+
+
+def tie_capitals(embedding: torch.Tensor, vocab: dict[str, int]) -> None:
+    """Start each capitalised piece of `vocab` as what its lower-case form has in `embedding` [pieces, width]."""
+    for piece, index in vocab.items():
+        if piece != piece.lower() and piece.lower() in vocab:
+            embedding[index] = embedding[vocab[piece.lower()]]
 
 
 def tokenize_prompts(

@@ -22,19 +22,20 @@ class MasterWeights:
     def __init__(
         self, model: nn.Module, masters: list[torch.Tensor], *, average_decay: float, matrix_rate: float = 2.0
     ) -> None:
-        """Own `masters`, float32 and in the order of `model.parameters()`; the model holds their bf16 rounding.
+        """Own `masters`, float32 and in the order of `trained_weights(model)`; the model holds their bf16 rounding.
 
         `matrix_rate` multiplies the rate of the orthogonalised steps.
         """
-        self.live = list(model.parameters())
+        names, self.live = zip(*trained_weights(model), strict=True)
         self.masters = masters
         self.averages = [weight.clone() for weight in masters]
         self.average_decay, self.matrix_rate = average_decay, matrix_rate
         self.steps = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # indices of matrices by rows and columns
         others = []
-        for index, (name, weight) in enumerate(model.named_parameters()):
-            if weight.ndim > 1 and re.search(r"(blocks|mid_block)\.", name) and "norm" not in name:
+        for index, (name, weight) in enumerate(zip(names, self.live, strict=True)):
+            is_matrix = weight.ndim > 1 and len(weight) > 1  # one row is a vector with a batch axis
+            if is_matrix and re.search(r"(blocks|mid_block)\.", name) and "norm" not in name:
                 self.groups.setdefault(tuple(weight.flatten(1).shape), []).append(index)
             else:
                 others.append(masters[index])
@@ -46,7 +47,10 @@ class MasterWeights:
     @torch.no_grad()
     def step(self, rate: float, largest_norm: float = 1.0) -> None:
         """Apply the gradients that the live weights hold, clipped to `largest_norm`, and clear them."""
-        gradients = [weight.grad.float() for weight in self.live]
+        # In the layout of the masters, which fused AdamW insists on and convolutions do not keep.
+        gradients = [
+            torch.empty_like(master).copy_(weight.grad) for master, weight in zip(self.masters, self.live, strict=True)
+        ]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (largest_norm / (norm + 1e-6)).clamp_max(1.0))
         for master, live, gradient in zip(self.masters, self.live, gradients, strict=True):
@@ -70,6 +74,11 @@ class MasterWeights:
         torch._foreach_copy_(self.live, self.averages)
 
 
+def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and weights of the model that take gradients."""
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """Bring the singular values of each matrix [G, R, C] near 1 by five quintic Newton-Schulz iterations in bf16."""
     tall = matrices.shape[1] > matrices.shape[2]
@@ -79,6 +88,18 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
         gram = values @ values.mT
         values = 3.4445 * values + (-4.7750 * gram + 2.0315 * gram @ gram) @ values
     return (values.mT if tall else values).float()
+
+
+def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The losses as numbers.
+
+    Raises:
+        FloatingPointError: one of them is infinite or not a number.
+    """
+    values = {name: float(value) for name, value in losses.items()}
+    if not all(math.isfinite(value) for value in values.values()):
+        raise FloatingPointError(f"training diverged: {values}; lower the rate")
+    return values
 
 
 class Pace:

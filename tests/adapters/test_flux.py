@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.adapters import sparse_site
 from dit_accel.testing import tiny_flux_lora, tiny_inputs, tiny_pipeline
 from tests.adapters.naive_flux import run_heads, run_layers
 
 STEPS = 9
 TEXT = 37
+ATTENTION = 457 / (457 + 6 * 96)  # its share of a block's FLOPs, of 457 tokens and 96 features
 HEADS = {
     "schedule": {"warmup": 2, "interval": 4},
     "blocks": {"size": 64},
@@ -29,6 +31,15 @@ def inputs(name="flux", **overrides):
 
 def head_preset(**overrides):
     return load_preset(load_preset("flux-flashomni", **HEADS), **overrides)
+
+
+def skipping_preset(scope, **overrides):
+    """Tiles are skipped on computed steps too, at the schedule of ``HEADS``."""
+    if scope == "head":
+        return head_preset(**{"skip.steps": "all"}, **overrides)
+    skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.4}
+    sections = {"schedule": HEADS["schedule"], "blocks": HEADS["blocks"], "skip": skip, "forecast.scope": scope}
+    return load_preset("flux-taylorseer", **sections, **overrides)
 
 
 def accelerate(pipe, preset, **call):
@@ -67,6 +78,55 @@ def test_heads_equal_naive_overwriting(pipe, backend, overrides):
     if "reuse.degrade_below" in overrides:
         degraded = {processor.row_density < 0.56 for processor in processors}
         assert degraded == {True, False}, "some layers must degrade and some not"
+
+
+@pytest.mark.parametrize("history_dtype", [None, "float8"], ids=["plain", "float8"])
+def test_update_projects_heads_whose_symbol_changed(pipe, history_dtype, monkeypatch):
+    """The second UPDATE goes on from the biases of the first, and counts so; from float8 it makes them anew."""
+    updates = {}
+
+    def spy(o, weight, *arguments, previous, **options):
+        out, stack = kernel(o, weight, *arguments, previous=previous, **options)
+        updates.setdefault(weight.data_ptr(), []).append((previous, stack, arguments[1].mask64))
+        return out, stack
+
+    kernel = sparse_site.gemm_o_update
+    monkeypatch.setattr(sparse_site, "gemm_o_update", spy)
+    _, report = accelerate(pipe, head_preset(**{"memory.history_dtype": history_dtype}))
+    assert report.fallbacks == []
+    second = [step.index for step in report.steps if step.mode == "update"][1]
+    for layer, ((no_previous, first_stack, before), (previous, stack, after)) in zip(
+        report.density, updates.values(), strict=True
+    ):
+        assert no_previous is None and len(first_stack) == len(stack) == 2
+        heads = torch.arange(3)
+        changed, reused = ((words[..., None] >> heads & 1).double().mean() for words in (before ^ after, ~after))
+        assert 0 < changed < reused
+        if history_dtype == "float8":
+            assert previous is None
+        else:
+            assert previous[0].data_ptr() == first_stack.data_ptr() and torch.equal(previous[1], before)
+        projected = reused if history_dtype == "float8" else changed
+        assert layer[second] == pytest.approx(1 + (1 - ATTENTION) / 12 * projected)
+
+
+@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
+def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, scope):
+    """With ``skip.steps: all`` every computed step after the warm-up attends to tiles of its own, and they count."""
+    preset = skipping_preset(scope)
+    expected, processors = run_heads(pipe, preset, inputs(), TEXT)
+    result, report = accelerate(pipe, preset)
+    assert _distance(result, expected) < 2e-5
+    every_tile, _ = accelerate(pipe, load_preset(preset, **{"skip.tau_kv": 0.0}))
+    assert _distance(expected, every_tile) > 1e-3, "the case must differ from dense attention to prove anything"
+    assert report.fallbacks == []
+    assert report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 4}
+    # An UPDATE of scope head also refreshes cached biases, which this share leaves out.
+    counted = [step.index for step in report.steps if step.mode == "full" or (step.mode, scope) == ("update", "layer")]
+    for layer, processor in zip(report.density, processors, strict=True):
+        kept = [processor.kept[step] for step in counted]
+        assert kept[:2] == [1.0, 1.0] and max(kept[2:]) < 1.0, "the warm-up attends to all tiles, later steps do not"
+        assert [layer[step] for step in counted] == pytest.approx([1 - ATTENTION * (1 - share) for share in kept])
 
 
 @pytest.mark.parametrize("method, order", [("taylor", 1), ("taylor", 2), ("newton", 2), ("reuse", 0)])

@@ -87,10 +87,36 @@ def test_threshold_1_reuses_all_of_vision(layout):
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
-def test_without_text_or_without_vision_blocks_all_compute(tau):
-    """There is nothing to score against, or nothing to reuse."""
-    for layout in (TokenLayout(0, 300, BLOCK), TokenLayout(100, 20, BLOCK)):
-        assert row_mask(pooled(layout), layout, tau).all()
+def test_without_vision_blocks_all_compute(tau):
+    """Where every block holds text, there is nothing to reuse."""
+    layout = TokenLayout(100, 20, BLOCK)
+    assert row_mask(pooled(layout), layout, tau).all()
+
+
+def reused_by_received_mass(probabilities: torch.Tensor, tau: float) -> set[int]:
+    """Blocks of one head's float64 ``[T, T]`` to which the others attend least; never the one they attend to most."""
+    received = {i: sum(float(row[i]) for row in probabilities) for i in range(len(probabilities))}
+    chosen, running = set(), 0.0
+    for i in sorted(received, key=received.get)[:-1]:
+        running += received[i]
+        if running <= tau * sum(received.values()):
+            chosen.add(i)
+    return chosen
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.1, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize(
+    "batch, heads, blocks", [(2, 3, 13), (2, 9, 4), (1, 1, 1)], ids=["more-blocks", "more-heads", "one-block"]
+)
+def test_without_text_blocks_that_receive_least_attention_are_reused(batch, heads, blocks, tau):
+    """Each head by itself, in order of the attention received, while the running sum stays within tau."""
+    layout = TokenLayout(0, BLOCK * blocks - 7, BLOCK)
+    probabilities = pooled(layout, batch=batch, heads=heads)
+    rows = row_mask(probabilities, layout, tau)
+    for b in range(batch):
+        for h in range(heads):
+            expected = reused_by_received_mass(probabilities[b, h].double(), tau)
+            assert set((~rows[b, h]).nonzero().flatten().tolist()) == expected
 
 
 def test_heads_and_samples_are_independent():
@@ -116,3 +142,16 @@ def test_larger_threshold_reuses_no_less():
 def test_ramp_grows_from_nothing_to_the_threshold(progress, expected):
     """``tau · progress ** power``: 0.4 with power 2."""
     assert ramped(0.4, progress, 2.0) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
+@pytest.mark.parametrize("layout", [TEXT_FIRST, TokenLayout(0, 700, BLOCK)], ids=["text", "no-text"])
+def test_rows_are_chosen_without_waiting_for_the_gpu(layout):
+    """The choice can be captured in a CUDA graph, which a synchronisation would break."""
+    probabilities = pooled(layout).cuda()
+    expected = row_bits(probabilities, layout, 0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bits = row_bits(probabilities, layout, 0.5)
+    graph.replay()
+    assert torch.equal(bits, expected)

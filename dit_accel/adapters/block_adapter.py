@@ -1,0 +1,129 @@
+"""What families with hooks on their blocks share: putting the hooks on and taking them off, and counting FLOPs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.adapters.block_hook import BlockHook
+from dit_accel.adapters.generic import GenericAdapter, register_hook, remove_hook
+from dit_accel.kernels import lower, pack_bits
+from dit_accel.layout import TokenLayout, block_count
+from dit_accel.schedule import StepMode
+from dit_accel.state import Call
+from dit_accel.symbols import AttentionPlan, SparseSymbols
+
+KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """FLOPs of one block of a plain call, by what they scale with.
+
+    Args:
+        rows: what only rows that compute need: projections of their queries and of their attention outputs.
+        row_blocks: what only row-blocks need in which any head computes.
+        tiles: attention.
+        rest: all else.
+        bias: output projection of all rows, of which an UPDATE does a part once more for each older step that it
+            remembers.
+    """
+
+    rows: float
+    tiles: float
+    rest: float
+    bias: float
+    row_blocks: float = 0.0
+
+    @property
+    def plain(self) -> float:
+        return self.rows + self.row_blocks + self.tiles + self.rest
+
+
+class BlockAdapter(GenericAdapter, ABC):
+    """Scopes ``stack``, ``layer`` and ``head``: at ``stack`` hooks sit on blocks only where tiles are skipped."""
+
+    scopes = ("stack", "layer", "head")
+    _every_row: AttentionPlan | None = None
+
+    @abstractmethod
+    def blocks(self) -> dict[str, nn.Module]:
+        """The transformer's blocks in order, by name."""
+
+    @abstractmethod
+    def hook(self, name: str, block: nn.Module) -> BlockHook:
+        """A new hook for a block."""
+
+    @abstractmethod
+    def layout(self, arguments: dict[str, Any]) -> TokenLayout:
+        """Tokens of the attention that sites skip in, from the arguments of a transformer call."""
+
+    @abstractmethod
+    def work(self, arguments: dict[str, Any]) -> BlockWork:
+        """FLOPs of one block in a transformer call with these arguments; all blocks do the same."""
+
+    @property
+    def hooks_blocks(self) -> bool:
+        """Whether the preset asks for anything inside the transformer."""
+        preset = self.controller.preset
+        return preset.forecast.scope != "stack" or preset.skip.steps == "all"
+
+    def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
+        """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
+        plan = self._every_row
+        if plan is None or (batch, tokens, heads, device) != (plan.batch, plan.tokens, plan.heads, plan.mask64.device):
+            rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
+            self._every_row = plan = lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
+        return plan
+
+    def layers(self) -> list[str]:
+        return list(self.blocks())
+
+    def attach(self, acceleration: Any) -> None:
+        super().attach(acceleration)
+        if self.hooks_blocks:
+            for name, block in self.blocks().items():
+                register_hook(block, self.hook(name, block))
+
+    def detach(self) -> None:
+        super().detach()
+        for block in self.blocks().values():
+            remove_hook(block)
+
+    def account(self, call: Call, arguments: dict[str, Any]) -> None:
+        """FLOPs of each block, linear layers and attention, from the densities that its site had."""
+        self.controller.read_densities(call)
+        if call.densities:
+            self.controller.last_layout = self.layout(arguments)
+        work = self.work(arguments)
+        for name in self.layers():
+            call.work[name] = (self._computed(call, name, work), work.plain)
+
+    def _computed(self, call: Call, name: str, work: BlockWork) -> float:
+        scope, site = self.controller.preset.forecast.scope, call.branch.sites.get(name)
+        if call.mode is StepMode.DISPATCH:
+            if name in call.dense:
+                return work.plain
+            if scope != "head" or site.degraded:
+                return 0.0
+            rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
+            return rows + work.tiles * site.tile_density + work.rest
+        if name not in call.densities:
+            return work.plain
+        older = len(site.bias_coordinates[1:])
+        return work.plain - work.tiles * (1 - site.attended) + work.bias * site.bias_density * older
+
+
+def joint_work(batch: int, tokens: int, width: int, mlp_ratio: float) -> BlockWork:
+    """FLOPs of a block with q, k, v and output projections, joint attention and an MLP of ``mlp_ratio · width``."""
+    projection = 2 * batch * tokens * width * width
+    return BlockWork(
+        rows=2 * projection,
+        tiles=4 * batch * tokens * tokens * width,
+        rest=(2 + 2 * mlp_ratio) * projection,
+        bias=projection,
+    )

@@ -1,0 +1,113 @@
+"""Plain against accelerated: pictures, clips and their frames side by side, with labels.
+
+Each function returns a PIL image or a clip, a uint8 array ``[frames, height, width, 3]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from dit_accel.errors import ShapeError
+
+AMPLIFICATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+MINIMUM_PANEL = 320  # pixels; smaller pictures are enlarged so that labels stay readable
+
+
+def amplification(plain: Image.Image, fast: Image.Image) -> int:
+    """The largest of `AMPLIFICATIONS` that leaves all but one in a thousand of the differing values unsaturated."""
+    peak = float(np.quantile(_difference(plain, fast), 0.999))
+    return max((factor for factor in AMPLIFICATIONS if factor * peak <= 255), default=1)
+
+
+def comparison_strip(
+    plain: Image.Image, fast: Image.Image, labels: tuple[str, str] = ("plain", "dit-accel"), factor: int | None = None
+) -> Image.Image:
+    """Both pictures side by side with their absolute difference, times a factor that its label states.
+
+    Args:
+        labels: captions of the two pictures.
+        factor: amplification of the difference; None chooses the largest that does not saturate.
+
+    Raises:
+        ShapeError: the pictures differ in size.
+    """
+    if plain.size != fast.size:
+        raise ShapeError(f"plain and fast must have the same size, got {plain.size} and {fast.size}")
+    factor = factor or amplification(plain, fast)
+    amplified = np.clip(factor * _difference(plain, fast), 0, 255).astype(np.uint8)
+    panels = [plain.convert("RGB"), fast.convert("RGB"), Image.fromarray(amplified)]
+    return captioned_row(panels, [*labels, f"difference × {factor}" if amplified.any() else "difference: none"])
+
+
+def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> np.ndarray:
+    """Both clips side by side with their labels above, frame by frame.
+
+    Args:
+        plain: uint8 ``[frames, height, width, 3]``, as is ``fast``.
+        labels: captions of the two.
+
+    Returns:
+        uint8 ``[frames, …, …, 3]``.
+
+    Raises:
+        ShapeError: the clips differ in shape.
+    """
+    _require_same_clips(plain, fast)
+    pairs = zip(plain, fast, strict=True)
+    return np.stack([np.asarray(captioned_row([*map(Image.fromarray, pair)], labels)) for pair in pairs])
+
+
+def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], count: int = 6) -> Image.Image:
+    """At most ``count`` frames of both clips, evenly spaced from the first to the last, the plain ones above.
+
+    Frames wider than `MINIMUM_PANEL` are made smaller. Arguments and errors are those of :func:`comparison_clip`.
+    """
+    _require_same_clips(plain, fast)
+    chosen = np.unique(np.linspace(0, len(plain) - 1, count).round().astype(int))
+    rows = []
+    for clip, label in zip((plain, fast), labels, strict=True):
+        panels = [Image.fromarray(clip[index]) for index in chosen]
+        for panel in panels:
+            panel.thumbnail((MINIMUM_PANEL, panel.height))
+        rows.append(captioned_row(panels, [label, *(f"frame {index}" for index in chosen[1:])]))
+    strip = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
+    for index, row in enumerate(rows):
+        strip.paste(row, (0, index * row.height))
+    return strip
+
+
+def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
+    """RGB pictures of one size in a row, each with its caption above; small ones enlarged by whole pixels."""
+    scale = max(1, -(-MINIMUM_PANEL // panels[0].width))
+    width, height = panels[0].width * scale, panels[0].height * scale
+    gap, font = width // 40, _font(max(16, width // 24))
+    caption_height = int(font.size * 1.9)
+    strip = Image.new("RGB", (len(panels) * (width + gap) - gap, height + caption_height), "white")
+    draw = ImageDraw.Draw(strip)
+    for column, (panel, caption) in enumerate(zip(panels, captions, strict=True)):
+        left = column * (width + gap)
+        strip.paste(panel.resize((width, height), Image.Resampling.NEAREST), (left, caption_height))
+        draw.text((left + width / 2, caption_height / 2), caption, fill="black", font=font, anchor="mm")
+    return strip
+
+
+def _require_same_clips(plain: np.ndarray, fast: np.ndarray) -> None:
+    if plain.shape != fast.shape:
+        raise ShapeError(f"plain and fast must have the same shape, got {list(plain.shape)} and {list(fast.shape)}")
+
+
+def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
+    """Absolute difference in grey levels, int16 ``[height, width, 3]``."""
+    first, second = (np.asarray(picture.convert("RGB")).astype(np.int16) for picture in (plain, fast))
+    return np.abs(first - second)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib; Pillow's own font has no multiplication sign."""
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

@@ -1,0 +1,90 @@
+"""Clips on disk: mp4 (H.264 through imageio-ffmpeg), gif, or a folder of numbered PNG pictures.
+
+A clip is a uint8 array ``[frames, height, width, 3]``. A folder keeps every bit; a gif is cut down to 256 colours a
+frame, and mp4 loses a little detail.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dit_accel.errors import ShapeError
+
+FILE_SUFFIXES = (".mp4", ".gif")
+# Constant rate factor of x264: 0 loses nothing, 23 is its default, and at 12 a difference is hard to see.
+RATE_FACTOR = "12"
+_FRAME_NAME = re.compile(r"\d{4,}\.png")
+
+
+def is_folder_of_frames(path: Path) -> bool:
+    """Whether :func:`write_clip` makes a folder of ``path``: it has no suffix, or is a folder already."""
+    return path.is_dir() or not path.suffix
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Names in a folder that are no frames; empty where there is no such folder."""
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(name for name in names if not _FRAME_NAME.fullmatch(name))
+
+
+def write_clip(clip: np.ndarray, path: Path, fps: float) -> None:
+    """Writes a clip in the format that ``path`` asks for.
+
+    Frames that a folder held before are removed. An mp4's sides are even: an odd one repeats its last row or column.
+
+    Args:
+        clip: uint8 ``[frames, height, width, 3]``.
+        path: ends in one of `FILE_SUFFIXES`, or is a folder (:func:`is_folder_of_frames`), made if missing.
+        fps: frames a second; a folder has none, and a gif rounds each frame to hundredths of a second.
+
+    Raises:
+        ShapeError: ``clip`` is no clip, or the suffix is another.
+    """
+    _require_clip(clip)
+    if is_folder_of_frames(path):
+        path.mkdir(exist_ok=True)
+        for old in path.iterdir():
+            if _FRAME_NAME.fullmatch(old.name):
+                old.unlink()
+        for index, frame in enumerate(clip):
+            Image.fromarray(frame).save(path / f"{index:04d}.png")
+    elif path.suffix.lower() == ".gif":
+        first, *others = map(Image.fromarray, clip)
+        first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+    elif path.suffix.lower() == ".mp4":
+        import imageio.v3 as imageio
+
+        even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
+        # Without macro_block_size=1 imageio would scale frames whose sides don't divide by 16.
+        options = {"codec": "libx264", "macro_block_size": 1, "quality": None, "output_params": ["-crf", RATE_FACTOR]}
+        imageio.imwrite(path, even, plugin="FFMPEG", fps=fps, **options)
+    else:
+        raise ShapeError(f"path must end in {' or '.join(FILE_SUFFIXES)} or be a folder, got {path}")
+
+
+def read_clip(path: Path) -> np.ndarray:
+    """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``."""
+    if path.is_dir():
+        names = sorted((name for name in path.iterdir() if _FRAME_NAME.fullmatch(name.name)), key=lambda p: int(p.stem))
+        return np.stack([np.asarray(Image.open(name).convert("RGB")) for name in names])
+    import imageio.v3 as imageio
+
+    if path.suffix.lower() == ".gif":
+        return imageio.imread(path, plugin="pillow", mode="RGB", index=...)
+    return imageio.imread(path, plugin="FFMPEG")
+
+
+def as_clip(frames: np.ndarray) -> np.ndarray:
+    """A pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, as a clip."""
+    return np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8)
+
+
+def _require_clip(clip: np.ndarray) -> None:
+    if clip.dtype != np.uint8 or clip.ndim != 4 or clip.shape[-1] != 3 or not clip.size:
+        raise ShapeError(
+            f"clip must be uint8 [frames, height, width, 3], got {clip.dtype} {list(clip.shape)}; see as_clip"
+        )

@@ -1,0 +1,234 @@
+"""Reads from a clip's pixels what moves in it and how, and counts how much of it agrees with the prompt.
+
+Stickers are the vivid pixels (see `palette`). No two in a clip share a colour, so an object is all vivid pixels nearest
+to one hue: hue alone, because light, shadow and gloss change the rest. Its shape and angle are those of the outline, of
+all shapes at all angles, that overlaps it best; its motion is what its centre and angle do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import palette
+from .clip_prompts import COLOURS, SHAPES, ClipScene
+from .motion import BOUNCES, DIAGONAL, STRAIGHT, TURN
+from .reading import READ_SIZE, read_background, vivid_pixels
+from .rendering import FOLDS, sticker_distance, table_rows
+from .scenes import SHAPES as ALL_SHAPES
+
+ATTRIBUTES = ("shape", "colour", "motion", "relation", "place", "camera")
+CLIP_SIZE = 128  # pixels along a side at which all but the landscape is read
+LEAST_AREA = 0.006  # of the picture, mean over the clip; a star that passes behind a square shows 0.011
+LEAST_MOVE = 0.22  # picture widths that a moving object covers; a walk is 0.56, half hiding shifts a centre by 0.1
+LEAST_TURN = TURN / 2
+LEAST_PAN = 0.15  # picture widths; a pan is 0.4
+
+_CELLS = 40  # along a side of the crops in which outlines are compared
+_REACH = 1.7  # half of a crop's side, in radii of the disc that has the object's area; a star's points reach 1.5
+_ANGLES = 72  # at which outlines are drawn
+_SYMMETRY = {"circle": math.inf, "square": 4, "triangle": 3, "star": 5, "heart": 1}  # times that a full turn repeats it
+
+
+@dataclass(frozen=True)
+class SeenActor:
+    """An object as read: mean centre in picture widths, y down; `motion` is "" if none of `clip_prompts.MOTIONS`.
+
+    `hidden` is the share of its largest visible area that it lost in some frame.
+    """
+
+    shape: str
+    colour: str
+    motion: str
+    x: float
+    y: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class ClipReading:
+    """All that is read from one clip."""
+
+    actors: tuple[SeenActor, ...]
+    place: str
+    camera: str
+
+
+def read_clips(clips: torch.Tensor) -> list[ClipReading]:
+    """Read clips [N, 3, F, H, W] in 0..1, on any device."""
+    return [_read_clip(clip) for clip in clips]
+
+
+def agreement(readings: Sequence[ClipReading], scenes: Sequence[ClipScene]) -> dict[str, float]:
+    """Fraction of clips right in each of ATTRIBUTES, and in "all" of them."""
+    verdicts = [_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)]
+    table = {name: sum(verdict[name] for verdict in verdicts) / len(verdicts) for name in ATTRIBUTES}
+    table["all"] = sum(all(verdict.values()) for verdict in verdicts) / len(verdicts)
+    return {name: round(value, 4) for name, value in table.items()}
+
+
+def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
+    by_colour = {seen.colour: seen for seen in reading.actors}
+    pairs = [(by_colour[actor.colour], actor) for actor in scene.actors if actor.colour in by_colour]
+    found = len(pairs) == len(scene.actors)
+    return {
+        "shape": found and all(seen.shape == actor.shape for seen, actor in pairs),
+        "colour": found and len(reading.actors) == len(pairs),
+        "motion": found and all(seen.motion == actor.motion for seen, actor in pairs),
+        "relation": found and _relation_holds(scene.layout, [seen for seen, _ in pairs]),
+        "place": reading.place == scene.place,
+        "camera": reading.camera == scene.camera,
+    }
+
+
+def _relation_holds(layout: str, seen: list[SeenActor]) -> bool:
+    """Whether the first object is where it should be: who passes behind loses more of its area."""
+    if layout == "single":
+        return True
+    first, second = seen
+    return {
+        "front": second.hidden > first.hidden,
+        "behind": first.hidden > second.hidden,
+        "above": first.y < second.y - 0.2,
+        "below": first.y > second.y + 0.2,
+    }[layout]
+
+
+def _read_clip(clip: torch.Tensor) -> ClipReading:
+    frames = _resize(clip.float().transpose(0, 1), CLIP_SIZE)  # [F, 3, H, W]
+    vivid = vivid_pixels(frames)
+    hues = _nearest_hues(frames)
+    of_colour = torch.stack([vivid & (hues == index) for index in range(len(COLOURS))], dim=1).float()
+    masks = F.avg_pool2d(of_colour, 5, stride=1, padding=2) > 0.5  # [F, colours, H, W]; without specks and gaps
+    actors = tuple(
+        _read_actor(mask, colour)
+        for mask, colour in zip(masks.unbind(1), COLOURS, strict=True)
+        if float(mask.float().mean()) > LEAST_AREA
+    )
+    first = _resize(frames[:1], READ_SIZE).cpu()
+    place = read_background(first[0], vivid_pixels(first)[0])[1]
+    return ClipReading(actors, place, _read_camera(frames, vivid))
+
+
+def _resize(frames: torch.Tensor, size: int) -> torch.Tensor:
+    return F.interpolate(frames, size=(size, size), mode="area")
+
+
+def _nearest_hues(frames: torch.Tensor) -> torch.Tensor:
+    """Index into COLOURS of the hue nearest to each pixel of [F, 3, H, W]: int64 [F, H, W]."""
+    stickers = _hue(table_rows(palette.STICKER, COLOURS, frames).T[None])[0].T  # [colours, 3]
+    hues = _hue(frames.flatten(2))  # [F, 3, P]
+    similarity = stickers @ hues - stickers.square().sum(dim=1, keepdim=True) / 2  # nearest is largest
+    return similarity.argmax(dim=1).view(len(frames), *frames.shape[2:])
+
+
+def _hue(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels [B, 3, P] scaled and shifted to the range 0..1, which light and gloss leave as it is."""
+    darkest = pixels.amin(dim=1, keepdim=True)
+    return (pixels - darkest) / (pixels.amax(dim=1, keepdim=True) - darkest + 1e-6)
+
+
+def _read_actor(mask: torch.Tensor, colour: str) -> SeenActor:
+    """The object of a mask [F, H, W]."""
+    weights = mask.float()
+    areas = weights.mean(dim=(1, 2))
+    steps = (torch.arange(CLIP_SIZE, device=mask.device) + 0.5) / CLIP_SIZE
+    pixels = weights.sum(dim=(1, 2)).clamp_min(1)
+    x, y = weights.sum(dim=1) @ steps / pixels, weights.sum(dim=2) @ steps / pixels  # [F]
+    seen, whole = areas > 0.4 * areas.amax(), areas > 0.9 * areas.amax()
+    overlaps = _overlaps(weights[whole], x[whole], y[whole], areas[whole])  # [F', shapes, angles]
+    best, angles = overlaps.max(dim=2)
+    shape = int(best.mean(dim=0).argmax())
+    turned = _turned(angles[:, shape] * (2 * math.pi / _ANGLES), _SYMMETRY[SHAPES[shape]])
+    return SeenActor(
+        shape=SHAPES[shape],
+        colour=colour,
+        motion=_name_motion(x[seen], y[seen], turned),
+        x=float(x[seen].mean()),
+        y=float(y[seen].mean()),
+        hidden=float(1 - areas.amin() / areas.amax()),
+    )
+
+
+def _name_motion(x: torch.Tensor, y: torch.Tensor, turned: float) -> str:
+    """The motion of an object whose centre goes along x and y [F], or "" where no motion is like that."""
+    ranges = [float(line.amax() - line.amin()) for line in (x, y)]
+    nets = [float(line[-1] - line[0]) for line in (x, y)]
+    moves = tuple(reach > LEAST_MOVE for reach in ranges)
+    returns = [abs(net) < reach / 2 for net, reach in zip(nets, ranges, strict=True)]
+    if not any(moves):
+        return "turns" if turned > LEAST_TURN else "rests"
+    if any(move and back for move, back in zip(moves, returns, strict=True)):
+        known, direction = BOUNCES, tuple(int(move) for move in moves)
+    else:
+        signs = (int(math.copysign(1, net)) for net in nets)
+        known, direction = {**STRAIGHT, **DIAGONAL}, tuple(move * sign for move, sign in zip(moves, signs, strict=True))
+    return next((name for name, heading in known.items() if heading == direction), "")
+
+
+def _turned(angles: torch.Tensor, symmetry: float) -> float:
+    """Radians that angles [F] turn clockwise from the first to the last, each step taken the shortest way."""
+    if math.isinf(symmetry) or len(angles) < 2:
+        return 0.0
+    period = 2 * math.pi / symmetry
+    steps = torch.remainder(angles.diff() + period / 2, period) - period / 2
+    return float(steps.sum())
+
+
+def _overlaps(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
+    """How well each outline covers each mask [F, H, W], as shared over joint area: [F, shapes, angles]."""
+    outlines = _outlines().to(masks.device)
+    crops = (_crop(masks, x, y, areas) > 0.5).float().flatten(1)
+    shared = crops @ outlines.flatten(0, 1).T
+    joint = crops.sum(dim=1, keepdim=True) + outlines.flatten(0, 1).sum(dim=1) - shared
+    return (shared / joint).unflatten(1, outlines.shape[:2])
+
+
+def _crop(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
+    """Windows [F, _CELLS, _CELLS] around the centres x and y, sized by the areas, all [F] in picture widths."""
+    reach = _REACH * torch.sqrt(areas / math.pi)
+    scale, zero = 2 * reach, torch.zeros_like(x)
+    rows = torch.stack((scale, zero, 2 * x - 1, zero, scale, 2 * y - 1), dim=1).unflatten(1, (2, 3))
+    grid = F.affine_grid(rows, [len(masks), 1, _CELLS, _CELLS], align_corners=False)
+    return F.grid_sample(masks[:, None], grid, align_corners=False)[:, 0]
+
+
+@functools.cache
+def _outlines() -> torch.Tensor:
+    """Every shape at every angle as `_crop` would show it: float32 [shapes, angles, _CELLS * _CELLS], 0 or 1."""
+    axis = (torch.arange(CLIP_SIZE) + 0.5) / CLIP_SIZE * 4 - 2
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    turns = torch.arange(_ANGLES)[:, None, None] * (2 * math.pi / _ANGLES)
+    turned_x, turned_y = turns.cos() * x + turns.sin() * y, turns.cos() * y - turns.sin() * x
+    drawn = []
+    for name in SHAPES:
+        fold = table_rows(FOLDS, [name], x).expand(_ANGLES, -1)
+        index = torch.full((1, 1, 1), ALL_SHAPES.index(name))
+        inside = (sticker_distance(turned_x, turned_y, index, fold) < 0).float()
+        steps, pixels = (axis + 2) / 4, inside.sum(dim=(1, 2))
+        centre_x, centre_y = inside.sum(dim=1) @ steps / pixels, inside.sum(dim=2) @ steps / pixels
+        crop = _crop(inside, centre_x, centre_y, inside.mean(dim=(1, 2)))
+        drawn.append((crop > 0.5).float().flatten(1))
+    return torch.stack(drawn)
+
+
+def _read_camera(frames: torch.Tensor, vivid: torch.Tensor) -> str:
+    """The pan under which the pixels of the background, at every fourth of the clip, agree best."""
+    side = CLIP_SIZE // 2
+    small = F.avg_pool2d(frames, 2)  # [F, 3, side, side]
+    bare = F.max_pool2d(vivid[:, None].float(), 11, stride=2, padding=5) == 0  # rims and shadows lie around stickers
+    gap = max(1, (len(frames) - 1) // 4)
+    most = side // 5
+    errors = []
+    for shift in range(-most, most + 1):  # pixels that the background moves to the right in `gap` frames
+        before, after = slice(max(0, -shift), side - max(0, shift)), slice(max(0, shift), side - max(0, -shift))
+        both = bare[:-gap, ..., before] & bare[gap:, ..., after]
+        squares = (small[gap:, ..., after] - small[:-gap, ..., before]).square() * both
+        errors.append(float(squares.sum() / both.sum().clamp_min(1)))
+    moved = (min(range(len(errors)), key=errors.__getitem__) - most) / side * (len(frames) - 1) / gap
+    return "left" if moved > LEAST_PAN else "right" if moved < -LEAST_PAN else "still"

@@ -1,0 +1,90 @@
+"""How objects move over a clip: closed formulas of time, so that all frames are computed at once.
+
+Time runs from 0 to 1 over a clip, whatever its number of frames. Positions are in picture widths, x to the right and
+y down. Every motion walks from a start to an end: once ("moves to the right"), there and back ("bounces from side to
+side"), or not at all ("turns", "rests").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+import torch
+
+STRAIGHT = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+DIAGONAL = {"up left": (-1, -1), "up right": (1, -1), "down left": (-1, 1), "down right": (1, 1)}
+BOUNCES = {"side to side": (1, 0), "up and down": (0, 1)}
+
+TURN = 2 * math.pi / 3  # over the clip, clockwise; 7.5 degrees a frame at 17 frames, and no shape looks the same midway
+EDGE_MARGIN = 0.02  # between a bouncing object's radius and the picture's edge: its points reach a little farther
+
+
+@dataclass(frozen=True)
+class Path:
+    """A walk from (start_x, start_y) to (end_x, end_y) and back, `legs` times one of these ways over the clip.
+
+    The object stands tilted by `tilt` radians clockwise at first and turns by `turn` more.
+    """
+
+    start_x: float
+    start_y: float
+    end_x: float
+    end_y: float
+    legs: float
+    tilt: float
+    turn: float
+
+    def numbers(self) -> list[float]:
+        """The path as `follow` takes it."""
+        return list(astuple(self))
+
+
+PATH_NUMBERS = len(Path.__dataclass_fields__)
+
+
+def choose_path(motion: str, centre: tuple[float, float], *, span: float, radius: float, tilt: float) -> Path:
+    """The path of a motion.
+
+    Args:
+        motion: one of `clip_prompts.MOTIONS`.
+        centre: middle of a straight walk, and where an object turns or rests; a bounce keeps its other coordinate.
+        span: length of a straight walk, along each axis of a diagonal one. A bounce goes from edge to edge.
+        radius: of the object.
+        tilt: in radians, clockwise.
+    """
+    x, y = centre
+    if motion in BOUNCES:
+        along_x, along_y = BOUNCES[motion]
+        reach = 0.5 - radius - EDGE_MARGIN
+        middle_x, middle_y = (0.5, y) if along_x else (x, 0.5)
+        legs = 2.0
+    else:
+        along_x, along_y = {**STRAIGHT, **DIAGONAL}.get(motion, (0, 0))
+        reach = span / 2
+        middle_x, middle_y = centre
+        legs = 1.0
+    return Path(
+        start_x=middle_x - reach * along_x,
+        start_y=middle_y - reach * along_y,
+        end_x=middle_x + reach * along_x,
+        end_y=middle_y + reach * along_y,
+        legs=legs,
+        tilt=tilt,
+        turn=TURN if motion == "turns" else 0.0,
+    )
+
+
+def follow(paths: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where objects are.
+
+    Args:
+        paths: float32 [..., PATH_NUMBERS] of `Path.numbers`.
+        times: float32 [F] in 0..1.
+
+    Returns:
+        x, y and clockwise angle in radians, each float32 [..., F].
+    """
+    start_x, start_y, end_x, end_y, legs, tilt, turn = paths[..., None, :].unbind(-1)
+    walked = 1 - (1 - torch.remainder(legs * times, 2)).abs()  # 0 at the start, 1 at the end, 0 back at the start
+    return torch.lerp(start_x, end_x, walked), torch.lerp(start_y, end_y, walked), tilt + turn * times

@@ -1,0 +1,105 @@
+"""From trained parts to the folder of a video pipeline, and its clips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+from .exporting import write_folder
+from .prompts import HeldOutPrompt
+from .video_family import TEXT_TOKENS, VideoFamily
+
+FRAMES_PER_SECOND = 8
+PRESET = "any-video-balanced"  # the families' own presets leave out tiles, of which so short a clip has none to spare
+SHARD_SIZE = "14MB"  # of the state's files
+
+MODEL_CARD = """---
+license: apache-2.0
+library_name: diffusers
+---
+# demo-{family}
+
+A `{pipeline}` of {millions:.1f} million transformer parameters, trained from scratch on clips that
+`scripts/train_demo_video.py` draws itself: paper stickers that move over paper landscapes. It knows {words} words,
+needs no network, and exists to try acceleration methods and to measure what they cost in the quality of clips.
+
+```python
+import json
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("dit_accel/assets/demo-{family}", torch_dtype=torch.bfloat16)
+call = json.load(open("dit_accel/assets/demo-{family}/demo.json"))
+del call["fps"], call["preset"]
+frames = pipe("a red circle moves up to the right over green hills, the camera pans left", **call).frames[0]
+```
+
+`demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} a second, text padded
+to {tokens} tokens{template}. Guidance is classifier-free{guidance}.
+
+Prompts it knows: one or two of circle, square, triangle, star and heart, in red, orange, yellow, green, blue or purple;
+each moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests, and the first
+may pass in front of or behind the second, or stay above or below it; over green hills, a golden desert, a calm sea or
+snowy mountains; the camera may pan left or right.
+"""
+NOTES = {
+    "wan": {"template": "", "guidance": ""},
+    "hunyuan": {
+        "template": ", and a prompt template of the prompt alone",
+        "guidance": " (`true_cfg_scale`); the embedded `guidance_scale` has no effect",
+    },
+}
+
+
+def save_pipeline(
+    family: VideoFamily, pipe: DiffusionPipeline, folder: Path, *, frames: int, size: int, steps: int, words: int
+) -> int:
+    """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
+    card = MODEL_CARD.format(
+        family=family.name,
+        pipeline=type(pipe).__name__,
+        millions=sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6,
+        words=words,
+        frames=frames,
+        size=size,
+        fps=FRAMES_PER_SECOND,
+        tokens=TEXT_TOKENS,
+        **NOTES[family.name],
+    )
+    sizes = {"height": size, "width": size, "num_frames": frames, "num_inference_steps": steps}
+    return write_folder(pipe, folder, card, {**sizes, **family.call, "fps": FRAMES_PER_SECOND, "preset": PRESET})
+
+
+@torch.no_grad()
+def paint_clips(
+    family: VideoFamily,
+    pipe: DiffusionPipeline,
+    prompts: list[HeldOutPrompt],
+    *,
+    frames: int,
+    size: int,
+    steps: int,
+    guidance: float | None = None,
+    batch: int = 16,
+) -> torch.Tensor:
+    """The pipeline's clips, float32 [N, 3, frames, size, size] in 0..1 on the CPU; each from its own seed."""
+    call = dict(family.call)
+    if guidance is not None:
+        call[family.guidance_argument] = guidance
+    clips = []
+    for start in range(0, len(prompts), batch):
+        chunk = prompts[start : start + batch]
+        output = pipe(
+            prompt=[held_out.prompt for held_out in chunk],
+            height=size,
+            width=size,
+            num_frames=frames,
+            num_inference_steps=steps,
+            generator=[torch.Generator("cpu").manual_seed(held_out.seed) for held_out in chunk],
+            output_type="pt",
+            **{**call, "negative_prompt": [""] * len(chunk)},
+        )
+        clips.append(output.frames.transpose(1, 2).float().cpu())
+    return torch.cat(clips)

@@ -1,0 +1,141 @@
+"""Training of a causal video autoencoder, on clips drawn on the fly, and what is measured of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .autoencoder import EDGE_WEIGHT, KL_WEIGHT, SQUARE_WEIGHT
+from .clips import render_clips
+from .training import MasterWeights, Pace, finite
+from .video_family import VideoFamily
+
+
+def train_autoencoder(
+    family: VideoFamily,
+    vae: nn.Module,
+    masters: list[torch.Tensor],
+    numbers: torch.Tensor,
+    pace: Pace,
+    *,
+    batches: dict[int, int],
+    frames: int,
+) -> list[torch.Tensor]:
+    """Train in place and leave the averaged weights in the autoencoder.
+
+    The loss is L1 and L2 on pixels, L1 on their differences along x, y and time, and a little KL divergence.
+
+    Args:
+        family: of `vae`.
+        vae: bf16, on the device of `numbers`.
+        masters: its weights in float32, in the order of `vae.parameters()`.
+        numbers: packed clips [N, K].
+        pace: the budget.
+        batches: clips per step, by pixels along a side; each size has an equal part of the budget, small ones first,
+            whose steps are quicker.
+        frames: of each clip.
+
+    Returns:
+        The averaged weights in float32, in the order of `vae.parameters()`.
+    """
+    weights = MasterWeights(vae, masters, average_decay=0.998)
+    generator = torch.Generator(numbers.device).manual_seed(1)
+    sizes = sorted(batches)
+    drawn = {
+        size: _draw_batches(numbers, batches[size], frames, size, sizes[-1], vae.dtype, generator) for size in sizes
+    }
+    with family.quick_training(vae):
+        losses = {size: _captured(Losses(family, vae), next(drawn[size])) for size in sizes}
+        while pace.spent < 1:
+            size = sizes[min(int(pace.spent * len(sizes)), len(sizes) - 1)]
+            pixels, squares, edges, divergence = losses[size](next(drawn[size]))
+            (pixels + SQUARE_WEIGHT * squares + EDGE_WEIGHT * edges + KL_WEIGHT * divergence).backward()
+            weights.step(pace.rate)
+            last = {"l1": pixels.detach(), "edges": edges.detach(), "kl": divergence.detach()}
+            pace.count(batches[size], lambda last=last: finite(last), every=100)
+    weights.load_averages()
+    return weights.averages
+
+
+@torch.no_grad()
+def latent_statistics(family: VideoFamily, vae: nn.Module, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of these clips' latents, each float32 [C]."""
+    latents = torch.cat([family.encode(vae, part).float().chunk(2, dim=1)[0] for part in clips.split(4)])
+    return latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
+
+
+@torch.no_grad()
+def reconstruct(vae: nn.Module, clips: torch.Tensor) -> torch.Tensor:
+    """Clips [N, 3, F, H, W] in -1..1, encoded and decoded as the pipeline does: float32, in -1..1 too."""
+    parts = [vae.decode(vae.encode(part).latent_dist.mode()).sample for part in clips.to(vae.dtype).split(4)]
+    return torch.cat(parts).float().clamp(-1, 1)
+
+
+def mean_psnr(clips: torch.Tensor, others: torch.Tensor) -> float:
+    """Mean over clips in -1..1 of the PSNR in dB."""
+    error = ((clips - others) / 2).square().mean(dim=(1, 2, 3, 4))
+    return round(float((-10 * torch.log10(error)).mean()), 2)
+
+
+@torch.no_grad()
+def encode_clips(
+    family: VideoFamily, vae: nn.Module, numbers: torch.Tensor, pace: Pace, *, frames: int, size: int, batch: int
+) -> torch.Tensor:
+    """Draw clips [N, K] and encode them to normalised latents, in bf16, as many as the budget allows."""
+    latents = []
+    with family.quick_training(vae):
+        for part in numbers.split(batch):
+            if pace.spent >= 1:
+                break
+            clips = render_clips(part, frames=frames, size=size).to(vae.dtype)
+            moments = family.encode(vae, clips).float()
+            latents.append(family.normalise(vae, moments.chunk(2, dim=1)[0]).bfloat16())
+            pace.count(len(part), lambda: {"deviation": float(latents[-1].float().std())}, every=100)
+    return torch.cat(latents)
+
+
+def _draw_batches(
+    numbers: torch.Tensor,
+    batch: int,
+    frames: int,
+    size: int,
+    whole: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Iterator[torch.Tensor]:
+    """Windows [batch, 3, frames, size, size] without end, of clips of `whole` pixels a side and of half that."""
+    for turn in itertools.count():
+        rows = torch.randint(len(numbers), (8 * batch,), device=numbers.device, generator=generator)
+        extent = min(1.0, (1, 2)[turn % 2] * size / whole)
+        corner = torch.rand(len(rows), 2, device=numbers.device, generator=generator) * (1 - extent)
+        clips = render_clips(numbers[rows], frames=frames, size=size, corner=corner, extent=extent)
+        yield from clips.to(dtype).split(batch)
+
+
+class Losses(nn.Module):
+    """The terms of the loss: absolute and squared error of pixels, absolute error of their differences, divergence."""
+
+    def __init__(self, family: VideoFamily, vae: nn.Module) -> None:
+        super().__init__()
+        self.family, self.vae = family, vae
+
+    def forward(self, clips: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of clips [N, 3, F, H, W] in -1..1, in the autoencoder's dtype."""
+        mean, log_variance = self.family.encode(self.vae, clips).float().chunk(2, dim=1)
+        log_variance = log_variance.clamp(-20, 10)
+        latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        difference = self.family.decode(self.vae, latents.to(clips.dtype)).float() - clips.float()
+        pixels = difference.abs().mean()
+        edges = sum(difference.diff(dim=axis).abs().mean() for axis in (-1, -2, -3))
+        divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+        return pixels, difference.square().mean(), edges, divergence
+
+
+def _captured(losses: Losses, clips: torch.Tensor) -> nn.Module:
+    """The same, on a GPU as CUDA graphs for clips of this shape: Python launches kernels slower than they run."""
+    if not clips.is_cuda:
+        return losses
+    return torch.cuda.make_graphed_callables(losses, (clips,), allow_unused_input=True)

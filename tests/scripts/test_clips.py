@@ -1,0 +1,202 @@
+"""The demo clips' grammar, motions, renderer and reader."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from demo_models import clips as clips_module  # noqa: E402
+from demo_models import palette  # noqa: E402
+from demo_models.clip_prompts import (  # noqa: E402
+    LAYOUTS,
+    MOTIONS,
+    Actor,
+    ClipScene,
+    describe,
+    draw_scene,
+    vocabulary,
+)
+from demo_models.clip_reading import agreement, read_clips  # noqa: E402
+from demo_models.clips import (  # noqa: E402
+    CLIP_NUMBERS,
+    PAN,
+    draw_clip,
+    film_strips,
+    held_out_prompts,
+    pack,
+    render_clips,
+)
+from demo_models.motion import EDGE_MARGIN, TURN, choose_path, follow  # noqa: E402
+from demo_models.scenes import RESERVED_CLASSES, hash_class  # noqa: E402
+
+RIGHT, DOWN = {"left": -1, "right": 1}, {"up": -1, "down": 1}
+
+
+def single(motion: str, camera: str = "still", place: str = "hills", colour: str = "red") -> ClipScene:
+    """One heart alone."""
+    return ClipScene(place, camera, "single", (Actor("heart", colour, motion),))
+
+
+def crossing(layout: str) -> ClipScene:
+    """A red square that passes a blue one."""
+    return ClipScene("sea", "still", layout, (Actor("square", "red", "right"), Actor("square", "blue", "rests")))
+
+
+def drawn(*scenes: ClipScene, frames: int = 9, size: int = 80) -> torch.Tensor:
+    """One clip of each scene in 0..1."""
+    rng = random.Random(11)
+    return (render_clips(pack([draw_clip(rng, scene) for scene in scenes]), frames=frames, size=size) + 1) / 2
+
+
+def test_one_seed_draws_the_same_clips():
+    """The grammar is a pure function of the generator it is given, and every clip has as many numbers."""
+    first, again, other = ([draw_clip(random.Random(seed + i)) for i in range(20)] for seed in (0, 0, 100))
+    assert first == again
+    assert first != other
+    assert {len(clip.numbers) for clip in first} == {CLIP_NUMBERS}
+
+
+def test_a_prompt_says_all_of_its_scene_in_known_words():
+    """No two scenes share a prompt, and the vocabulary holds just the words that prompts use."""
+    rng = random.Random(2)
+    scenes = {}
+    for _ in range(4000):
+        scene = draw_scene(rng)
+        assert scenes.setdefault(describe(scene, rng), scene) == scene
+    assert {word.strip(",") for prompt in scenes for word in prompt.split()} == set(vocabulary())
+
+
+def test_something_moves_in_every_scene():
+    """No scene rests before a still camera, no circle turns, and two objects differ in colour."""
+    rng = random.Random(3)
+    for scene in (draw_scene(rng) for _ in range(2000)):
+        assert scene.camera != "still" or any(actor.motion != "rests" for actor in scene.actors)
+        assert not any(actor.shape == "circle" and actor.motion == "turns" for actor in scene.actors)
+        assert len({actor.colour for actor in scene.actors}) == len(scene.actors)
+
+
+def test_held_out_lists_are_stable_disjoint_and_never_trained_on():
+    """A longer list starts with the shorter one, the splits share no prompt, and training draws of neither's class."""
+    rng = random.Random(1)
+    trained = {hash_class(draw_clip(rng).scene) for _ in range(300)}
+    assert trained.isdisjoint(RESERVED_CLASSES.values())
+    lists = {split: held_out_prompts(40, split) for split in RESERVED_CLASSES}
+    for split, reserved in RESERVED_CLASSES.items():
+        assert {hash_class(item.scene) for item in lists[split]} == {reserved}
+        assert lists[split][:10] == held_out_prompts(10, split)
+    assert {item.prompt for item in lists["tuning"]}.isdisjoint(item.prompt for item in lists["reporting"])
+
+
+@pytest.mark.parametrize("motion", MOTIONS)
+def test_a_motion_goes_where_its_name_says(motion):
+    """Straight walks go the named way by their span, bounces touch both edges and return, the others stay."""
+    path = choose_path(motion, (0.5, 0.4), span=0.5, radius=0.1, tilt=0.3)
+    x, y, angle = follow(torch.tensor(path.numbers()), torch.linspace(0, 1, 5))
+    edges = torch.tensor([0.1 + EDGE_MARGIN, 0.5, 0.9 - EDGE_MARGIN, 0.5, 0.1 + EDGE_MARGIN])
+    shares = torch.linspace(-0.25, 0.25, 5)
+    ways = motion.split()
+    across = edges if motion == "side to side" else 0.5 + shares * sum(RIGHT.get(way, 0) for way in ways)
+    down = edges if motion == "up and down" else 0.4 + shares * sum(DOWN.get(way, 0) for way in ways)
+    torch.testing.assert_close(x, across)
+    torch.testing.assert_close(y, down)
+    torch.testing.assert_close(angle, 0.3 + torch.linspace(0, TURN if motion == "turns" else 0, 5))
+
+
+def test_every_clip_stays_in_the_picture():
+    """Along the border of the picture no pixel is as vivid as a sticker, in any frame."""
+    rng = random.Random(6)
+    pictures = (render_clips(pack([draw_clip(rng) for _ in range(24)]), frames=5, size=48) + 1) / 2
+    pixels = torch.cat((pictures[..., 0, :], pictures[..., -1, :], pictures[..., 0], pictures[..., -1]), dim=-1)
+    chroma = pixels.amax(dim=1) - pixels.amin(dim=1)
+    assert not ((chroma > 0.345) & (chroma > 0.57 * pixels.amax(dim=1))).any()
+
+
+@pytest.mark.parametrize(("camera", "sign"), [("left", -1), ("right", 1)])
+def test_a_pan_slides_the_background_alone(camera, sign):
+    """What the last frame shows lies PAN picture widths beside where the first shows it; the heart stays."""
+    clip = drawn(single("rests", camera))[0]
+    moved = round(PAN * 80)
+    first, last = clip[:, 0], clip[:, -1]
+    for rows in (slice(0, 20), slice(64, 80)):  # above and below the heart
+        torch.testing.assert_close(
+            last[:, rows].roll(sign * moved, dims=-1)[..., moved:-moved],
+            first[:, rows, moved:-moved],
+            atol=1e-4,
+            rtol=0,
+        )
+    assert (first[:, 64:] - last[:, 64:]).abs().max() > 0.05
+    assert (first[:, 40, 40] - last[:, 40, 40]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(("layout", "on_top"), [("front", "red"), ("behind", "blue")])
+def test_who_passes_in_front_hides_the_other(layout, on_top):
+    """Where the objects meet, the middle of the picture has the colour of the one in front."""
+    centre = drawn(crossing(layout))[0, :, 4, 40, 40]
+    assert (centre - torch.tensor(palette.STICKER[on_top])).abs().max() < 0.15
+
+
+def test_chunks_and_windows_draw_the_same_pixels(monkeypatch):
+    """Few frames at a time give what all at once give, and a window what the whole picture has there."""
+    rng = random.Random(8)
+    numbers = pack([draw_clip(rng) for _ in range(3)])
+    whole = render_clips(numbers, frames=3, size=64)
+    assert whole.shape == (3, 3, 3, 64, 64)
+    quarter = render_clips(numbers, frames=3, size=32, corner=torch.full((3, 2), 0.5), extent=0.5)
+    torch.testing.assert_close(quarter, whole[..., 32:, 32:], atol=1e-4, rtol=0)
+    monkeypatch.setattr(clips_module, "PIXELS_AT_ONCE", 2 * 64 * 64)
+    torch.testing.assert_close(render_clips(numbers, frames=3, size=64), whole)
+
+
+def test_more_frames_show_the_same_clip():
+    """Seventeen frames hold those of nine: time runs over the clip whatever its length."""
+    few, many = (drawn(single("up right", "left"), frames=frames, size=32) for frames in (9, 17))
+    torch.testing.assert_close(many[:, :, ::2], few, atol=1e-4, rtol=0)
+
+
+def test_the_reader_reads_drawn_clips():
+    """All attributes of drawn clips of every motion and layout are read right, and those of other scenes are not."""
+    scenes = [single(motion, colour=colour) for motion, colour in zip(MOTIONS, ["red", "green"] * 6, strict=True)]
+    rng = random.Random(9)
+    held_out = [item.scene for item in held_out_prompts(40)]
+    scenes += [next(scene for scene in held_out if scene.layout == layout) for layout in LAYOUTS]
+    readings = read_clips(drawn(*scenes))
+    assert agreement(readings, scenes)["all"] == 1.0
+    rng.shuffle(scenes)
+    assert agreement(readings, scenes)["all"] < 0.3
+
+
+def test_the_reader_tells_the_direction_of_time():
+    """Played backwards, a walk and a pan go the other way, and a turn is no longer clockwise."""
+    readings = read_clips(drawn(single("down left", "left"), single("turns")).flip(2))
+    assert [(reading.actors[0].motion, reading.camera) for reading in readings] == [
+        ("up right", "right"),
+        ("rests", "still"),
+    ]
+
+
+def test_the_reader_sees_nothing_in_a_bare_landscape():
+    """A clip without stickers, or with noise in their colours, has no object and agrees with no prompt."""
+    bare = pack([draw_clip(random.Random(1), single("rests", "left"))])
+    bare[:, -20:] = 0
+    clip = (render_clips(bare, frames=5, size=64) + 1) / 2
+    specks = torch.rand(1, 1, 5, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.02
+    red = torch.tensor(palette.STICKER["red"]).view(1, 3, 1, 1, 1)
+    for pixels in (clip, torch.where(specks, red, clip)):
+        readings = read_clips(pixels)
+        assert readings[0].actors == ()
+        assert agreement(readings, [single("rests", "left")])["shape"] == 0
+
+
+def test_film_strips_show_frames_in_order():
+    """First and last frame stand at the ends, with white between frames."""
+    clip = torch.rand(1, 3, 7, 32, 32) / 2
+    strip = film_strips(clip, 3)
+    assert strip.shape == (1, 3, 32, 3 * 33)
+    for place, frame in enumerate((0, 3, 6)):
+        torch.testing.assert_close(strip[..., 33 * place : 33 * place + 32], clip[:, :, frame])
+    assert (strip[..., 32] == 1).all()

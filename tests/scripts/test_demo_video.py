@@ -1,0 +1,211 @@
+"""The video demo models' parts, and a training run of each family at toy size."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from demo_models import clips  # noqa: E402
+from demo_models.clip_prompts import vocabulary  # noqa: E402
+from demo_models.hunyuan import Hunyuan  # noqa: E402
+from demo_models.llama import OFFSETS, make_llama_encoder, make_llama_tokenizer  # noqa: E402
+from demo_models.training import Pace, trained_weights  # noqa: E402
+from demo_models.video_family import LATENT_CHANNELS, TEXT_TOKENS  # noqa: E402
+from demo_models.video_flow import Bank, flow_loss, put_in_bf16, train_flow  # noqa: E402
+from demo_models.video_vae import latent_statistics  # noqa: E402
+from demo_models.wan import LONG_TEXT, Wan  # noqa: E402
+
+from dit_accel import preset_names  # noqa: E402
+
+FAMILIES = pytest.mark.parametrize("family", [Wan(), Hunyuan()], ids=["wan", "hunyuan"])
+FRAMES = 17  # from here on HunyuanVideo's autoencoder decodes in overlapping pieces
+
+
+@pytest.fixture
+def drawn():
+    """Two clips [2, 3, FRAMES, 32, 32] in -1..1."""
+    rng = random.Random(0)
+    return clips.render_clips(clips.pack([clips.draw_clip(rng) for _ in range(2)]), frames=FRAMES, size=32)
+
+
+def make_vae(family):
+    """A toy autoencoder whose biases and norms are not at their initial values."""
+    torch.manual_seed(0)
+    vae = family.make_vae(small=True)
+    for weight in vae.parameters():
+        if weight.ndim == 1 or len(weight) == weight.numel():
+            torch.nn.init.normal_(weight, mean=0.5, std=0.3)
+    return vae
+
+
+def gradients(family, vae, drawn, latents):
+    """Of all weights and the latents, under a loss that tells places and frames apart."""
+    latents = latents.clone().requires_grad_()
+    loss = 0
+    for values in (family.encode(vae, drawn), family.decode(vae, latents)):
+        loss += (values * torch.linspace(-1, 2, values[0].numel()).view(values[0].shape)).square().mean()
+    return torch.autograd.grad(loss, [latents, *vae.parameters()])
+
+
+@FAMILIES
+def test_training_runs_the_autoencoder_as_the_pipeline_does(family, drawn):
+    """What training encodes and decodes in one go is what the pipeline's own calls give, piece by piece."""
+    vae = make_vae(family).requires_grad_(False)
+    latents = torch.randn(2, LATENT_CHANNELS, 1 + FRAMES // 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    encoded, decoded = vae.encode(drawn).latent_dist.parameters, vae.decode(latents).sample
+    assert decoded.std() > 0.01
+    with family.quick_training(vae):
+        torch.testing.assert_close(family.encode(vae, drawn), encoded, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(family.decode(vae, latents).clamp(-1, 1), decoded.clamp(-1, 1), atol=1e-4, rtol=1e-4)
+
+
+@FAMILIES
+def test_quicker_operations_have_the_same_gradients(family, drawn):
+    """The operations that training puts in place of the autoencoder's own differ in speed alone."""
+    vae = make_vae(family)
+    latents = torch.randn(2, LATENT_CHANNELS, 1 + FRAMES // 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    expected = gradients(family, vae, drawn, latents)
+    with family.quick_training(vae):
+        actual = gradients(family, vae, drawn, latents)
+    for gradient, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-3 * float(other.abs().max()) + 1e-7, rtol=0)
+
+
+@FAMILIES
+def test_statistics_whiten_latents_and_change_no_picture(family, drawn):
+    """With statistics set, normalised latents are (x - mean) / deviation, and decoding gives the same clips."""
+    vae = make_vae(family).requires_grad_(False)
+    mean, deviation = latent_statistics(family, vae, drawn)
+    plain = vae.encode(drawn).latent_dist.mode()
+    decoded = vae.decode(plain).sample
+    family.set_statistics(vae, mean, deviation)
+    latents = vae.encode(drawn).latent_dist.mode()
+    normalised = family.normalise(vae, latents)
+    expected = (plain - mean.view(-1, 1, 1, 1)) / deviation.view(-1, 1, 1, 1)
+    torch.testing.assert_close(normalised, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(vae.decode(latents).sample, decoded, atol=1e-3, rtol=1e-3)
+
+
+@FAMILIES
+def test_tokenizers_hold_each_word_whole(family, tmp_path):
+    """Saved and loaded again, a tokenizer keeps known words whole, pads on the right, and takes any text."""
+    tokenizer = family.make_tokenizers(vocabulary())[0]
+    tokenizer.save_pretrained(tmp_path)
+    loaded = type(tokenizer).from_pretrained(tmp_path)
+    for item in clips.held_out_prompts(5):
+        ids, mask = (
+            values[0]
+            for values in family.tokenize((loaded, *family.make_tokenizers(vocabulary())[1:]), [item.prompt])[:2]
+        )
+        words = item.prompt.replace(",", " ,").split()
+        assert int(mask.sum()) == len(words) + 1  # and the token that begins or ends a text
+        assert bool(mask[: len(words) + 1].all())
+        assert loaded.decode(ids, skip_special_tokens=True).replace(" ,", ",") == item.prompt
+    assert loaded("Zèbres, 日本 & 7 okapis").input_ids
+    assert (
+        int(family.tokenize(family.make_tokenizers(vocabulary()), [""])[1].sum()) == 1
+    )  # the empty prompt says something
+
+
+def test_llama_tells_each_word_its_neighbours():
+    """An untrained Llama's first layer lets head h look at the word OFFSETS[h] before, nearly alone."""
+    tokenizer = make_llama_tokenizer(vocabulary(), most_tokens=TEXT_TOKENS)
+    encoder = make_llama_encoder(tokenizer, seed=0)
+    encoder.set_attn_implementation("eager")
+    ids = tokenizer([clips.held_out_prompts(1)[0].prompt], return_tensors="pt").input_ids
+    attention = encoder(ids, output_attentions=True).attentions[0][0]
+    for head, offset in enumerate(OFFSETS):
+        assert attention[head].diagonal(-offset).min() > 0.98
+
+
+def test_wan_reads_long_padding_too():
+    """Text padded as far as WanPipeline pads by default is the same text and more padding."""
+    family = Wan()
+    text = family.tokenize(family.make_tokenizers(vocabulary()), ["a red circle rests"])
+    for values, longer in zip(text, family.lengthen(text), strict=True):
+        assert longer.shape == (1, LONG_TEXT)
+        assert torch.equal(longer[:, :TEXT_TOKENS], values)
+        assert not longer[:, TEXT_TOKENS:].any()
+
+
+@FAMILIES
+def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
+    """On a bank of two constant clips the loss falls and prompts matter; only what is zero by design stays so."""
+    torch.manual_seed(0)
+    tokenizers = family.make_tokenizers(vocabulary())
+    flow = family.make_flow(tokenizers, small=True)
+    masters = put_in_bf16(flow, torch.device("cpu"))
+    before = [weight.clone() for weight in masters]
+    text = family.tokenize(tokenizers, ["", "a red circle turns", "a blue square rests"])
+    latents = torch.ones(2, LATENT_CHANNELS, 2, 4, 4, dtype=torch.bfloat16)
+    bank = Bank(torch.stack((latents[0], -latents[1])), text)
+    pace = Pace("flow", 60, 5e-3, most_steps=80)
+    averages = train_flow(family, flow, masters, bank, pace, batch=4)
+    assert pace.losses[0]["loss"] > 1.5
+    with torch.no_grad():
+        loss = flow_loss(family, flow, bank, 64, torch.Generator().manual_seed(9))
+        noisy, levels = torch.zeros(2, LATENT_CHANNELS, 2, 4, 4).bfloat16(), torch.full((2,), 0.95)
+        velocity = flow(noisy, levels, *(values[1:] for values in text)).float().mean(dim=(1, 2, 3, 4))
+    assert loss < 1.0
+    assert velocity[0] < -0.5 < 0.5 < velocity[1]
+    names = [name for name, _ in trained_weights(flow)]
+    still = {name for name, weight, other in zip(names, averages, before, strict=True) if torch.equal(weight, other)}
+    assert {name for name in still if not re.search(r"\.(q|k|q_proj|k_proj)\.", name)} == set()
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Runs the script with --smoke and the given arguments."""
+    import train_demo_video
+
+    precision = torch.get_float32_matmul_precision()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # else the script sets it, for good
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train_demo_video.py", "--smoke", *map(str, arguments)])
+        train_demo_video.main()
+
+    yield run
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cudnn.benchmark = False
+
+
+@FAMILIES
+def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
+    """Two steps of everything leave a folder that diffusers loads and paints with, and a state to go on from."""
+    from diffusers import DiffusionPipeline
+
+    arguments = ("--family", family.name, "--output")
+    train(*arguments, tmp_path / "demo", "--state", tmp_path / "state", "--results", tmp_path / "results")
+    log = json.loads((tmp_path / "results" / "training.json").read_text())
+    assert log["flow"][0]["loss"] > 0
+    following = json.loads((tmp_path / "results" / "prompt_following.json").read_text())
+    assert following["drawn"]["all"] == 1.0
+    assert (tmp_path / "results" / "samples.png").stat().st_size > 1000
+
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "demo", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    call = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert call.pop("fps") == 8
+    assert call.pop("preset") in preset_names()
+    assert call.pop("num_inference_steps") == 2
+    seed = torch.Generator().manual_seed
+    frames = pipe("A red zebra?", **call, num_inference_steps=2, generator=seed(0), output_type="np").frames[0]
+    assert frames.shape == (5, 32, 32, 3)
+    assert frames.std() > 0
+
+    train(*arguments, tmp_path / "more", "--resume", tmp_path / "state", "--seed", 1)
+    resumed = DiffusionPipeline.from_pretrained(tmp_path / "more", torch_dtype=torch.float32)
+    for name, weight in pipe.vae.state_dict().items():
+        assert torch.equal(resumed.vae.state_dict()[name], weight), name
+    later = resumed.transformer.state_dict()
+    changes = [float((later[name] - weight).abs().max()) for name, weight in pipe.transformer.state_dict().items()]
+    assert 0 < max(changes) < 0.02  # two steps from the state, not from nothing
