@@ -64,7 +64,8 @@ def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]
 def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], count: int = 6) -> Image.Image:
     """At most ``count`` frames of both clips, evenly spaced from the first to the last, the plain ones above.
 
-    Frames wider than `MINIMUM_PANEL` are made smaller. Arguments and errors are those of :func:`comparison_clip`.
+    Frames wider than `MINIMUM_PANEL` are made smaller, and smaller ones enlarged by whole pixels while they stay below
+    it. Arguments and errors are those of :func:`comparison_clip`.
     """
     _require_same_clips(plain, fast)
     chosen = np.unique(np.linspace(0, len(plain) - 1, count).round().astype(int))
@@ -73,16 +74,21 @@ def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], co
         panels = [Image.fromarray(clip[index]) for index in chosen]
         for panel in panels:
             panel.thumbnail((MINIMUM_PANEL, panel.height))
-        rows.append(captioned_row(panels, [label, *(f"frame {index}" for index in chosen[1:])]))
+        captions = [label, *(f"frame {index}" for index in chosen[1:])]
+        rows.append(captioned_row(panels, captions, scale=MINIMUM_PANEL // panels[0].width))
     strip = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
     for index, row in enumerate(rows):
         strip.paste(row, (0, index * row.height))
     return strip
 
 
-def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
-    """RGB pictures of one size in a row, each with its caption above; small ones enlarged by whole pixels."""
-    scale = max(1, -(-MINIMUM_PANEL // panels[0].width))
+def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str], scale: int | None = None) -> Image.Image:
+    """RGB pictures of one size in a row, each with its caption above.
+
+    Args:
+        scale: pixels that a side of each pixel becomes; None = enough to make panels `MINIMUM_PANEL` wide.
+    """
+    scale = scale or -(-MINIMUM_PANEL // panels[0].width)
     width, height = panels[0].width * scale, panels[0].height * scale
     gap, font = width // 40, _font(max(16, width // 24))
     caption_height = int(font.size * 1.9)

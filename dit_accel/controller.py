@@ -175,6 +175,7 @@ class Controller:
         self._branches: dict[tuple[str, str], BranchState] = {}
         self._controls: dict[str, FixedControl | ErrorControl] = {}
         self._decisions: dict[str, StepMode] = {}
+        self._computed_steps: dict[str, int] = {}  # latest step of each transformer that was decided to compute
 
     def _open(
         self,
@@ -188,7 +189,8 @@ class Controller:
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             self._coordinates = tick.coordinates(self.preset.forecast.coordinate)
-            self._error_weights = tick.error_weights(self.preset.schedule.error_in)
+            in_latents = self.preset.schedule.error_in == "latents"
+            self._error_weights = tick.latent_weights() if in_latents else None
             if tick.repeats is not None:
                 self.report.notes.append(f"every step computed: {tick.repeats}")
         if self._tick is None or tick.step != self._tick.step:
@@ -252,13 +254,20 @@ class Controller:
             self._controls[transformer] = make_control(self.preset.schedule)
         if transformer not in self._decisions:
             self._decisions[transformer] = self._controls[transformer].mode(tick.step, tick.steps)
+            if self._decisions[transformer] is not StepMode.DISPATCH:
+                self._computed_steps[transformer] = tick.step
         mode = self._decisions[transformer]
         ready = len(branch.outputs) if self.preset.forecast.scope == "stack" else branch.updated
-        return StepMode.UPDATE if mode is StepMode.DISPATCH and not ready else mode
+        # A branch that was not called then, as where guidance was off, has older records than the gap was chosen for.
+        stale = branch.computed_step < self._computed_steps.get(transformer, -1)
+        return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
 
     def _close(self, call: Call) -> None:
         if call.densities and call.branch is next(iter(self._branches.values())):
-            self.last_symbols |= {name: call.site(name).symbols for name in call.densities}
+            drawn = {name: call.site(name).symbols for name in call.densities}
+            self.last_symbols |= {name: symbols for name, symbols in drawn.items() if symbols is not None}
+        if call.mode is not StepMode.DISPATCH:
+            call.branch.computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.scope == "layer")
         work_rank = _MODES_BY_WORK.index
         if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):

@@ -2,7 +2,8 @@
 
 Pictures are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
-floating values over 0..1. A clip is a stack of pictures, its frames first. All sums are in float64.
+floating values over 0..1. A clip is a stack of pictures, its frames first. All sums are in float64, of which there is
+never more than one frame of a clip at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def psnr(a: Picture, b: Picture) -> float:
         ShapeError: the pictures differ in shape, or one holds values that aren't uint8 or floating.
     """
     first, second = _same_shape(a, b)
-    mean_square = float(np.mean((first - second) ** 2))
+    pairs = zip(first, second, strict=True)
+    mean_square = sum(float(np.sum((_unit_range(x) - _unit_range(y)) ** 2)) for x, y in pairs) / first.size
     return math.inf if mean_square == 0.0 else -10.0 * math.log10(mean_square)
 
 
@@ -49,7 +51,7 @@ def ssim(a: Picture, b: Picture) -> float:
     Raises:
         ShapeError: the pictures differ in shape, are smaller than the window, or are not single pictures.
     """
-    first, second = (_luma(picture) for picture in _same_shape(a, b))
+    first, second = (_luma(_unit_range(picture)) for picture in _same_shape(a, b))
     if min(first.shape) < SSIM_WINDOW:
         raise ShapeError(
             f"ssim needs pictures of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels, got {list(first.shape)}"
@@ -91,8 +93,8 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
 
 
 def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """Both pictures as float64 over 0..1, channels last."""
-    first, second = _unit_range(a, "a"), _unit_range(b, "b")
+    """The values of both pictures, channels last."""
+    first, second = _channels_last(a, "a"), _channels_last(b, "b")
     _require_same_shape(first, second)
     return first, second
 
@@ -104,15 +106,18 @@ def _require_same_shape(first: np.ndarray, second: np.ndarray) -> None:
         raise ShapeError(f"a and b must hold values, got shape {list(first.shape)}")
 
 
-def _unit_range(picture: Picture, name: str) -> np.ndarray:
+def _channels_last(picture: Picture, name: str) -> np.ndarray:
     values = _array(picture)
     if hasattr(picture, "detach") and values.ndim >= 3:  # a tensor has its channels first
         values = np.moveaxis(values, -3, -1)
-    if values.dtype == np.uint8:
-        return values / 255.0
-    if np.issubdtype(values.dtype, np.floating):
-        return values.astype(np.float64)
-    raise ShapeError(f"{name} must hold uint8 (0..255) or floating (0..1) values, got {values.dtype}")
+    if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
+        raise ShapeError(f"{name} must hold uint8 (0..255) or floating (0..1) values, got {values.dtype}")
+    return values
+
+
+def _unit_range(values: np.ndarray) -> np.ndarray:
+    """uint8 over 0..255 or floats over 0..1 as float64 over 0..1."""
+    return values / 255.0 if values.dtype == np.uint8 else values.astype(np.float64)
 
 
 def _array(values: Picture) -> np.ndarray:

@@ -38,8 +38,9 @@ class Schedule(_Section):
     target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
     """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that a forecast step may reach."""
     error_in: Literal["output", "latents"] = "output"
-    """control error: what counts as error. output: of the forecast as it is. latents: times how far its step moves in
-    sigma, over the mean of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
+    """control error: what target_error bounds. output: the error of the farthest forecast. latents: the errors of all
+    forecasts up to it together, each times how far its step moves in sigma, over the mean of all steps, for by so much
+    it moves the latents; better where sigma falls unevenly."""
     max_interval: int = Field(default=16, ge=1)
     """control error: most steps from one UPDATE to the next."""
     interval: int | None = Field(default=None, ge=1)

@@ -19,6 +19,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.presets import Schedule
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
+FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 ABOUT = 0.9  # 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 
 
@@ -39,7 +40,8 @@ class Tick:
         step: index of the step in the run, from 0.
         steps: number of steps of the run.
         timesteps: the scheduler's timesteps, one a step.
-        sigmas: its noise levels, one a step; the timesteps where it has none.
+        sigmas: its noise levels, one a step, 0 to 1 where the model predicts a flow, else as the angle between picture
+            and noise, ``atan σ``, for σ itself grows without bounds; the timesteps where it has none.
         repeats: why the run's timesteps repeat and nothing may be forecast, or None.
     """
 
@@ -63,15 +65,10 @@ class Tick:
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
-    def error_weights(self, kind: str) -> Sequence[float]:
-        """How much an error of the transformer's output counts, for every step of the run; 1 on average.
-
-        Args:
-            kind: ``output``, alike at every step; or ``latents``, as far as the step moves in sigma, for by so much
-                its output moves the latents.
-        """
+    def latent_weights(self) -> Sequence[float]:
+        """How far every step's output moves the latents: its step in sigma, over the mean of the run."""
         gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
-        if kind == "output" or not any(gaps):
+        if not any(gaps):
             return [1.0] * self.steps
         gaps.append(gaps[-1])  # the last step's own end is not among the sigmas
         return [gap * self.steps / sum(gaps) for gap in gaps]
@@ -113,7 +110,7 @@ class SchedulerClock:
         sigmas = getattr(scheduler, "sigmas", None)
         has_sigmas = sigmas is not None and len(sigmas) >= len(values)
         self._values = values[self._first :]
-        self._sigmas = [float(sigma) for sigma in sigmas[: len(values)]][self._first :] if has_sigmas else self._values
+        self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :] if has_sigmas else self._values
         self._count = self._first
         self._previous: float | None = None
         order = getattr(scheduler, "order", 1)
@@ -167,6 +164,12 @@ class TimestepClock:
         return Tick(self._run, step, len(self._values), self._values, self._values)
 
 
+def _noise_levels(sigmas: torch.Tensor) -> list[float]:
+    """Sigmas of a flow as they are; those of other models, noise over picture, as angles."""
+    sigmas = [float(sigma) for sigma in sigmas]
+    return sigmas if max(map(abs, sigmas)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in sigmas]
+
+
 def _largest(timestep: torch.Tensor | float) -> float:
     """A timestep per token (Wan's ``expand_timesteps``) counts by its maximum."""
     return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
@@ -188,7 +191,7 @@ class FixedControl:
         self,
         step: int,
         coordinates: Sequence[float],
-        weights: Sequence[float],
+        weights: Sequence[float] | None,
         previous: float,
         order: int,
         error: float,
@@ -201,8 +204,9 @@ class ErrorControl:
 
     A forecast of order D whose error is e at a distance g from the newest record errs like ``e · (d / g) ** (D + 1)``
     at a distance d. Forecasts reach from one computed step to the last before the next, so that one comes after the
-    largest 1 <= n <= max_interval with ``w · e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
-    n − 1 and w how much an error counts there. A heuristic: exact for even spacing.
+    largest 1 <= n <= max_interval with ``e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
+    n − 1; or, where errors count in the latents, with the sum over steps 1 to n − 1 of such terms, each times how far
+    its step moves the latents. A heuristic: exact for even spacing.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -236,7 +240,7 @@ class ErrorControl:
         self,
         step: int,
         coordinates: Sequence[float],
-        weights: Sequence[float],
+        weights: Sequence[float] | None,
         previous: float,
         order: int,
         error: float,
@@ -246,18 +250,19 @@ class ErrorControl:
         Args:
             step: where it was measured.
             coordinates: of all steps of the run.
-            weights: how much an error counts at each of them.
+            weights: how far each of them moves the latents; None = errors count in the output.
             previous: coordinate of the newest record that the forecast used.
             order: degree of the forecast.
             error: ‖F − F̂‖ / ‖F‖.
         """
         gap = abs(coordinates[step] - previous)
-        interval = 1
+        interval, counted = 1, 0.0
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
             distance = abs(coordinates[step + interval] - coordinates[step])
-            counted = weights[step + interval] * error
+            expected = error * (distance / gap) ** (order + 1) if gap else math.inf
+            counted = expected if weights is None else counted + weights[step + interval] * expected
             # Written so that an error that is not a number keeps the interval at 1.
-            if gap == 0 or not counted * (distance / gap) ** (order + 1) <= self._schedule.target_error:
+            if not counted <= self._schedule.target_error:
                 break
             interval += 1
         following = step + interval

@@ -80,6 +80,7 @@ class BranchState:
         outputs: the transformer's outputs.
         order: degree of its forecasts at present.
         updated: blocks remember what a DISPATCH call needs.
+        computed_step: the latest that computed.
         structure: how the transformer's output nests its tensors.
     """
 
@@ -90,6 +91,7 @@ class BranchState:
     order: int = field(init=False)
     sites: dict[str, SiteState] = field(default_factory=dict)
     updated: bool = False
+    computed_step: int = -1
     structure: object = None
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ frame, and mp4 loses a little detail.
 
 from __future__ import annotations
 
-import re
+from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -17,44 +17,46 @@ from dit_accel.errors import ShapeError
 FILE_SUFFIXES = (".mp4", ".gif")
 # Constant rate factor of x264: 0 loses nothing, 23 is its default, and at 12 a difference is hard to see.
 RATE_FACTOR = "12"
-_FRAME_NAME = re.compile(r"\d{4,}\.png")
+SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter ones much slower
 
 
 def is_folder_of_frames(path: Path) -> bool:
-    """Whether :func:`write_clip` makes a folder of ``path``: it has no suffix, or is a folder already."""
+    """Whether a path is meant for a folder of frames: it has no suffix, or is a folder already."""
     return path.is_dir() or not path.suffix
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Names in a folder that are no frames; empty where there is no such folder."""
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(name for name in names if not _FRAME_NAME.fullmatch(name))
+    """Names in a folder that are no frames of one clip; empty where there is no such folder."""
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return sorted(found - {path.name for path in _frames(folder)})
 
 
-def write_clip(clip: np.ndarray, path: Path, fps: float) -> None:
+def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None = None) -> None:
     """Writes a clip in the format that ``path`` asks for.
 
-    Frames that a folder held before are removed. An mp4's sides are even: an odd one repeats its last row or column.
+    Frames that a folder held before, from 0000.png to the first gap, are removed. An mp4's sides are even: an odd one
+    repeats its last row or column. In a gif equal frames that follow each other become one that lasts longer.
 
     Args:
         clip: uint8 ``[frames, height, width, 3]``.
-        path: ends in one of `FILE_SUFFIXES`, or is a folder (:func:`is_folder_of_frames`), made if missing.
-        fps: frames a second; a folder has none, and a gif rounds each frame to hundredths of a second.
+        path: ends in one of `FILE_SUFFIXES`, or is a folder, made if missing.
+        fps: frames a second; a folder has none, and a gif's frames last whole hundredths of a second, two at least.
+        folder: whether to write a folder of frames; None = if :func:`is_folder_of_frames` says so.
 
     Raises:
         ShapeError: ``clip`` is no clip, or the suffix is another.
     """
     _require_clip(clip)
-    if is_folder_of_frames(path):
+    if is_folder_of_frames(path) if folder is None else folder:
         path.mkdir(exist_ok=True)
-        for old in path.iterdir():
-            if _FRAME_NAME.fullmatch(old.name):
-                old.unlink()
+        for old in _frames(path):
+            old.unlink()
         for index, frame in enumerate(clip):
-            Image.fromarray(frame).save(path / f"{index:04d}.png")
+            Image.fromarray(frame).save(_frame(path, index))
     elif path.suffix.lower() == ".gif":
         first, *others = map(Image.fromarray, clip)
-        first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+        duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow would cut off what is no hundredth
+        first.save(path, save_all=True, append_images=others, duration=duration, loop=0)
     elif path.suffix.lower() == ".mp4":
         import imageio.v3 as imageio
 
@@ -69,8 +71,7 @@ def write_clip(clip: np.ndarray, path: Path, fps: float) -> None:
 def read_clip(path: Path) -> np.ndarray:
     """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``."""
     if path.is_dir():
-        names = sorted((name for name in path.iterdir() if _FRAME_NAME.fullmatch(name.name)), key=lambda p: int(p.stem))
-        return np.stack([np.asarray(Image.open(name).convert("RGB")) for name in names])
+        return np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in _frames(path)])
     import imageio.v3 as imageio
 
     if path.suffix.lower() == ".gif":
@@ -81,6 +82,15 @@ def read_clip(path: Path) -> np.ndarray:
 def as_clip(frames: np.ndarray) -> np.ndarray:
     """A pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, as a clip."""
     return np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8)
+
+
+def _frame(folder: Path, index: int) -> Path:
+    return folder / f"{index:04d}.png"
+
+
+def _frames(folder: Path) -> list[Path]:
+    """The frames in a folder: 0000.png, 0001.png, … up to the first that is missing."""
+    return list(takewhile(Path.is_file, (_frame(folder, index) for index in count())))
 
 
 def _require_clip(clip: np.ndarray) -> None:

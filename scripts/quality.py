@@ -230,17 +230,17 @@ def main() -> None:
     comparison = Comparison(pipe, arguments, held_out)
     results = [r for r in _earlier(options) if r["name"] in names]
     origin = describe_run(pipe.device)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     for series, name, method in listed:
         if not options.only or name in options.only:
             results = [r for r in results if r["name"] != name] + [comparison.measure(series, name, method) | origin]
             r = results[-1]
             seconds = time.perf_counter() - started
             print(f"{seconds:6.0f} s  {name:32s} {r['computed_fraction']:.3f}  {r['psnr_db']:.1f} dB", flush=True)
+            results.sort(key=lambda r: names.index(r["name"]))
+            document = {"settings": _settings(options), "margins": margins(results), "results": results}
+            options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    results.sort(key=lambda r: names.index(r["name"]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    document = {"settings": _settings(options), "margins": margins(results), "results": results}
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     options.output.with_suffix(".md").write_text(table(results) + "\n", encoding="utf-8")
     frontier_plot(
         [(r["series"], r["computed_fraction"], r["psnr_db"]) for r in results], options.output.with_suffix(".png")

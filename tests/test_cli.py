@@ -105,6 +105,18 @@ def test_several_images_are_numbered(run, models, tmp_path):
     assert (first != second).any()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "noted"),
+    [(("--steps", 3), True), (("--steps", 3, "--preset", "exact"), False), (("--steps", 10, *FORECASTS), False)],
+    ids=["too-short", "exact", "long"],
+)
+def test_a_run_too_short_to_forecast_says_what_helps(run, models, arguments, noted):
+    """A closed loop that computed every step advises more of them; a preset that wants every step does not."""
+    result = run("generate", "-p", "a", "-m", models / "flux", "--height", 64, "--width", 64, *arguments)
+    assert result.exit_code == 0, result.output
+    assert ("note: every step was computed; a run of more --steps" in result.stdout) is noted
+
+
 def test_quiet_prints_nothing(run, models):
     """--quiet leaves both streams empty."""
     result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--quiet")
@@ -146,6 +158,8 @@ MISTAKES = {
     "output-folder": (["-o", "missing/o.png"], "missing does not exist"),
     "output-is-a-folder": (["-o", "."], "is a folder"),
     "output-format": (["-o", "o.txt"], "must end in .png"),
+    "plain-is-a-folder": (["-o", "{models}/o.png", "--compare"], "o-plain.png is a folder"),
+    "numbered-is-a-folder": (["-o", "{models}/n.png", "--num-images", "2"], "n-1.png is a folder"),
     "json-folder": (["--json", "missing/o.json"], "--json: folder"),
     "image-not-taken": (["--image", "{models}/picture.png"], "FluxPipeline takes no image"),
     "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
@@ -160,6 +174,8 @@ MISTAKES = {
 def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
     """What the user got wrong is said without a traceback, and nothing is written."""
     Image.new("RGB", (16, 16)).save(models / "picture.png")
+    for folder in ("o-plain.png", "n-1.png"):
+        (models / folder).mkdir(exist_ok=True)
     arguments = [argument.format(models=models) for argument in arguments]
     base = () if "-m" in arguments else ("-m", models / "flux")
     result = run("generate", "-p", "a", *base, *SMALL, *arguments)

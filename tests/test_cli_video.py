@@ -24,7 +24,7 @@ FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast ba
 def models(tmp_path_factory):
     """Folders of saved tiny pipelines, by name."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("flux", "wan", "wan-i2v", "hunyuan"):
+    for name in ("flux", "wan", "wan-i2v", "hunyuan", "mochi"):
         tiny_pipeline(name).save_pretrained(root / name)
     return root
 
@@ -72,6 +72,24 @@ def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path
     assert {len(read_clip(tmp_path / name)) for name in names} == {FRAMES}
 
 
+def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tmp_path):
+    """Mochi's divides by half the steps, those of the warm-up too; the family has no preset of its own."""
+    size = ("--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
+    result = run("generate", "-p", "a", "-m", models / "mochi", *size, "--compare", "-o", "m", "--json", "m.json")
+    assert result.exit_code == 0, result.output
+    assert len(read_clip(tmp_path / "m")) == len(read_clip(tmp_path / "m-plain")) == 7
+    assert json.loads((tmp_path / "m.json").read_text())["preset"] == "any-video-balanced"
+
+
+def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_path):
+    """NAME decides, once: beside the folder `run.1` the others are folders too, whatever their suffix."""
+    (tmp_path / "run.1").mkdir()
+    result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--compare", "-o", "run.1")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"run.1", "run-plain.1", "run-compare.1", "run-strip.png"}
+    assert len(read_clip(tmp_path / "run-plain.1")) == len(read_clip(tmp_path / "run-compare.1")) == FRAMES
+
+
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
     """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
     import torch
@@ -108,13 +126,27 @@ def test_guidance_reaches_a_pipeline_that_has_a_component_for_it():
     assert (outputs[0] != outputs[1]).any()
 
 
-def test_several_clips_are_numbered(run, models, tmp_path):
-    """--num-images 2 writes NAME-0 and NAME-1, which differ; without --output they are mp4."""
-    result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--num-images", 2)
+@pytest.mark.parametrize(
+    ("model", "options", "scales"),
+    [
+        ("demo-hunyuan", {"guidance": 5.0}, {"true_cfg_scale": 5.0}),
+        ("demo-hunyuan", {"guidance": 1.0}, {"true_cfg_scale": 1.0}),
+        ("demo-hunyuan", {}, {"true_cfg_scale": 3.0}),
+        ("model", {"guidance": 5.0}, {"guidance_scale": 5.0}),
+        ("model", {"guidance": 5.0, "negative-prompt": "blue"}, {"true_cfg_scale": 5.0}),
+    ],
+)
+def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model, options, scales):
+    """A demo model that is guided by a second branch needs no --negative-prompt for that, and 1 switches it off."""
+    arguments = call_arguments(tiny_pipeline("hunyuan"), model, options)
+    assert {name: value for name, value in arguments.items() if name.endswith("_scale")} == scales
+
+
+def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
+    """--num-images 1 is what every pipeline makes anyway."""
+    result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--num-images", 1)
     assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"output-0.mp4", "output-1.mp4"}
-    first, second = (read_clip(tmp_path / f"output-{index}.mp4") for index in (0, 1))
-    assert (first != second).any()
+    assert [path.name for path in tmp_path.iterdir()] == ["output.mp4"]
 
 
 @pytest.mark.parametrize(
@@ -143,25 +175,21 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "preset"),
+    ("name", "preset"),
     [
-        ("flux", {}, "flux-balanced"),
-        ("hunyuan_video", {}, "hunyuan-balanced"),
-        ("wan", {"boundary_ratio": None, "expand_timesteps": False}, "wan21-balanced"),
-        ("wan", {"boundary_ratio": 0.875, "expand_timesteps": False}, "wan22-balanced"),
-        ("wan", {"boundary_ratio": None, "expand_timesteps": True}, "wan22-balanced"),
-        ("wan", {}, "wan21-balanced"),
-        ("any", {}, "any-balanced"),
+        ("flux", "flux-balanced"),
+        ("sd3", "any-balanced"),
+        ("hunyuan", "hunyuan-balanced"),
+        ("wan", "wan21-balanced"),
+        ("wan22", "wan22-balanced"),
+        ("wan22-5b", "wan22-balanced"),
+        ("mochi", "any-video-balanced"),
+        ("hunyuan15", "any-video-balanced"),
     ],
 )
-def test_default_preset_follows_family_and_generation(monkeypatch, family, config, preset):
-    """Wan 2.2 is told by its two experts or by its timestep a token; a family without presets gets any-balanced."""
-    pipe = type("Pipe", (), {"config": config})()
-    monkeypatch.setattr("dit_accel.adapters.family_of", lambda pipe: family)
-    monkeypatch.setattr("dit_accel.presets.preset_names", lambda: [preset])
-    assert options._default_preset(pipe) == preset
-    monkeypatch.setattr("dit_accel.presets.preset_names", lambda: [])
-    assert options._default_preset(pipe) == "any-balanced"
+def test_default_preset_follows_family_and_generation(name, preset):
+    """Wan 2.2 is told by its two experts or by its timestep a token; families without presets by what they make."""
+    assert options.choose_preset(None, {}, tiny_pipeline(name)).name == preset
 
 
 def test_inspect_draws_a_clip_and_its_symbols(run, models, tmp_path):
@@ -187,9 +215,20 @@ MISTAKES = {
     "frames-of-an-image-model": (["-m", "{models}/flux", "--num-frames", "9"], "--num-frames: FluxPipeline takes no"),
     "fps-of-an-image-model": (["-m", "{models}/flux", "--fps", "8"], "--fps: FluxPipeline makes pictures"),
     "output-folder": (["-m", "{models}/wan", "-o", "missing/o.mp4"], "missing does not exist"),
-    "output-holds-other-files": (["-m", "{models}/wan", "-o", "{models}"], "holds more than frames of a clip (file)"),
+    "output-holds-other-files": (
+        ["-m", "{models}/wan", "-o", "{models}/wan"],
+        "holds more than frames of a clip (model_index.json)",
+    ),
     "output-is-a-file": (["-m", "{models}/wan", "-o", "{models}/file"], "file is no folder that frames"),
-    "output-without-name": (["-m", "{models}/wan", "-o", "."], ". is no folder that frames"),
+    "output-without-name": (["-m", "{models}/wan", "-o", "."], ". is a folder without a name"),
+    "plain-folder-holds-other-files": (
+        ["-m", "{models}/wan", "-o", "{models}/run", "--compare"],
+        "run-plain holds more than frames of a clip (0007.png)",
+    ),
+    "compare-is-a-file": (["-m", "{models}/wan", "-o", "{models}/shot", "--compare"], "shot-compare is no folder that"),
+    "plain-is-a-folder": (["-m", "{models}/wan", "-o", "{models}/clip.mp4", "--compare"], "clip-plain.mp4 is a folder"),
+    "strip-is-a-folder": (["-m", "{models}/wan", "-o", "{models}/tape.gif", "--compare"], "tape-strip.png is a folder"),
+    "several-clips": (["-m", "{models}/wan", "--num-images", "2"], "--num-images: WanPipeline makes one clip a run"),
     "image-missing": (["-m", "{models}/wan-i2v"], "--image: WanImageToVideoPipeline needs a picture"),
     "image-not-taken": (["-m", "{models}/wan", "--image", "{models}/picture.png"], "WanPipeline takes no image"),
     "negative-unguided": (
@@ -203,7 +242,10 @@ MISTAKES = {
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
     """What the user got wrong is said without a traceback, and nothing is written."""
-    (models / "file").touch()
+    for folder in ("run-plain", "clip-plain.mp4", "tape-strip.png"):
+        (models / folder).mkdir(exist_ok=True)
+    for file in ("file", "shot-compare", "run-plain/0007.png"):
+        (models / file).touch()
     Image.new("RGB", (16, 16)).save(models / "picture.png")
     result = run("generate", "-p", "a", *(argument.format(models=models) for argument in arguments))
     assert result.exit_code == 2, result.output

@@ -82,6 +82,13 @@ def test_frame_strip_shrinks_large_frames():
     assert strip.width == 2 * 320 + 8 and 2 * 160 < strip.height < 2 * 160 + 100
 
 
+@pytest.mark.parametrize(("width", "shown"), [(48, 288), (160, 320), (256, 256)], ids=str)
+def test_frame_strip_enlarges_small_frames_up_to_the_size_of_large_ones(width, shown):
+    """Whole pixels, 320 wide at most: six frames of 256 pixels stay as they are, below 1600."""
+    strip = frame_strip(_clip(range(6), width, 64), _clip(range(6), width, 64), LABELS)
+    assert strip.width == 6 * shown + 5 * (shown // 40)
+
+
 @pytest.mark.parametrize("compare", [comparison_clip, frame_strip])
 def test_clips_of_different_length_are_refused(compare):
     """Both shapes are named."""

@@ -183,6 +183,20 @@ def test_branch_without_history_computes():
     assert [step.mode for step in loop.controller.report.steps] == ["full", "full", "update", "update", "dispatch"]
 
 
+def test_branch_that_missed_an_update_computes():
+    """Guidance off for a while: the gap was chosen for records that the branch does not have."""
+    loop = Loop()
+    for step in range(8):
+        mode = loop.call(step)[0].mode
+        if step < 4:
+            late = loop.call(step, context="uncond")[0].mode
+            assert late is mode
+    assert mode is DISPATCH
+    assert loop.call(7, context="uncond")[0].mode is UPDATE  # the others computed step 6
+    assert loop.call(8)[0].mode is DISPATCH
+    assert loop.call(8, context="uncond")[0].mode is DISPATCH
+
+
 @pytest.mark.parametrize("scope, warm", [("layer", True), ("head", False)])
 def test_sites_need_what_their_scope_reads(scope, warm):
     """Features of the warm-up are enough for scope layer; scope head needs the symbols of an UPDATE."""

@@ -54,11 +54,12 @@ def test_mp4_has_the_frame_rate_asked_for_and_plays_anywhere(tmp_path, fps):
     assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
 
 
-def test_gif_loops_at_the_frame_rate_asked_for(tmp_path):
-    """A frame of a gif lasts 1000 / fps milliseconds, and the clip starts again at its end."""
-    write_clip(moving_square(), tmp_path / "clip.gif", fps=8)
+@pytest.mark.parametrize(("fps", "duration"), [(8, 120), (15, 70), (24, 40), (30, 30), (60, 20), (100, 20)])
+def test_gif_loops_at_nearly_the_frame_rate_asked_for(tmp_path, fps, duration):
+    """A frame lasts the whole hundredths of a second nearest to 1 / fps, two at least; the clip starts again."""
+    write_clip(moving_square(), tmp_path / "clip.gif", fps=fps)
     with Image.open(tmp_path / "clip.gif") as gif:
-        assert (gif.info["duration"], gif.info["loop"], gif.n_frames) == (pytest.approx(125, abs=5), 0, 5)
+        assert (gif.info["duration"], gif.info["loop"], gif.n_frames) == (duration, 0, 5)
 
 
 def test_odd_sides_of_an_mp4_repeat_their_last_pixels(tmp_path):
@@ -76,17 +77,23 @@ def test_as_clip_rounds_and_saturates():
 
 
 def test_which_names_are_folders(tmp_path):
-    """A name without suffix is a folder to be made; an existing folder is one whatever its name."""
+    """A name without suffix is a folder to be made; an existing folder is one whatever its name, or when told so."""
     (tmp_path / "run.1").mkdir()
     paths = ("frames", "run.1", "clip.mp4", "clip.png")
     assert [is_folder_of_frames(tmp_path / name) for name in paths] == [True, True, False, False]
+    write_clip(moving_square(), tmp_path / "run.2", fps=8, folder=True)
+    assert len(read_clip(tmp_path / "run.2")) == 5
 
 
 def test_files_that_are_no_frames_are_named(tmp_path):
-    """Numbered pictures are frames, whatever else lies there is not."""
-    for name in ("0000.png", "12345.png", "notes.txt", "1.png"):
+    """Pictures numbered from 0000 to the first gap are frames; whatever else lies there is not, and is left alone."""
+    write_clip(moving_square(3), tmp_path, fps=8)
+    others = ["0007.png", "1.png", "12345.png", "notes.txt"]
+    for name in others:
         (tmp_path / name).touch()
-    assert foreign_files(tmp_path) == ["1.png", "notes.txt"]
+    assert foreign_files(tmp_path) == others
+    write_clip(moving_square(2), tmp_path, fps=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.png", "0001.png", *others]
     assert foreign_files(tmp_path / "missing") == []
 
 

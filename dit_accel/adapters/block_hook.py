@@ -82,7 +82,8 @@ class BlockHook(ModelHook):
     def stands_in(self) -> bool:
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
-        return call.records or call.skips or call.mode is StepMode.DISPATCH
+        records = call.records and self.controller.preset.forecast.scope != "stack"  # there blocks remember nothing
+        return records or call.skips or call.mode is StepMode.DISPATCH
 
     @property
     def attends(self) -> bool:
@@ -115,12 +116,13 @@ class BlockHook(ModelHook):
 
     def _why_dense(self, module: nn.Module, arguments: dict[str, Any]) -> str | None:
         """Why the site can't run sparsely now, or None."""
-        call = self.controller.call
+        call, device = self.controller.call, arguments["hidden_states"].device
+        if torch.is_autocast_enabled(device.type):  # it casts what modules get, and sites call no modules
+            return "autocast"
         if (reason := self.why_dense(module, **arguments)) is not None:
             return reason
         if self.controller.preset.forecast.scope != "head":
             return None
-        device = arguments["hidden_states"].device
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name).symbols is None:

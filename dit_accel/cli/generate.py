@@ -33,7 +33,8 @@ def command(
         float | None,
         typer.Option(
             "--guidance",
-            help="guidance_scale (Wan's too); with --negative-prompt on FLUX and HunyuanVideo true_cfg_scale, above 1.",
+            help="guidance_scale (Wan's too); on FLUX and HunyuanVideo with --negative-prompt, and on demo models that "
+            "are guided so, true_cfg_scale, above 1.",
         ),
     ] = None,
     negative_prompt: Annotated[
@@ -47,7 +48,7 @@ def command(
     fps: options.FpsOption = None,
     num_images: Annotated[
         int | None,
-        typer.Option("--num-images", min=1, help="Pictures or clips of the prompt: NAME-0.png, NAME-1.png, …"),
+        typer.Option("--num-images", min=1, help="Pictures of the prompt: NAME-0.png, NAME-1.png, …; not for video."),
     ] = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
@@ -112,8 +113,6 @@ def command(
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model), fps)
-    output = output or medium.default_output
-    medium.require_output(output)
     chosen = None if plain_only else options.choose_preset(preset, overrides, pipe)
     given = {
         "prompt": prompt,
@@ -127,10 +126,14 @@ def command(
         "num-images": num_images,
     }
     arguments = call_arguments(pipe, model, given)
+    count = num_images or 1
+    files = [numbered(output or medium.default_output, index, count) for index in range(count)]
+    for file in files:
+        medium.require_output(file, compare=compare)
     plain, fast, report = _run(pipe, arguments, seed, chosen, compare=compare, quiet=quiet)
 
-    for file in _write(medium, plain, fast, output):
-        console.out(f"wrote {file}", highlight=False)
+    for path in _write(medium, plain, fast, files):
+        console.out(f"wrote {path}", highlight=False)
     summary = _summary(medium, plain, fast, report)
     if plot:
         from dit_accel.visualize import timeline_figure
@@ -158,7 +161,7 @@ def _run(
 
     plain = None
     if compare:
-        call("warm-up", num_inference_steps=1)
+        call("warm-up", num_inference_steps=2)  # the fewest that every schedule takes
     if compare or preset is None:
         plain = call("plain")
     if preset is None:
@@ -170,12 +173,11 @@ def _run(
     return plain, fast, pipe.dit_accel.report()
 
 
-def _write(medium: Pictures | Clips, plain: Output | None, fast: Output | None, output: Path) -> list[Path]:
+def _write(medium: Pictures | Clips, plain: Output | None, fast: Output | None, files: list[Path]) -> list[Path]:
     """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
     written = []
     made = fast or plain
-    for index, result in enumerate(made.results):
-        file = numbered(output, index, len(made.results))
+    for index, (result, file) in enumerate(zip(made.results, files, strict=True)):
         medium.write(result, file)
         written.append(file)
         if plain and fast:
@@ -225,5 +227,10 @@ def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | N
     for label, values in rows.items():
         table.add_row(label, *[""] * (len(shown) - len(values)), *values)
     console.print(table)
-    for note in summary["report"]["notes"] if summary["report"] else ():
+    report = summary["report"]
+    notes = [*report["notes"]] if report else []
+    # Where the run has notes of its own they say why.
+    if report and not notes and preset.schedule.control == "error" and "dispatch" not in report["steps_by_mode"]:
+        notes.append("every step was computed; a run of more --steps leaves more to skip")
+    for note in notes:
         console.out(f"note: {note}", highlight=False)

@@ -24,12 +24,14 @@ def require_plausible_output(path: Path) -> None:
     """Checks what needs no model: that a picture, a clip or a folder of frames could be written to ``path``.
 
     Raises:
-        OptionError: the suffix is of no format here, or the file can't be written.
+        OptionError: it has no name, the suffix is of no format here, or the file can't be written.
     """
     from PIL import Image
 
     from dit_accel.video import FILE_SUFFIXES, is_folder_of_frames
 
+    if not path.name:
+        raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
     if is_folder_of_frames(path):
         return
     if path.suffix.lower() not in (*FILE_SUFFIXES, *Image.registered_extensions()):
@@ -44,15 +46,16 @@ class Pictures:
 
     default_output = Path("output.png")
 
-    def require_output(self, path: Path) -> None:
-        """Checks that a picture can be written to ``path``.
+    def require_output(self, path: Path, *, compare: bool) -> None:
+        """Checks that a picture can be written to ``path``, and its comparison beside it.
 
         Raises:
-            OptionError: it is a folder, can't be written, or Pillow can't tell from its name which format to write.
+            OptionError: one is a folder, can't be written, or Pillow can't tell from its name which format to write.
         """
         from PIL import Image
 
-        require_writable(path, "--output")
+        for file in [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]:
+            require_writable(file, "--output")
         if path.suffix.lower() not in Image.registered_extensions():
             raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes pictures")
 
@@ -83,31 +86,28 @@ class Clips:
     def __init__(self, fps: float) -> None:
         self.fps = fps
 
-    def require_output(self, path: Path) -> None:
-        """Checks that a clip can be written to ``path``.
+    def require_output(self, path: Path, *, compare: bool) -> None:
+        """Checks that a clip can be written to ``path``, and its comparison beside it in the same form.
 
         Raises:
-            OptionError: the suffix is no clip's, it can't be written, or a folder holds more than frames.
+            OptionError: the suffix is no clip's, one can't be written, or a folder holds more than frames.
         """
-        from dit_accel.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames
+        from dit_accel.video import FILE_SUFFIXES, is_folder_of_frames
 
-        if not is_folder_of_frames(path):
-            require_writable(path, "--output")
-            if path.suffix.lower() not in FILE_SUFFIXES:
-                raise OptionError(
-                    "--output",
-                    f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
-                    "suffix): this model makes video",
-                )
-            return
-        if path.is_file() or not path.name:
-            raise OptionError("--output", f"{path} is no folder that frames can be written into; name a new one")
-        foreign = foreign_files(path)
-        if foreign:
+        folder = is_folder_of_frames(path)
+        if not folder and path.suffix.lower() not in FILE_SUFFIXES:
             raise OptionError(
-                "--output", f"folder {path} holds more than frames of a clip ({foreign[0]}); name another or a new one"
+                "--output",
+                f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
+                "suffix): this model makes video",
             )
-        require_writable(path / "0000.png" if path.is_dir() else path, "--output")
+        for clip in [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]:
+            if folder:
+                _require_folder_of_frames(clip)
+            else:
+                require_writable(clip, "--output")
+        if compare:
+            require_writable(_strip(path), "--output")
 
     def write(self, clip: np.ndarray, path: Path) -> None:
         from dit_accel.video import write_clip
@@ -117,12 +117,13 @@ class Clips:
     def write_comparison(self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path) -> list[Path]:
         """Writes the clips NAME-plain and NAME-compare and the picture NAME-strip.png, and returns their paths."""
         from dit_accel.comparison import comparison_clip, frame_strip
+        from dit_accel.video import is_folder_of_frames, write_clip
 
-        self.write(plain, _beside(path, "plain"))
-        self.write(comparison_clip(plain, fast, labels), _beside(path, "compare"))
-        strip = _beside(path, "strip").with_suffix(".png")
-        frame_strip(plain, fast, labels).save(strip)
-        return [_beside(path, "plain"), _beside(path, "compare"), strip]
+        beside = {"plain": plain, "compare": comparison_clip(plain, fast, labels)}
+        for kind, clip in beside.items():
+            write_clip(clip, _beside(path, kind), self.fps, folder=is_folder_of_frames(path))
+        frame_strip(plain, fast, labels).save(_strip(path))
+        return [*(_beside(path, kind) for kind in beside), _strip(path)]
 
     def quality(self, plain: list[np.ndarray], fast: list[np.ndarray]) -> dict[str, Any]:
         """As that of :class:`Pictures`, over the frames of all clips."""
@@ -154,7 +155,7 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
 
 
 def numbered(path: Path, index: int, count: int) -> Path:
-    """The path of one of ``count`` pictures or clips: NAME itself, or NAME-0, NAME-1, …"""
+    """The path of one of ``count`` pictures: NAME itself, or NAME-0, NAME-1, …"""
     return path if count == 1 else _beside(path, str(index))
 
 
@@ -167,6 +168,23 @@ def _family_fps(pipe: Any) -> float:
 
 def _beside(path: Path, kind: str) -> Path:
     return path.with_stem(f"{path.stem}-{kind}")
+
+
+def _strip(path: Path) -> Path:
+    return _beside(path, "strip").with_suffix(".png")
+
+
+def _require_folder_of_frames(path: Path) -> None:
+    from dit_accel.video import foreign_files
+
+    if path.is_file():
+        raise OptionError("--output", f"{path} is no folder that frames can be written into; name a new one")
+    foreign = foreign_files(path)
+    if foreign:
+        raise OptionError(
+            "--output", f"folder {path} holds more than frames of a clip ({foreign[0]}); name another or a new one"
+        )
+    require_writable(path / "0000.png" if path.is_dir() else path, "--output")
 
 
 def _quality(plain: np.ndarray, fast: np.ndarray) -> dict[str, Any]:

@@ -31,7 +31,7 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="the balanced one of the model's family, else any-balanced",
+        show_default="a demo model's own, else the balanced one of the family, else any-balanced or any-video-balanced",
     ),
 ]
 SetOption = Annotated[
@@ -116,12 +116,15 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
 
 def _default_preset(pipe: Any) -> str:
     from dit_accel.adapters import family_of
+    from dit_accel.cli.media import makes_video  # which imports this module
     from dit_accel.presets import preset_names
 
     family = family_of(pipe)
     if family == "wan":
         second_generation = pipe.config.get("boundary_ratio") is not None or pipe.config.get("expand_timesteps")
         family = "wan22" if second_generation else "wan21"
+    elif family == "any" and makes_video(pipe):
+        family = "any-video"
     name = f"{family.removesuffix('_video')}-balanced"
     return name if name in preset_names() else "any-balanced"
 

@@ -86,14 +86,14 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
         options: option name without dashes in front (``"num-images"``) to its value; None = not given.
 
     Raises:
-        OptionError: an option was given that the pipeline does not take or that would do nothing, or a picture that it
-            needs was not given.
+        OptionError: an option was given that the pipeline does not take or that would do nothing, several clips were
+            asked for, or a picture that the pipeline needs was not given.
     """
     parameters = inspect.signature(pipe.__call__).parameters
     folder = demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
     given = {name: value for name, value in options.items() if value is not None}
-    true_guidance = "negative-prompt" in given and "true_cfg_scale" in parameters
+    true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {
         "prompt": "prompt",
@@ -104,8 +104,10 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
         "num-frames": "num_frames",
         "guidance": scale,
         "image": "image",
-        "num-images": f"num_{'videos' if makes_video(pipe) else 'images'}_per_prompt",
+        "num-images": "num_images_per_prompt",
     }
+    if makes_video(pipe) and given.pop("num-images", 1) > 1:  # few of diffusers' can make several, and some say nothing
+        raise OptionError("--num-images", f"{type(pipe).__name__} makes one clip a run; run again with another --seed")
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():

@@ -227,6 +227,16 @@ def test_batch_equals_single_pictures(pipe, scope):
         assert _distance(both[index : index + 1], alone) < 1e-4
 
 
+def test_autocast_runs_densely(pipe):
+    """Autocast casts what modules get, and the sparse path calls no modules: every block runs its own forward."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = pipe(**inputs())[0]
+        accelerate_pipeline(pipe, head_preset())
+        accelerated = pipe(**inputs())[0]
+    assert {entry["reason"] for entry in pipe.dit_accel.report().fallbacks} == {"autocast"}
+    assert torch.equal(accelerated, plain)
+
+
 def test_lora_loaded_after_accelerating_falls_back(pipe):
     """With a LoRA on the projections their weights are not sliced; unloading it brings the sparse path back."""
     pytest.importorskip("peft")
