@@ -8,6 +8,7 @@ when its attention must be left to diffusers.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from dit_accel.schedule import StepMode
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class BlockHook(ModelHook):
+class BlockHook(ModelHook, ABC):
     """Stands in for a block's forward in calls that record, forecast or skip; in all others the block's own runs.
 
     Args:
@@ -41,21 +42,21 @@ class BlockHook(ModelHook):
 
     # What a family says of its block. Arguments come by the names of the block's own forward.
 
+    @abstractmethod
     def compute(self, block: nn.Module, **arguments: Any) -> Any:
         """The block's output, with attention by :meth:`site` where :attr:`attends`; remembers whole features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forecast(self, block: nn.Module, **arguments: Any) -> Any:
         """The block's output from recalled features; modulation and gates are fresh."""
-        raise NotImplementedError
 
+    @abstractmethod
     def why_dense(self, block: nn.Module, **arguments: Any) -> str | None:
         """Why the block's attention must be left to its own processor now, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         """Projections whose weights GEMM-Q and GEMM-O read without calling the module."""
-        raise NotImplementedError
 
     # What all families share.
 
