@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -274,7 +275,6 @@ def _peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
 
 def _stopwatch(device: torch.device) -> Callable[[], float]:
     """Starts a clock; the function it returns waits for the device and gives milliseconds."""
-    import time
 
     def now() -> float:
         if device.type == "cuda":

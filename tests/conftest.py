@@ -1,8 +1,24 @@
-"""Where there is no GPU, Triton kernels run in its interpreter, which must be chosen before triton is imported."""
+"""What tests share. Without a GPU Triton kernels run in its interpreter, chosen here before triton is imported."""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs dit-accel with arguments, inside an empty folder."""
+    from typer.testing import CliRunner
+
+    from dit_accel.cli import app
+
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+    return invoke

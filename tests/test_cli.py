@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from typer.testing import CliRunner
 
 import dit_accel
-from dit_accel.cli import app
 from dit_accel.metrics import psnr, ssim
 from dit_accel.presets import load_preset, preset_names
 from dit_accel.testing import tiny_pipeline
@@ -28,17 +26,6 @@ def models(tmp_path_factory):
     for name in ("flux", "flux-schnell", "sd3"):
         tiny_pipeline(name).save_pretrained(root / name)
     return root
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs dit-accel with arguments, inside an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def invoke(*arguments):
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-    return invoke
 
 
 def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):

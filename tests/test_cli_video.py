@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 from dit_accel import demo
-from dit_accel.cli import app, options
+from dit_accel.cli import options
 from dit_accel.cli.media import medium_of
 from dit_accel.cli.pipelines import call_arguments
 from dit_accel.metrics import clip_ssim, psnr
@@ -27,17 +26,6 @@ def models(tmp_path_factory):
     for name in ("flux", "wan", "wan-i2v", "hunyuan", "mochi"):
         tiny_pipeline(name).save_pretrained(root / name)
     return root
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs dit-accel with arguments, inside an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def invoke(*arguments):
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-    return invoke
 
 
 def test_compare_writes_clips_and_agreeing_numbers(run, models, tmp_path):

@@ -26,14 +26,15 @@ A `{pipeline}` of {millions:.1f} million transformer parameters, trained from sc
 needs no network, and exists to try acceleration methods and to measure what they cost in the quality of clips.
 
 ```python
-import json
 import torch
 from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained("dit_accel/assets/demo-{family}", torch_dtype=torch.bfloat16)
-call = json.load(open("dit_accel/assets/demo-{family}/demo.json"))
-del call["fps"], call["preset"]
-frames = pipe("a red circle moves up to the right over green hills, the camera pans left", **call).frames[0]
+from dit_accel.demo import demo_arguments, demo_path
+
+folder = demo_path("demo-{family}")
+pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+prompt = "a red circle moves up to the right over green hills, the camera pans left"
+frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 ```
 
 `demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} a second, text padded
