@@ -33,7 +33,7 @@ from dit_accel.layout import TokenLayout
 from dit_accel.policies import flashomni, sparge
 
 STEPS = 50
-PLAIN_STEPS = 3  # timed; a plain step varies by less than 1%
+PLAIN_STEPS = 3  # timed by default; a plain step varies by less than 1%
 # FlashOmni's table 1 counts 39% of all attention left out by (40%, 1%, 6, 1, 0): that is 57% of each of the 34 DISPATCH
 # steps of 50, nearly all of it whole rows.
 FLASHOMNI_ROWS, FLASHOMNI_TILES = 0.45, 0.96
@@ -166,10 +166,10 @@ class Bench:
             raise RuntimeError("the run gave values that are no numbers")
         return milliseconds
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, timed_steps: int) -> dict[str, Any]:
         """Diffusers as it is."""
         with _peak_memory(self.device) as memory:
-            times = self.denoise(STEPS, until=1 + PLAIN_STEPS)[1:]
+            times = self.denoise(STEPS, until=1 + timed_steps)[1:]
         return {"run": "plain", "ms": statistics.median(times), **memory}
 
     def accelerated(
@@ -302,6 +302,7 @@ def main() -> int:
         default="computed,fifty,flashomni",
         help=f"of {', '.join(RUNS)}, split by commas; default %(default)s",
     )
+    parser.add_argument("--plain-steps", type=int, default=PLAIN_STEPS, help="timed; default %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file, written after every run")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     arguments = parser.parse_args()
@@ -309,7 +310,7 @@ def main() -> int:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     device = "cpu" if arguments.tiny else "cuda"
     bench = Bench((TINY if arguments.tiny else MODELS)[arguments.model], device)
-    rows = [bench.plain()]
+    rows = [bench.plain(arguments.plain_steps)]
     results = {**describe_run(device), "model": arguments.model, "latents": bench.model.latents, "rows": rows}
 
     def write() -> None:
