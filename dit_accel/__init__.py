@@ -22,6 +22,7 @@ _HOMES = {
     "load_preset": "presets",
     "preset_names": "presets",
     "RunReport": "report",
+    "SparseLinearAttention": "sla",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -38,6 +38,12 @@ def model_preset(name: str) -> str | None:
     return _facts(folder).get("preset") if folder else None
 
 
+def tuning_prompts(name: str) -> list[str]:
+    """Prompts to tune on and to confirm with: a shipped model's own, which it was not trained on, else of all kinds."""
+    folder = demo_path(name) or _ASSETS
+    return (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
+
+
 def _facts(folder: Path) -> dict[str, Any]:
     file = folder / "demo.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

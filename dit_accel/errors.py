@@ -27,3 +27,7 @@ class BackendError(DitAccelError, RuntimeError):
 
 class KernelError(DitAccelError, RuntimeError):
     """A kernel that should run here could not be compiled, loaded or launched: a fault, not a choice."""
+
+
+class TuningError(DitAccelError, ValueError):
+    """There is nothing to tune, or what a tuning has found so far belongs to another one."""

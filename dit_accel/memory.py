@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from dit_accel.errors import MemoryBudgetError
 from dit_accel.layout import TokenLayout, block_count
-from dit_accel.presets import Preset
+from dit_accel.presets import Preset, Skip
 from dit_accel.storage import Storage
 
 GIB = 2**30
@@ -213,17 +213,27 @@ def _reusable(layout: TokenLayout | None) -> tuple[int, int] | None:
     return min(blocks.start * layout.block, layout.tokens), min(blocks.stop * layout.block, layout.tokens)
 
 
+def _row_bytes(skip: Skip, layout: TokenLayout) -> int:
+    """Bits of one row of a head: of tiles, of tiles for linear attention, of single keys."""
+    tiles = block_count(layout.blocks, 8)
+    keys = layout.blocks * layout.block // 8
+    return {"none": 0, "sparge": tiles, "static": tiles, "sla": 2 * tiles, "fg_attn": tiles + keys}[skip.policy]
+
+
 def _symbol_bytes(preset: Preset, size: ModelSize) -> int:
     """One site's symbols, and their plan where it is kept."""
     blocks = size.layout.blocks
     rows = size.batch * size.heads * blocks
     symbols = size.batch * blocks * block_count(size.heads, 8)
-    if preset.skip.policy != "none":
-        symbols += rows * block_count(blocks, 8)
+    symbols += rows * max(_row_bytes(variant, size.layout) for variant in preset.skip.variants)
     if preset.forecast.scope != "head":
         return symbols
+    if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
+        symbols *= 2
     words = 8 * size.batch * blocks  # of the plan, and of the symbols that the cached biases are made under
     if rows * blocks > KEPT_TILES:
         return symbols + words
     lists = rows * blocks + 3 * rows + size.batch * size.heads + 1  # int32
+    policies = {variant.policy for variant in preset.skip.variants}
+    lists += (2 * rows + 1) * ("fg_attn" in policies) + rows * ("static" in policies)
     return symbols + 4 * lists + words

@@ -12,7 +12,7 @@ import torch
 from dit_accel.adapters import TRANSFORMER_NAMES, adapter_class, denoisers
 from dit_accel.adapters.generic import GenericAdapter, find_hook
 from dit_accel.controller import Controller
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.layout import TokenLayout
 from dit_accel.presets import Preset, load_preset
 from dit_accel.report import RunReport
@@ -91,7 +91,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
         The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
 
     Raises:
-        PresetError: unknown preset, key or value.
+        PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
         UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
     """
     settings = load_preset(preset, **overrides)
@@ -166,6 +166,9 @@ def _attach(
         _check_family(preset, cls, type(transformers[name]).__name__)
     controller = Controller(preset, clock, next(iter(classes.values())).family)
     adapters = [cls(transformers[name], controller, name) for name, cls in classes.items()]
+    _check_layers(preset, [layer for adapter in adapters for layer in adapter.layers()])
+    for adapter in adapters:
+        adapter.prepare()
     for transformer in transformers.values():
         hook = find_hook(transformer)
         if hook is not None:
@@ -175,6 +178,16 @@ def _attach(
         controller.add_transformer(adapter.name, adapter.layers())
         adapter.attach(acceleration)
     return acceleration
+
+
+def _check_layers(preset: Preset, layers: list[str]) -> None:
+    """What a preset says of single blocks must find its blocks."""
+    unknown = [name for name in preset.skip.layers if name not in layers]
+    if unknown:
+        raise PresetError(
+            f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
+            f"{', '.join(layers)}"
+        )
 
 
 def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: str) -> None:

@@ -22,6 +22,7 @@ class SiteState:
         features: whole outputs (attention, MLP) by name, before their gates; for scope layer and for degraded layers.
         attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
         symbols, plan: what a DISPATCH step computes, packed and lowered.
+        tiles: symbols of the skip policy, every row computing, drawn at step ``tiles_step`` and kept for later ones.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
         bias_density: share of rows that the latest UPDATE projected for each of B_1 and older.
@@ -35,6 +36,8 @@ class SiteState:
     attention: History | None = None
     symbols: SparseSymbols | None = None
     plan: AttentionPlan | None = None
+    tiles: SparseSymbols | None = None
+    tiles_step: int = -1
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
     bias_mask64: torch.Tensor | None = None
@@ -58,7 +61,8 @@ class SiteState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
-        for holder in (*self.features.values(), self.attention, self.symbols, self.plan, self.bias_stack):
+        symbols = self.symbols, self.plan, self.tiles
+        for holder in (*self.features.values(), self.attention, *symbols, self.bias_stack):
             yield from holder.tensors() if holder is not None else ()
         if self.bias_mask64 is not None:
             yield self.bias_mask64

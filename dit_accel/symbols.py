@@ -76,6 +76,12 @@ class SparseSymbols:
         tokens: length of the joint sequence; queries and keys are the same tokens.
         block: tokens in a block.
         masks: masks inside the tiles that compute, for tiles of the same B, H, Tq, Tk and block. None = all are FULL.
+        linear_bits: SLA's marginal tiles, which linear attention stands for; uint8, packed like ``skip_bits``, and no
+            tile is in both. None = no policy draws them.
+        slice_bits: FG-Attn's single keys, uint8 ``[B, H, Tq, Tk * block / 8]``, packed along key tokens: keys that a
+            row attends to in tiles that ``skip_bits`` skips. In tiles that compute a bit would count its key twice,
+            and is not allowed (nor checked: that would make the host wait). Bits beyond the last token mean nothing.
+            None = no policy draws them.
     """
 
     cache_bits: torch.Tensor
@@ -84,6 +90,8 @@ class SparseSymbols:
     tokens: int
     block: int
     masks: TileMasks | None = None
+    linear_bits: torch.Tensor | None = None
+    slice_bits: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.heads <= MAX_HEADS:
@@ -92,8 +100,13 @@ class SparseSymbols:
         batch = self.cache_bits.shape[0] if self.cache_bits.dim() else 1
         device = self.cache_bits.device
         _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)), device)
-        if self.skip_bits is not None:
-            _require_bits("skip_bits", self.skip_bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
+        for name in ("skip_bits", "linear_bits"):
+            if (bits := getattr(self, name)) is not None:
+                _require_bits(name, bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
+        if self.slice_bits is not None:
+            _require_bits("slice_bits", self.slice_bits, (batch, self.heads, blocks, blocks * self.block // 8), device)
+            if self.skip_bits is None:
+                raise ShapeError("slice_bits must be None where skip_bits is None, for then every tile computes")
         if self.masks is not None:
             _require_masks(self.masks, batch, self.heads, blocks, self.block, device)
 
@@ -103,6 +116,26 @@ class SparseSymbols:
 
     def tensors(self) -> list[torch.Tensor]:
         return _tensors_of(self)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Single keys that rows attend to beside their tiles (FG-Attn, section 4.1). The bits are the only list of them.
+
+    Args:
+        bits: uint8 ``[B, H, Tq, Tk * block / 8]``, the symbols' ``slice_bits``; those of reused rows mean nothing.
+        count: int32 ``[B, H, Tq]``; single keys of the row (0 for a reused row).
+        work_count: int32 ``[1]``; rows with single keys.
+        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, head by head, those with most keys first.
+    """
+
+    bits: torch.Tensor
+    count: torch.Tensor
+    work_count: torch.Tensor
+    work: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.bits, self.count, self.work_count, self.work]
 
 
 @dataclass(frozen=True)
@@ -125,6 +158,9 @@ class AttentionPlan:
         full_count: int32 ``[B, H, Tq]``; how many of the row's tiles are FULL. Only with masks: a row's ``kv_index``
             then holds its FULL tiles, ascending, and behind them its masked tiles, ascending.
         masks: the symbols' masks. None = all tiles are FULL.
+        linear_bits: the symbols' marginal tiles, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, in none of the lists; those of
+            reused rows mean nothing. None = linear attention has no part.
+        slices: single keys beside the tiles. None = there are none.
     """
 
     mask64: torch.Tensor
@@ -138,10 +174,16 @@ class AttentionPlan:
     block: int
     full_count: torch.Tensor | None = None
     masks: TileMasks | None = None
+    linear_bits: torch.Tensor | None = None
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
         if (self.full_count is None) != (self.masks is None):
             raise ShapeError("full_count and masks must both be given, or both be None")
+        if self.linear_bits is not None:
+            row_bytes = block_count(self.blocks, 8)
+            shape = (self.batch, self.heads, self.blocks, row_bytes)
+            _require_bits("linear_bits", self.linear_bits, shape, self.kv_count.device)
         if self.masks is None:
             return
         shape = (self.batch, self.heads, self.blocks)
@@ -169,12 +211,13 @@ class AttentionPlan:
 
 def _tensors_of(holder: SparseSymbols | AttentionPlan) -> list[torch.Tensor]:
     held = [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
-    return held + ([] if holder.masks is None else holder.masks.tensors())
+    parts = [value for value in vars(holder).values() if isinstance(value, TileMasks | Slices)]
+    return held + [tensor for part in parts for tensor in part.tensors()]
 
 
 def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if bits.device != device:
-        raise ShapeError(f"{name} must be on cache_bits's device {device}, got {bits.device}")
+        raise ShapeError(f"{name} must be on the device {device} of the other lists, got {bits.device}")
     if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
         raise ShapeError(f"{name} must be uint8 {list(shape)}, got {bits.dtype} {list(bits.shape)}")
 

@@ -30,6 +30,7 @@ SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E0
 SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
+MOST_LABELS = 12  # lines of a legend
 
 
 class FrontierPoint(NamedTuple):
@@ -195,6 +196,70 @@ def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], pa
     axes.legend(frameon=False, loc="best")
     tidy_axes(axes, grid="both")
     figure.savefig(path)
+
+
+class LayerCurve(NamedTuple):
+    """Sparsities and relative L1 errors of a layer's attention over its thresholds, and the pair that was chosen."""
+
+    layer: str
+    points: list[tuple[float, float]]
+    chosen: tuple[float, float] | None
+
+
+def tuning_figure(
+    tried: Sequence[tuple[float, float]],
+    confirmed: tuple[float, float],
+    target: float,
+    quality: str,
+    layers: Sequence[LayerCurve],
+    bound: float | None,
+    path: str | Path,
+) -> None:
+    """Writes what a tuning tried and, where there are layers, each layer's error against its sparsity.
+
+    Args:
+        tried: computed fraction and quality of each setting, means over the tuning prompts.
+        confirmed: the same of the setting taken, over the held-out prompts.
+        target: what the quality was to be.
+        quality: its name, with its unit.
+        layers: curves, from the first layer to the last.
+        bound: error that layers were allowed; None without layers.
+    """
+    figure = new_figure(11.0 if layers else 6.0, 4.6)
+    axes, *others = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
+    axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
+    axes.plot(*zip(*tried, strict=True), "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
+    axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="taken, held-out prompts")
+    axes.set_xlabel("computed fraction of FLOPs (less is faster)")
+    axes.set_ylabel(quality)
+    axes.legend(frameon=False, loc="best")
+    axes.set_title("Settings", loc="left")
+    for axes_of_layers in others:
+        _draw_layers(axes_of_layers, layers, bound)
+    for each in (axes, *others):
+        tidy_axes(each, grid="both")
+    figure.savefig(path)
+
+
+def _draw_layers(axes: Axes, layers: Sequence[LayerCurve], bound: float | None) -> None:
+    from matplotlib import colormaps
+
+    for number, curve in enumerate(layers):
+        colour = colormaps["viridis"](number / max(len(layers) - 1, 1))
+        points = sorted(curve.points)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=curve.layer)
+        if curve.chosen:
+            axes.plot(*curve.chosen, "o", color=colour, markersize=6)
+    axes.axhline(bound, color=GREY, linewidth=1, linestyle="--")
+    if any(error > 0 for curve in layers for _, error in curve.points):
+        _log_scale(axes)
+    axes.set_xlabel("sparsity")
+    axes.set_ylabel("relative L1 error of attention")
+    taken = sum(curve.chosen is not None for curve in layers)
+    axes.set_title(f"Layers: {taken} of {len(layers)} leave tiles out", loc="left")
+    if len(layers) <= MOST_LABELS:
+        axes.legend(frameon=False, loc="best", fontsize=7)
 
 
 def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from dit_accel import kernels
-from dit_accel.bench import gate, report, verify
-from dit_accel.bench.cases import Case, causal, documents, make_inputs, make_masked_inputs
+from dit_accel.bench import gate, plot, report, verify
+from dit_accel.bench.cases import Case, make_inputs
 from dit_accel.bench.clock import FEWEST, MOST, median_ms
 from dit_accel.bench.kernels import OPS, main
+from dit_accel.bench.masks import RANDOM, pattern
 from dit_accel.bench.plot import speedup_plot
 from dit_accel.bench.recorder import Recorder
 from dit_accel.bench.sizes import FULL, GROUPS, sparse_cases
 from dit_accel.bench.verify import Verdict
 from dit_accel.errors import KernelError, ShapeError
-from dit_accel.symbols import FULL_TILE
 
 ROOT = Path(__file__).parent.parent
 CPU = ("--quick", "--device", "cpu", "--backends", "reference")
@@ -239,6 +239,35 @@ def test_one_sparsity_is_no_plot(whole_run, tmp_path):
     assert not (tmp_path / "k.png").exists()
 
 
+def masked_row(tokens, block, kind, ratio):
+    shape = {"tokens": tokens, "heads": 8, "head_dim": 64, "block": block}
+    return {"op": "attention masks", "backend": "triton", "kind": kind, "shape": shape, "speedup": {"flex": ratio}}
+
+
+def test_masks_have_a_panel_a_block_and_a_way_of_timing():
+    """Long sequences, which are timed in one way only, stand with the GPU time of short ones."""
+    rows = [
+        masked_row(512, 64, "causal 64, graph", 2.0),
+        masked_row(512, 64, "causal 64, called", 1.2),
+        masked_row(512, 128, "causal 128, graph", 1.7),
+        masked_row(8192, 128, "causal 128", 1.4),
+    ]
+    panels = plot._masked_rows({"results": rows})
+    assert {key: [row["speedup"]["flex"] for row in panel] for key, panel in panels.items()} == {
+        (64, "GPU time"): [2.0],
+        (64, "called from Python"): [1.2],
+        (128, "GPU time"): [1.7, 1.4],
+    }
+
+
+def test_masks_are_drawn_over_two_lengths(tmp_path):
+    """A single length makes no panel, and without FlexAttention there is nothing to draw."""
+    rows = [masked_row(tokens, 128, "causal 128", 1.5) for tokens in (8192, 32768)]
+    assert speedup_plot({"results": rows}, tmp_path / "k.png") and (tmp_path / "k.png").stat().st_size > 10_000
+    assert not speedup_plot({"results": rows[:1]}, tmp_path / "one.png")
+    assert not speedup_plot({"results": [row | {"speedup": {}} for row in rows]}, tmp_path / "none.png")
+
+
 def attended(inputs):
     """q, k, v, and the reference's attention in an output that was NaN before."""
     q, k, v = inputs.features(), inputs.features(), inputs.features()
@@ -291,8 +320,8 @@ def test_relative_error_is_that_of_the_norms():
 
 def test_samples_are_spread_and_hold_the_last():
     """Of 100 entries, 4 evenly spread ones; of 3, all."""
-    assert verify._spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
-    assert verify._spread(torch.arange(3), 4).tolist() == [0, 1, 2]
+    assert verify.spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
+    assert verify.spread(torch.arange(3), 4).tolist() == [0, 1, 2]
 
 
 def test_nan_never_passes():
@@ -300,30 +329,29 @@ def test_nan_never_passes():
     assert not verify.worst([Verdict(0.1, 1.0), Verdict(math.nan, 1.0)]).passed
 
 
-MASKS = {"causal": causal, "documents": documents(300, 70, "cpu")}
+@pytest.mark.parametrize("family", ["causal", "documents", "interleaved", *RANDOM])
+@pytest.mark.parametrize("tokens", [300, 4000], ids=["one-group", "eight-groups"])
+def test_patterns_say_what_their_pairs_say(tokens, family):
+    """The symbols that our kernels get, and the pairs by which baselines and float64 mask, are of one mask."""
+    case = Case(tokens, heads=2, head_dim=32, block=64)
+    symbols, attends = pattern(family, case, "cpu")
+    token = torch.arange(tokens)
+    pairs = attends(token[:, None], token[None])
+    assert torch.equal(kernels.mask_from_plan(kernels.lower(symbols)), pairs.expand(1, 2, -1, -1))
+    assert 0.03 < pairs.double().mean() < 0.7
 
 
-@pytest.mark.parametrize("attends", MASKS.values(), ids=MASKS)
-def test_tile_masks_say_what_the_pairs_say(attends):
-    """Codes, pool and skipped tiles, unpacked, give the mask over pairs back, the ragged tail included."""
-    inputs = make_masked_inputs(SMALL, attends, "cpu")
-    masks, block = inputs.symbols.masks, SMALL.block
-    pool = kernels.unpack_bits(masks.pool, block)
-    token = torch.arange(SMALL.tokens)
-    expected = attends(token[:, None], token[None])
-    actual = torch.zeros_like(expected)
-    for row, column in inputs.tiles[0, 0].nonzero().tolist():
-        code = masks.codes[0, 0, row, column].item()
-        tile = torch.ones(block, block, dtype=torch.bool)
-        if code == 1:
-            tile = tile.tril()
-        elif code > 1:
-            tile = pool[code - 2]
-        rows, columns = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
-        part = actual[rows, columns]
-        part.copy_(tile[: part.shape[0], : part.shape[1]])
-    assert torch.equal(actual, expected)
-    assert (masks.codes[0, 0][inputs.tiles[0, 0]] == FULL_TILE).any()
+def test_every_benchmark_names_its_checks():
+    assert gate.CHECKS.keys() == OPS.keys()
+
+
+def test_the_gate_checks_what_a_benchmark_stands_on():
+    """Symbols and attention for masks, also with masks; everything where nothing is named."""
+    masks = gate.check_kernels("cpu", [SMALL], ["reference"], ["masks"])
+    assert {row["op"] for row in masks} == {"lower", "pack_bits", "unpack_bits", "attention"}
+    assert any("causal" in row["case"] for row in masks)
+    everything = {row["op"] for row in gate.check_kernels("cpu", [SMALL], ["reference"])}
+    assert {"attention", "gemm_q", "weighted_sum", "linear_attention", "select_rows"} < everything
 
 
 def test_sparse_cases_draw_the_sparsity_that_they_name():
@@ -344,7 +372,7 @@ def test_every_op_runs_at_some_size_and_shapes_select():
     only = FULL.only([16896])
     assert {case.tokens for group in GROUPS for case in getattr(only, group)} == {16896}
     assert FULL.only([4608, 16896, 33024]).attention == FULL.attention[:3]
-    assert len(OPS) == 9
+    assert all(getattr(FULL, group) for _, group in OPS.values())
 
 
 def test_what_can_t_run_is_noted_once():

@@ -24,12 +24,14 @@ LAYERS = [
     {"symbols", "schedule", "forecast", "report", "memory"},
     {"kernels"},
     {"policies"},
-    {"state", "timing"},
+    {"state", "timing", "sla"},
     {"controller"},
     {"adapters"},
-    {"patcher"},
+    {"patcher", "recording"},
+    {"trainable"},
     {"metrics", "visualize", "comparison", "video", "demo", "testing"},
-    {"bench", "tune"},
+    {"bench"},
+    {"tune"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}

@@ -14,6 +14,7 @@ from dit_accel.report import RunReport, StepRecord
 from dit_accel.symbols import SparseSymbols
 from dit_accel.visualize import (
     FrontierPoint,
+    LayerCurve,
     best_settings,
     density_figure,
     frontier_plot,
@@ -21,6 +22,7 @@ from dit_accel.visualize import (
     symbol_map,
     timeline_figure,
     token_grid,
+    tuning_figure,
 )
 
 
@@ -140,3 +142,16 @@ def test_import_loads_no_matplotlib():
     """Matplotlib is imported by the functions that draw with it."""
     code = "import sys, dit_accel.visualize; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("layers", [0, 3, 40], ids=["no-layers", "few", "many"])
+def test_tuning_figure_draws_settings_and_layers(tmp_path, layers):
+    """Layers stand beside the settings, also where some have no curve or leave nothing out."""
+    curves = [
+        LayerCurve(f"blocks.{number}", [(0.1, 0.01), (0.5, 0.1)][: number % 3], None if number else (0.1, 0.01))
+        for number in range(layers)
+    ]
+    path = tmp_path / "tuning.png"
+    tuning_figure([(0.3, 41.0), (0.2, 38.0)], (0.25, 40.5), 40.0, "PSNR (dB)", curves, 0.05 if layers else None, path)
+    width, height = Image.open(path).size
+    assert width / height > (2 if layers else 1)

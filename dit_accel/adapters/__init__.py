@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dit_accel.errors import UnsupportedError
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,14 +22,20 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def adapter_class(transformer: torch.nn.Module) -> type[GenericAdapter]:
-    """The adapter of a transformer's family, or the one that serves any."""
+    """The adapter of a transformer's family, or the one that serves any.
+
+    Raises:
+        UnsupportedError: the transformer was compiled whole.
+    """
     from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 
     from dit_accel.adapters.flux import FluxAdapter
-    from dit_accel.adapters.generic import GenericAdapter
+    from dit_accel.adapters.generic import COMPILED_WHOLE, GenericAdapter
     from dit_accel.adapters.hunyuan_video import HunyuanVideoAdapter
     from dit_accel.adapters.wan import WanAdapter
 
+    if hasattr(transformer, "_orig_mod"):  # what torch.compile(transformer) returns
+        raise UnsupportedError(COMPILED_WHOLE.format(type(transformer._orig_mod).__name__))
     families = {
         FluxTransformer2DModel: FluxAdapter,
         HunyuanVideoTransformer3DModel: HunyuanVideoAdapter,

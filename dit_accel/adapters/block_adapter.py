@@ -11,13 +11,20 @@ from torch import nn
 
 from dit_accel.adapters.block_hook import BlockHook
 from dit_accel.adapters.generic import GenericAdapter, register_hook, remove_hook
+from dit_accel.adapters.projections import Projections
+from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
+from dit_accel.kernels.backends import hopper_limit
 from dit_accel.layout import TokenLayout, block_count
 from dit_accel.schedule import StepMode
 from dit_accel.state import Call
 from dit_accel.symbols import AttentionPlan, SparseSymbols
 
 KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
+KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
+KERNEL_TOKENS = (
+    24576  # from about here on our dense attention beats cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,10 @@ class BlockWork:
 
 
 class BlockAdapter(GenericAdapter, ABC):
-    """Scopes ``stack``, ``layer`` and ``head``: at ``stack`` hooks sit on blocks only where tiles are skipped."""
+    """Scopes ``stack``, ``layer`` and ``head``, and on a GPU fused kernels in every block that computes."""
 
     scopes = ("stack", "layer", "head")
+    fuses = False  # whether blocks run through fused kernels in the call in progress
     _every_row: AttentionPlan | None = None
 
     @abstractmethod
@@ -67,10 +75,39 @@ class BlockAdapter(GenericAdapter, ABC):
         """FLOPs of one block in a transformer call with these arguments; all blocks do the same."""
 
     @property
-    def hooks_blocks(self) -> bool:
+    def works_inside(self) -> bool:
         """Whether the preset asks for anything inside the transformer."""
         preset = self.controller.preset
         return preset.forecast.scope != "stack" or preset.skip.steps == "all"
+
+    def fuses_kernels(self, x: torch.Tensor) -> bool:
+        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU, and not under autocast."""
+        head_dim = self.transformer.config.attention_head_dim
+        is_half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled("cuda")
+        return is_half and head_dim in KERNEL_HEAD_DIMS
+
+    def attends_by_kernel(self, q: torch.Tensor) -> bool:
+        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel, where that is the fastest."""
+        return self.fuses and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call, with fused kernels where they can run.
+
+        Raises:
+            UnsupportedError: blocks are compiled that the preset works inside of.
+        """
+        compiled = next((name for name, block in self.blocks().items() if block._compiled_call_impl is not None), None)
+        if compiled is not None and self.works_inside:
+            raise UnsupportedError(
+                f"block {compiled} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: "
+                "take one of scope stack that leaves no tiles out, or don't compile the blocks"
+            )
+        latents = self.named(args, kwargs).get("hidden_states")
+        self.fuses = isinstance(latents, torch.Tensor) and self.fuses_kernels(latents)
+        try:
+            return super().forward(original, context, args, kwargs)
+        finally:
+            self.fuses = False
 
     def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
         """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
@@ -83,11 +120,14 @@ class BlockAdapter(GenericAdapter, ABC):
     def layers(self) -> list[str]:
         return list(self.blocks())
 
+    def prepare(self) -> None:
+        head_dim = self.transformer.config.attention_head_dim
+        self.projections = Projections(self.controller.preset.skip, self.name, self.layers(), head_dim)
+
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
-        if self.hooks_blocks:
-            for name, block in self.blocks().items():
-                register_hook(block, self.hook(name, block))
+        for name, block in self.blocks().items():
+            register_hook(block, self.hook(name, block))
 
     def detach(self) -> None:
         super().detach()

@@ -9,35 +9,45 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.hooks import ModelHook
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
+from dit_accel.adapters.fused import why_norms_must_be_called, why_not_sliceable
 from dit_accel.adapters.generic import why_not_replaceable
-from dit_accel.adapters.sparse_site import SparseSite, why_not_sliceable
+from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.controller import Controller
+from dit_accel.kernels import attention
 from dit_accel.schedule import StepMode
+
+if TYPE_CHECKING:
+    from dit_accel.adapters.block_adapter import BlockAdapter
 
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class BlockHook(ModelHook, ABC):
-    """Stands in for a block's forward in calls that record, forecast or skip; in all others the block's own runs.
+    """Stands in for a block's forward in calls that record, forecast or skip, and where fused kernels are faster; in
+    all others the block's own runs.
 
     Args:
         controller: has the call in progress.
         name: the block's name in the report.
+        adapter: of the block's transformer; knows whether kernels are fused.
     """
 
-    def __init__(self, controller: Controller, name: str) -> None:
+    def __init__(self, controller: Controller, name: str, adapter: BlockAdapter) -> None:
         super().__init__()
         self.controller = controller
         self.name = name
+        self.adapter = adapter
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
-        self._signature = inspect.signature(type(module).forward)
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self._defaults = {each.name: each.default for each in parameters if each.kind not in _GATHERED}
         return module
 
     # What a family says of its block. Arguments come by the names of the block's own forward.
@@ -63,10 +73,10 @@ class BlockHook(ModelHook, ABC):
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, as the call in progress wants it."""
         call, scope = self.controller.call, self.controller.preset.forecast.scope
-        if call is None or not self.stands_in():
+        if torch.compiler.is_compiling() or call is None or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
-        arguments = self._bind(module, args, kwargs)
-        reason = why_not_replaceable(module)
+        arguments = self._bind(args, kwargs)
+        reason = why_not_replaceable(module) or why_norms_must_be_called(module)
         forecasts_whole = reason is None and scope == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, arguments)
@@ -84,13 +94,31 @@ class BlockHook(ModelHook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.scope != "stack"  # there blocks remember nothing
-        return records or call.skips or call.mode is StepMode.DISPATCH
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.adapter.fuses
 
     @property
     def attends(self) -> bool:
         """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
         call = self.controller.call
         return (self.controller.preset.forecast.scope == "head" or call.skips) and self.name not in call.dense
+
+    def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
+        """Whether attention runs here: at the site, or merely with fused kernels before it."""
+        return self.attends or (self.adapter.fuses and self.why_dense(block, **arguments) is None)
+
+    def attend_densely(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` to all tokens, by our kernel where that is the fastest.
+
+        Args:
+            backend: that diffusers was told to use; None = its default.
+            kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
+        """
+        if backend is None and self.adapter.attends_by_kernel(q):
+            plan = self.adapter.every_row(*q.shape[:3], q.device)
+            return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
+        return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
         """Records a whole feature if a later DISPATCH step may forecast it, ``by_row`` also some rows of it."""
@@ -106,14 +134,12 @@ class BlockHook(ModelHook, ABC):
 
     def site(self) -> SparseSite:
         """The block's attention site in this call."""
-        return SparseSite(self.name, self.controller.call, self.controller.preset)
+        return SparseSite(self.name, self.controller.call, self.controller.preset, self.adapter.projections)
 
-    def _bind(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""
-        bound = self._signature.bind(module, *args, **kwargs)
-        bound.apply_defaults()
-        named = [name for name, kind in self._signature.parameters.items() if kind.kind not in _GATHERED]
-        return {name: bound.arguments[name] for name in named[1:]}
+        named = dict(zip(self._defaults, args, strict=False)) | kwargs
+        return {name: named.get(name, default) for name, default in self._defaults.items()}
 
     def _why_dense(self, module: nn.Module, arguments: dict[str, Any]) -> str | None:
         """Why the site can't run sparsely now, or None."""

@@ -31,7 +31,7 @@ class FluxAdapter(BlockAdapter):
 
     def hook(self, name: str, block: nn.Module) -> BlockHook:
         is_double = name.startswith("transformer_blocks")
-        return (DoubleBlockHook if is_double else SingleBlockHook)(self.controller, name)
+        return (DoubleBlockHook if is_double else SingleBlockHook)(self.controller, name, self)
 
     def layout(self, arguments: dict[str, Any]) -> TokenLayout:
         """Tokens of a call; Kontext's reference tokens follow the latents and count as vision."""

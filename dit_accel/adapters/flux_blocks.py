@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
+from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, project_gelu
 from dit_accel.adapters.sparse_site import SparseSite
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.layout import TokenLayout
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
@@ -29,13 +29,9 @@ class _FluxBlockHook(BlockHook):
         self, site: SparseSite, attn: FluxAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
         """Joint attention ``[B, S, H, D]`` of a call that computes every row."""
-
-        def dense() -> torch.Tensor:
-            backend = getattr(attn.processor, "_attention_backend", None)
-            return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
-
         layout = TokenLayout(text, q.shape[1] - text, self.controller.preset.blocks.size)
-        return site.attend_computed(q, k, v, layout, dense)
+        backend = getattr(attn.processor, "_attention_backend", None)
+        return site.attend_computed(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend))
 
     def why_dense(self, block: nn.Module, joint_attention_kwargs: dict[str, Any] | None = None, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
@@ -64,22 +60,19 @@ class DoubleBlockHook(_FluxBlockHook):
         joint_attention_kwargs: dict[str, Any] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, context = hidden_states, encoder_hidden_states
-        norm_x, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.norm1(x, emb=temb)
-        norm_c, c_gate_msa, c_shift_mlp, c_scale_mlp, c_gate_mlp = block.norm1_context(context, emb=temb)
-        attended = self.attend(block.attn, norm_x, norm_c, image_rotary_emb, joint_attention_kwargs or {})
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulations(block.norm1, temb, 6)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = _modulations(block.norm1_context, temb, 6)
+        norm_x, norm_c = norm_modulate(x, scale, shift), norm_modulate(context, c_scale, c_shift)
+        attended = self.attend(block, norm_x, norm_c, image_rotary_emb, joint_attention_kwargs)
         self.remember("attention", attended)
         attn_x, attn_c, *ip = attended
-        x = x + gate_msa.unsqueeze(1) * attn_x
-        norm_x = block.norm2(x) * (1 + scale_mlp[:, None]) + shift_mlp[:, None]
-        mlp_x = block.ff(norm_x)
-        x = x + gate_mlp.unsqueeze(1) * mlp_x
+        x, norm_x = add_gated_norm_modulate(x, attn_x, gate, mlp_scale, mlp_shift)
+        context, norm_c = add_gated_norm_modulate(context, attn_c, c_gate, c_mlp_scale, c_mlp_shift)
+        mlp_x, mlp_c = feed_forward(block.ff, norm_x), feed_forward(block.ff_context, norm_c)
+        self.remember("mlp", (mlp_x, mlp_c))
+        x, context = add_gated(x, mlp_x, mlp_gate), add_gated(context, mlp_c, c_mlp_gate)
         for image_prompt in ip:
             x = x + image_prompt
-        context = context + c_gate_msa.unsqueeze(1) * attn_c
-        norm_c = block.norm2_context(context) * (1 + c_scale_mlp[:, None]) + c_shift_mlp[:, None]
-        mlp_c = block.ff_context(norm_c)
-        context = context + c_gate_mlp.unsqueeze(1) * mlp_c
-        self.remember("mlp", (mlp_x, mlp_c))
         return _clip_half(context), x
 
     def forecast(
@@ -93,40 +86,46 @@ class DoubleBlockHook(_FluxBlockHook):
         """Attention and MLP from the cache; gates are fresh."""
         attn_x, attn_c, *ip = self.recall("attention")
         mlp_x, mlp_c = self.recall("mlp")
-        gate_msa, gate_mlp = _double_gates(block.norm1, temb)
-        c_gate_msa, c_gate_mlp = _double_gates(block.norm1_context, temb)
-        x = hidden_states + gate_msa * attn_x + gate_mlp * mlp_x
+        gate, mlp_gate = _modulations(block.norm1, temb, 6)[2::3]
+        c_gate, c_mlp_gate = _modulations(block.norm1_context, temb, 6)[2::3]
+        x = add_gated(add_gated(hidden_states, attn_x, gate), mlp_x, mlp_gate)
         for image_prompt in ip:
             x = x + image_prompt
-        context = encoder_hidden_states + c_gate_msa * attn_c + c_gate_mlp * mlp_c
+        context = add_gated(add_gated(encoder_hidden_states, attn_c, c_gate), mlp_c, c_mlp_gate)
         return _clip_half(context), x
 
     def attend(
         self,
-        attn: FluxAttention,
+        block: nn.Module,
         x: torch.Tensor,
         context: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        extra: dict[str, Any],
+        rotary: Rotary,
+        joint_attention_kwargs: dict[str, Any] | None,
     ) -> tuple[torch.Tensor, ...]:
         """Joint attention of both streams, through their output projections."""
-        if not self.attends:
+        attn = block.attn
+        if not self.runs_attention(block, joint_attention_kwargs=joint_attention_kwargs):
+            extra = joint_attention_kwargs or {}
             return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=rotary, **extra)
         site, text, out = self.site(), context.shape[1], attn.to_out[0]
+        text_rotary, image_rotary = (
+            tuple(table[part] for table in rotary) for part in (slice(text), slice(text, None))
+        )
         q_c, k_c, v_c = _context_query_key_value(attn, context)
-        q_c, k_c = attn.norm_added_q(q_c), attn.norm_added_k(k_c)
         if site.dispatches:
-            k, v = _key_value(attn, x)
+            k_x, v_x = _key_value(attn, x)
         else:
-            q, k, v = _query_key_value(attn, x)
-        k, v = _rotate(torch.cat([k_c, attn.norm_k(k)], dim=1), rotary), torch.cat([v_c, v], dim=1)
+            q_x, k_x, v_x = _query_key_value(attn, x)
+        v = torch.cat([v_c, v_x], dim=1)
+        q, k = torch.empty_like(v), torch.empty_like(v)
+        normalise_heads(attn.norm_added_q, q_c, text_rotary, out=q[:, :text])
+        normalise_heads(attn.norm_added_k, k_c, text_rotary, out=k[:, :text])
+        normalise_heads(attn.norm_k, k_x, image_rotary, out=k[:, text:])
         if site.dispatches:
-            q = torch.empty_like(k)
-            q[:, :text] = _rotate(q_c, (rotary[0][:text], rotary[1][:text]))
             site.query(x, *_query_weight(attn), attn.norm_q, rotary, out=q, offset=text)
             o = site.attend(q, k, v)
         else:
-            q = _rotate(torch.cat([q_c, attn.norm_q(q)], dim=1), rotary)
+            normalise_heads(attn.norm_q, q_x, image_rotary, out=q[:, text:])
             o = self.attend_computed(site, attn, q, k, v, text)
         if site.caches_bias:
             projected = site.project_out(o, out.weight, out.bias, offset=text)
@@ -152,16 +151,17 @@ class SingleBlockHook(_FluxBlockHook):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         text = encoder_hidden_states.shape[1]
         residual = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        norm_x, gate = block.norm(residual, emb=temb)
-        mlp = block.act_mlp(block.proj_mlp(norm_x))
-        if self.attends:
+        shift, scale, gate = _modulations(block.norm, temb, 3)
+        norm_x = norm_modulate(residual, scale, shift)
+        mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x)
+        if self.runs_attention(block, joint_attention_kwargs=joint_attention_kwargs):
             out = self.attend(block, norm_x, mlp, image_rotary_emb, text)
         else:
             extra = joint_attention_kwargs or {}
             attended = block.attn(hidden_states=norm_x, image_rotary_emb=image_rotary_emb, **extra)
             out = block.proj_out(torch.cat([attended, mlp], dim=2))
         self.remember("attention and mlp", (out,))
-        joint = _clip_half(residual + gate.unsqueeze(1) * out)
+        joint = _clip_half(add_gated(residual, out, gate))
         return joint[:, :text], joint[:, text:]
 
     def forecast(
@@ -174,8 +174,8 @@ class SingleBlockHook(_FluxBlockHook):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention and MLP from the cache; the gate is fresh."""
         (out,) = self.recall("attention and mlp")
-        gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)[2]
-        joint = _clip_half(torch.cat([encoder_hidden_states, hidden_states], dim=1) + gate.unsqueeze(1) * out)
+        _, _, gate = _modulations(block.norm, temb, 3)
+        joint = _clip_half(add_gated(torch.cat([encoder_hidden_states, hidden_states], dim=1), out, gate))
         text = encoder_hidden_states.shape[1]
         return joint[:, :text], joint[:, text:]
 
@@ -184,19 +184,19 @@ class SingleBlockHook(_FluxBlockHook):
         block: nn.Module,
         x: torch.Tensor,
         mlp: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         text: int,
     ) -> torch.Tensor:
         """Attention of the joint sequence, and ``proj_out`` of it and of the MLP."""
         site, attn, out = self.site(), block.attn, block.proj_out
         if site.dispatches:
             k, v = _key_value(attn, x)
-            k = _rotate(attn.norm_k(k), rotary)
+            k = normalise_heads(attn.norm_k, k, rotary)
             q = site.query(x, *_query_weight(attn), attn.norm_q, rotary, out=torch.empty_like(k), offset=0)
             o = site.attend(q, k, v)
         else:
             q, k, v = _query_key_value(attn, x)
-            q, k = _rotate(attn.norm_q(q), rotary), _rotate(attn.norm_k(k), rotary)
+            q, k = normalise_heads(attn.norm_q, q, rotary), normalise_heads(attn.norm_k, k, rotary)
             o = self.attend_computed(site, attn, q, k, v, text)
         if not site.caches_bias:
             return out(torch.cat([o.flatten(2), mlp], dim=2))
@@ -204,14 +204,9 @@ class SingleBlockHook(_FluxBlockHook):
         return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
 
 
-def _double_gates(norm: nn.Module, temb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and MLP gates ``[B, 1, C]`` of an ``AdaLayerNormZero``, without normalising anything."""
-    _, _, gate_msa, _, _, gate_mlp = norm.linear(norm.silu(temb)).unsqueeze(1).chunk(6, dim=2)
-    return gate_msa, gate_mlp
-
-
-def _rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return apply_rotary_emb(x, rotary, sequence_dim=1)
+def _modulations(norm: nn.Module, temb: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The ``count`` values ``[B, 1, C]`` of a block's norm: shift, scale and gate of attention, then of the MLP."""
+    return norm.linear(norm.silu(temb)).unsqueeze(1).chunk(count, dim=2)
 
 
 def _clip_half(x: torch.Tensor) -> torch.Tensor:

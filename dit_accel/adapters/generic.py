@@ -19,6 +19,10 @@ from dit_accel.schedule import StepMode
 from dit_accel.state import Call
 
 HOOK_NAME = "dit_accel"
+COMPILED_WHOLE = (
+    "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
+    "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
+)
 TENSOR = object()  # stands for a tensor in the remembered structure of an output
 
 
@@ -50,6 +54,9 @@ class GenericAdapter:
     def layers(self) -> list[str]:
         """Names of the blocks that the report tells apart."""
         return [self.name]
+
+    def prepare(self) -> None:
+        """Reads what the preset names, before anything is hooked; what the transformer can't use is an error."""
 
     def attach(self, acceleration: Any) -> None:
         """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
@@ -116,7 +123,10 @@ class TransformerHook(ModelHook):
         self.acceleration = acceleration
         self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
 
+    @torch.compiler.disable
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module._compiled_call_impl is not None:
+            raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
         # diffusers < 0.38 keeps the context's name in another attribute.
         context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
         return self.adapter.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)

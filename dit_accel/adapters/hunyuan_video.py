@@ -24,12 +24,9 @@ from dit_accel.adapters.block_hook import BlockHook
 from dit_accel.adapters.hunyuan_video_blocks import DualBlockHook, SingleBlockHook
 from dit_accel.adapters.token_order import ReorderInput, ReorderOutput, TokenOrder, VideoAdapter
 from dit_accel.controller import Controller
-from dit_accel.kernels.backends import hopper_limit
 from dit_accel.layout import TokenLayout
 from dit_accel.memory import ModelSize, SiteSize
 from dit_accel.token_order import Grid
-
-KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
 
 
 @dataclass(frozen=True)
@@ -60,13 +57,7 @@ class HunyuanVideoAdapter(VideoAdapter):
     def __init__(self, transformer: nn.Module, controller: Controller, name: str) -> None:
         super().__init__(transformer, controller, name)
         self.prompts: Prompts | None = None  # of the call in progress; None where its padding stays
-        self.fuses = False  # whether the call in progress projects queries and keys by GEMM-Q
         self._measured = WeakIdKeyDictionary()  # mask -> its version, Prompts; pipelines pass one object at every step
-
-    @property
-    def hooks_blocks(self) -> bool:
-        """Always: on a GPU blocks run without their mask."""
-        return True
 
     def blocks(self) -> dict[str, nn.Module]:
         """Dual, then single blocks, by name."""
@@ -82,30 +73,20 @@ class HunyuanVideoAdapter(VideoAdapter):
 
         Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit.
         """
-        return super().hooks_blocks or device.type != "cpu"
-
-    def fuses_projections(self, x: torch.Tensor) -> bool:
-        """Whether GEMM-Q projects, normalises and turns queries and keys in one pass: in half precision on a GPU."""
-        return x.is_cuda and x.dtype != torch.float32 and self.transformer.config.attention_head_dim in KERNEL_HEAD_DIMS
-
-    def attends_by_kernel(self, q: torch.Tensor) -> bool:
-        """Whether dense attention runs in our kernel: on Hopper, where it beats cuDNN, and takes prompt lengths."""
-        return self.fuses_projections(q) and hopper_limit(q) is None
+        return self.works_inside or device.type != "cpu"
 
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call, without the padding behind its longest prompt."""
         arguments = self.named(args, kwargs)
         text, mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_attention_mask")
         try:
-            if text is not None and mask is not None:
-                self.fuses = self.fuses_projections(text)
-                if self.cuts_padding(text.device):
-                    self.prompts = self._measure(mask)
-                    end = self.prompts.end
-                    arguments |= {"encoder_hidden_states": text[:, :end], "encoder_attention_mask": mask[:, :end]}
+            if text is not None and mask is not None and self.cuts_padding(text.device):
+                self.prompts = self._measure(mask)
+                end = self.prompts.end
+                arguments |= {"encoder_hidden_states": text[:, :end], "encoder_attention_mask": mask[:, :end]}
             return super().forward(original, context, (), arguments)
         finally:
-            self.prompts, self.fuses = None, False
+            self.prompts = None
 
     def _measure(self, mask: torch.Tensor) -> Prompts:
         """The prompts' lengths from the mask ``[B, T]``; the host waits for them once a mask.

@@ -8,31 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
-from dit_accel.adapters.hunyuan_video_modulation import by_frame, gates_of, modulate, normalise
-from dit_accel.adapters.sparse_site import SparseSite, why_not_sliceable
-from dit_accel.controller import Controller
-from dit_accel.kernels import attention, gemm_q
+from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, project_gelu, why_not_sliceable
+from dit_accel.adapters.hunyuan_video_modulation import by_frame, modulations
+from dit_accel.adapters.sparse_site import SparseSite
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.layout import TokenLayout
 
 if TYPE_CHECKING:
     from dit_accel.adapters.hunyuan_video import HunyuanVideoAdapter
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the image tokens, float32 [S, D] each
-
 
 class _HunyuanBlockHook(BlockHook):
     """What both block kinds share; both take image and text streams ``[B, S, C]`` and return the same two."""
 
-    def __init__(self, controller: Controller, name: str, adapter: HunyuanVideoAdapter) -> None:
-        super().__init__(controller, name)
-        self.adapter = adapter
+    adapter: HunyuanVideoAdapter
 
     def new_forward(
         self,
@@ -50,12 +45,8 @@ class _HunyuanBlockHook(BlockHook):
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
     def stands_in(self) -> bool:
-        """Also where projections are fused, or prompts differ in length, whose attention goes sample by sample."""
-        return super().stands_in() or self.adapter.fuses or self._is_ragged
-
-    def runs_attention(self, block: nn.Module) -> bool:
-        """Whether attention runs here: at the site, or merely with fused projections."""
-        return self.attends or (self.adapter.fuses and self.why_dense(block) is None)
+        """Also where prompts differ in length, whose attention goes sample by sample."""
+        return super().stands_in() or self._is_ragged
 
     def why_dense(self, block: nn.Module, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
@@ -94,7 +85,7 @@ class _HunyuanBlockHook(BlockHook):
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)
         else:
             own = tuple(table[: x.shape[1]] for table in rotary)
-            out[:, : x.shape[1]] = apply_rotary_emb(norm(_heads(attn, linear(x))), own, sequence_dim=1)
+            normalise_heads(norm, _heads(attn, linear(x)), own, out=out[:, : x.shape[1]])
 
     def attend_by_module(
         self, attn: Attention, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None, rotary: Rotary
@@ -118,15 +109,15 @@ class _HunyuanBlockHook(BlockHook):
         kv_len, backend = self.kv_len(vision), attn.processor._attention_backend
 
         def dense() -> torch.Tensor:
-            if backend is None and self.adapter.attends_by_kernel(q):
-                plan = self.adapter.every_row(*q.shape[:3], q.device)
-                return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
-            lengths = [vision + text for text in self.adapter.prompts.lengths] if self._is_ragged else [None]
+            if not self._is_ragged or (backend is None and self.adapter.attends_by_kernel(q)):
+                return self.attend_densely(q, k, v, backend, kv_len)
             parts = [
-                dispatch_attention_fn(q[sample], k[sample, :length], v[sample, :length], backend=backend)
-                for sample, length in _samples(lengths)
+                dispatch_attention_fn(
+                    q[sample], k[sample, : vision + text], v[sample, : vision + text], backend=backend
+                )
+                for sample, text in _samples(self.adapter.prompts.lengths)
             ]
-            return torch.cat(parts) if self._is_ragged else parts[0]
+            return torch.cat(parts)
 
         layout = TokenLayout(q.shape[1] - vision, vision, self.controller.preset.blocks.size, text_first=False)
         return site.attend_computed(q, k, v, layout, dense, kv_len=kv_len)
@@ -154,26 +145,22 @@ class DualBlockHook(_HunyuanBlockHook):
         num_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, context = hidden_states, encoder_hidden_states
-        norm_x, gate_msa, shift_mlp, scale_mlp, gate_mlp = normalise(
-            block.norm1, x, temb, token_replace_emb, num_tokens
-        )
-        norm_c, *context_modulation = block.norm1_context(context, emb=temb)
-        c_gate_msa, c_shift_mlp, c_scale_mlp, c_gate_mlp = (value.unsqueeze(1) for value in context_modulation)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations(block.norm1, temb, token_replace_emb, 6)
+        context_values = modulations(block.norm1_context, temb, None, 6)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = (value for (value,) in context_values)
+        norm_x = by_frame(norm_modulate, (x,), num_tokens, scale, shift)
+        norm_c = norm_modulate(context, c_scale, c_shift)
         if self.runs_attention(block):
             attended = self.attend(block.attn, norm_x, norm_c, freqs_cis)
         else:
             attended = self.attend_by_module(block.attn, norm_x, norm_c, attention_mask, freqs_cis)
         self.remember("attention", attended)
         attn_x, attn_c = attended
-        x = by_frame(torch.addcmul, (x, attn_x), num_tokens, gate_msa)
-        mlp_x = block.ff(by_frame(modulate, (block.norm2(x),), num_tokens, scale_mlp, shift_mlp))
-        context = torch.addcmul(context, attn_c, c_gate_msa)
-        mlp_c = block.ff_context(modulate(block.norm2_context(context), c_scale_mlp, c_shift_mlp))
+        x, norm_x = by_frame(add_gated_norm_modulate, (x, attn_x), num_tokens, gate, mlp_scale, mlp_shift)
+        context, norm_c = add_gated_norm_modulate(context, attn_c, c_gate, c_mlp_scale, c_mlp_shift)
+        mlp_x, mlp_c = feed_forward(block.ff, norm_x), feed_forward(block.ff_context, norm_c)
         self.remember("mlp", (mlp_x, mlp_c))
-        return (
-            by_frame(torch.addcmul, (x, mlp_x), num_tokens, gate_mlp),
-            torch.addcmul(context, mlp_c, c_gate_mlp),
-        )
+        return by_frame(add_gated, (x, mlp_x), num_tokens, mlp_gate), add_gated(context, mlp_c, c_mlp_gate)
 
     def forecast(
         self,
@@ -187,12 +174,12 @@ class DualBlockHook(_HunyuanBlockHook):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention and MLP from the cache; gates are fresh."""
         x, context = hidden_states, encoder_hidden_states
-        gates = gates_of(block.norm1, temb, token_replace_emb, 6)
-        context_gates = gates_of(block.norm1_context, temb, None, 6)
+        gates = modulations(block.norm1, temb, token_replace_emb, 6)[2::3]
+        context_gates = modulations(block.norm1_context, temb, None, 6)[2::3]
         for feature, gate, (context_gate,) in zip(("attention", "mlp"), gates, context_gates, strict=True):
             update_x, update_c = self.recall(feature)
-            x = by_frame(torch.addcmul, (x, update_x), num_tokens, gate)
-            context = torch.addcmul(context, update_c, context_gate)
+            x = by_frame(add_gated, (x, update_x), num_tokens, gate)
+            context = add_gated(context, update_c, context_gate)
         return x, context
 
     def attend(
@@ -206,7 +193,8 @@ class DualBlockHook(_HunyuanBlockHook):
         rotary = _joint(rotary, context.shape[1])
         v = torch.cat([_heads(attn, attn.to_v(x)), v_c], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
-        q[:, vision:], k[:, vision:] = attn.norm_added_q(q_c), attn.norm_added_k(k_c)
+        normalise_heads(attn.norm_added_q, q_c, out=q[:, vision:])
+        normalise_heads(attn.norm_added_k, k_c, out=k[:, vision:])
         self.project(attn, x, attn.to_k, attn.norm_k, rotary, out=k)
         if site.dispatches:
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary, out=q, offset=0)
@@ -243,8 +231,9 @@ class SingleBlockHook(_HunyuanBlockHook):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vision = hidden_states.shape[1]
         residual = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        norm_x, gate = normalise(block.norm, residual, temb, token_replace_emb, num_tokens)
-        mlp = block.act_mlp(block.proj_mlp(norm_x))
+        shift, scale, gate = modulations(block.norm, temb, token_replace_emb, 3)
+        norm_x = by_frame(norm_modulate, (residual,), num_tokens, scale, shift)
+        mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x)
         if self.runs_attention(block):
             out = self.attend(block, norm_x, mlp, image_rotary_emb, vision)
         else:
@@ -252,7 +241,7 @@ class SingleBlockHook(_HunyuanBlockHook):
             attended = self.attend_by_module(block.attn, *streams, attention_mask, image_rotary_emb)
             out = block.proj_out(torch.cat([torch.cat(attended, dim=1), mlp], dim=2))
         self.remember("attention and mlp", (out,))
-        joint = by_frame(torch.addcmul, (residual, out), num_tokens, gate)
+        joint = by_frame(add_gated, (residual, out), num_tokens, gate)
         return joint[:, :vision], joint[:, vision:]
 
     def forecast(
@@ -266,9 +255,9 @@ class SingleBlockHook(_HunyuanBlockHook):
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention and MLP from the cache; the gate is fresh."""
-        (out,), (gate,) = self.recall("attention and mlp"), gates_of(block.norm, temb, token_replace_emb, 3)
-        residual = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        joint, vision = by_frame(torch.addcmul, (residual, out), num_tokens, gate), hidden_states.shape[1]
+        (out,), vision = self.recall("attention and mlp"), hidden_states.shape[1]
+        _, _, gate = modulations(block.norm, temb, token_replace_emb, 3)
+        joint = by_frame(add_gated, (torch.cat([hidden_states, encoder_hidden_states], dim=1), out), num_tokens, gate)
         return joint[:, :vision], joint[:, vision:]
 
     def attend(self, block: nn.Module, x: torch.Tensor, mlp: torch.Tensor, rotary: Rotary, vision: int) -> torch.Tensor:

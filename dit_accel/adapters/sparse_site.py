@@ -8,20 +8,23 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from dit_accel import policies
+from dit_accel.adapters.projections import Projections
 from dit_accel.forecast import History, forecast_weights
 from dit_accel.kernels import (
+    PooledMap,
     attention,
     gemm_o_dispatch,
     gemm_o_update,
     gemm_q,
+    linear_attention,
     lower,
-    pack_bits,
     pooled_map,
     unpack_bits,
 )
 from dit_accel.layout import TokenLayout
 from dit_accel.memory import KEPT_TILES
-from dit_accel.policies import flashomni, sparge
+from dit_accel.policies import flashomni
 from dit_accel.presets import Preset
 from dit_accel.schedule import StepMode
 from dit_accel.state import Call, SiteState
@@ -33,14 +36,22 @@ class SparseSite:
 
     A computed call: :meth:`attend_computed`, and at an UPDATE of scope head :meth:`project_out`.
     DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
+
+    Args:
+        name: the block's name in the report.
+        call: the call in progress.
+        preset: of the run; section ``skip`` holds as it is for this block.
+        projections: of SLA's linear attention, by block.
     """
 
-    def __init__(self, name: str, call: Call, preset: Preset) -> None:
+    def __init__(self, name: str, call: Call, preset: Preset, projections: Projections) -> None:
         self.state: SiteState = call.site(name)
         self._name = name
         self._call = call
         self._preset = preset
-        self._attention, self._gemm = preset.kernels.attention, preset.kernels.gemm
+        self._projections = projections
+        self._skip = preset.skip.at(name)
+        self._gemm = preset.kernels.gemm
         self._at_head = preset.forecast.scope == "head"
         self._plan: AttentionPlan | None = None
 
@@ -78,9 +89,9 @@ class SparseSite:
             dense: the family's own attention of them, for calls that leave no tile out.
             kv_len: int32 ``[B]``, valid keys of each sample; None = all.
         """
-        draws = self._call.skips or self.caches_bias
+        draws = self._skips or self.caches_bias
         plan = self._draw(q, k, layout, kv_len) if draws else None
-        o = dense() if plan is None else attention(q, k, v, plan, kv_len=kv_len, backend=self._attention)
+        o = dense() if plan is None else self._attention(q, k, v, plan, kv_len)
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
         return o
@@ -95,27 +106,81 @@ class SparseSite:
         self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
     ) -> AttentionPlan | None:
         """New symbols; returns the plan of this call's own attention, None where that is dense."""
-        call, reuse, skip = self._call, self._preset.reuse, self._preset.skip
-        probabilities = pooled_map(q, k, layout.block, kv_len=kv_len).probabilities
-        batch, _, heads, _ = q.shape
-        skip_bits = None
-        if skip.policy == "sparge":
-            tau_tiles = flashomni.ramped(skip.tau_kv, call.progress, reuse.ramp) if self._at_head else skip.tau_kv
-            skip_bits = sparge.tile_bits(probabilities, layout, tau_tiles)
-        every_row = pack_bits(torch.ones(batch, layout.blocks, heads, dtype=torch.bool, device=q.device))
-        symbols = SparseSymbols(every_row, skip_bits, heads, layout.tokens, layout.block)
-        attended, projected = lower(symbols) if call.skips else None, torch.zeros(1, device=q.device)
+        call, reuse = self._call, self._preset.reuse
+        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
+        symbols = self._tiles(q, k, layout, kv_len, pooled)
+        attended, projected = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
         if self.caches_bias:
+            every_row = symbols.cache_bits
             tau_rows = flashomni.ramped(reuse.tau_q, call.progress, reuse.ramp)
-            symbols = replace(symbols, cache_bits=flashomni.row_bits(probabilities, layout, tau_rows))
+            symbols = replace(symbols, cache_bits=flashomni.row_bits(pooled.probabilities, layout, tau_rows))
             before = self.state.symbols.cache_bits if self._rebases else every_row
-            projected = unpack_bits(symbols.cache_bits ^ before, heads).float().mean()[None]
+            projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
             self._plan = lower(symbols)
             self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
         if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
             self.state.symbols = symbols
         call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected])
         return attended
+
+    def _tiles(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        kv_len: torch.Tensor | None,
+        pooled: PooledMap | None,
+    ) -> SparseSymbols:
+        """What the skip policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
+        state, call = self.state, self._call
+        if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
+            return state.tiles
+        growth = flashomni.ramped(1.0, call.progress, self._preset.reuse.ramp) if self._at_head else 1.0
+        symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)
+        if self._skip.refresh > 1:
+            state.tiles, state.tiles_step = symbols, call.tick.step
+        return symbols
+
+    @property
+    def _skips(self) -> bool:
+        """Whether this call's own attention leaves something out, though the call computes."""
+        return self._call.skips and self._skip.policy != "none"
+
+    def _attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        kv_len: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention."""
+        kernels = self._preset.kernels
+        o = attention(
+            q,
+            k,
+            v,
+            plan,
+            kv_len=kv_len,
+            pv_threshold=self._skip.pv_threshold,
+            qk_dtype=kernels.qk_dtype,
+            backend=kernels.attention,
+        )
+        projection = None if plan.linear_bits is None else self._projections.of(self._name, q)
+        if projection is not None:
+            linear_attention(
+                q,
+                k,
+                v,
+                plan,
+                feature_map=self._skip.feature_map,
+                projection=projection,
+                kv_len=kv_len,
+                out=o,
+                accumulate=True,
+                backend="reference" if kernels.attention == "reference" else "auto",
+            )
+        return o
 
     def query(
         self,
@@ -145,7 +210,7 @@ class SparseSite:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Sparse attention ``[B, S, H, D]`` of a DISPATCH call; reused rows of the result hold nothing."""
-        return attention(q, k, v, self.plan, kv_len=kv_len, backend=self._attention)
+        return self._attention(q, k, v, self.plan, kv_len)
 
     def project_out(
         self,
@@ -206,31 +271,20 @@ class SparseSite:
 
 
 def _densities(plan: AttentionPlan, attended: AttentionPlan | None) -> list[torch.Tensor]:
-    """float32 ``[1]`` each, shares of all: rows of ``plan`` that compute, row-blocks of it with any such row, tiles of
-    it, and tiles of ``attended``; None = 1.
+    """float32 ``[1]`` each, shares of all: rows of ``plan`` that compute, row-blocks of it with any such row, scores of
+    it, and scores of ``attended``; None = 1.
     """
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
-    tiles = [
-        torch.ones_like(rows) if each is None else each.kv_count.sum()[None] / each.kv_index.numel()
-        for each in (plan, attended)
-    ]
-    return [rows, row_blocks, *tiles]
+    scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
+    return [rows, row_blocks, *scores]
 
 
-def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
-    """Why a projection's weight must not be used without calling the module, or None.
+def _density(plan: AttentionPlan) -> torch.Tensor:
+    """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
 
-    LoRA, offload and quantisation wrap, hook or replace the linear layer; then only its own call is right.
+    Linear attention takes the same time whatever its tiles, little, and is not counted.
     """
-    if type(module) is not nn.Linear:
-        return f"a projection is a {type(module).__name__}, not a plain linear layer"
-    if type(module.weight) not in (nn.Parameter, torch.Tensor) or not module.weight.is_floating_point():
-        return "a projection's weight is quantised"
-    hooked = (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or hasattr(module, "_hf_hook")
-    )
-    if hooked:
-        return "a projection carries hooks (offload, layerwise casting, …)"
-    if module.weight.device != device:
-        return "a projection's weight is on another device"
-    return None
+    tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
+    if plan.slices is None:
+        return tiles
+    return tiles + plan.slices.count.sum()[None] / (plan.slices.count.numel() * plan.tokens)

@@ -33,7 +33,7 @@ class WanAdapter(VideoAdapter):
         return {f"{self.name}.blocks.{index}": block for index, block in enumerate(self.transformer.blocks)}
 
     def hook(self, name: str, block: nn.Module) -> BlockHook:
-        return WanBlockHook(self.controller, name)
+        return WanBlockHook(self.controller, name, self)
 
     def grid(self, arguments: dict[str, Any]) -> Grid:
         latents = arguments["hidden_states"].shape[2:]

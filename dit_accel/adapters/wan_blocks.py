@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
+from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, why_not_plain
 from dit_accel.adapters.sparse_site import SparseSite
-from dit_accel.kernels import gemm_q
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.layout import TokenLayout
 from dit_accel.symbols import MAX_HEADS, AttentionPlan
 
@@ -50,24 +51,23 @@ class WanBlockHook(BlockHook):
     ) -> torch.Tensor:
         x = hidden_states
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(block, temb, range(6))
-        norm_x = torch.addcmul(shift, block.norm1(x.float()), 1 + scale).type_as(x)
+        norm_x = norm_modulate(x, scale, shift, eps=block.norm1.eps)
         site = self.site()
         rows = _rows_of_any_head(site.plan) if site.dispatches else None
-        if self.attends:
+        if self.runs_attention(block):
             attended = self.attend(site, block.attn1, norm_x, rotary_emb, rows)
         else:
             attended = block.attn1(norm_x, None, None, rotary_emb)
-        x = _add_gated(x, attended, gate)
-        norm_x = block.norm2(x.float()).type_as(x)
-        if rows is not None:
+        x, norm_x = _add_and_normalise(x, attended, gate, block.norm2)
+        if self.runs_attention(block):
             crossed = self.attend_to_prompt(block.attn2, norm_x, encoder_hidden_states, rows)
         else:
             crossed = block.attn2(norm_x, encoder_hidden_states, None, None)
-        x = x + crossed
-        mlp = block.ffn(torch.addcmul(mlp_shift, block.norm3(x.float()), 1 + mlp_scale).type_as(x))
+        x, norm_x = add_gated_norm_modulate(x, crossed, None, mlp_scale, mlp_shift, eps=block.norm3.eps)
+        mlp = feed_forward(block.ffn, norm_x)
         self.remember("attention and mlp", (attended, mlp))
         self.remember("cross-attention", (crossed,), by_row=True)
-        return _add_gated(x, mlp, mlp_gate)
+        return add_gated(x, mlp, mlp_gate)
 
     def forecast(
         self,
@@ -81,7 +81,8 @@ class WanBlockHook(BlockHook):
         gate, mlp_gate = _modulation(block, temb, (2, 5))
         attended, mlp = self.recall("attention and mlp")
         (crossed,) = self.recall("cross-attention")
-        return _add_gated(_add_gated(hidden_states, attended, gate) + crossed, mlp, mlp_gate)
+        x = add_gated(add_gated(hidden_states, attended, gate), crossed, None)
+        return add_gated(x, mlp, mlp_gate)
 
     def attend(
         self,
@@ -98,27 +99,33 @@ class WanBlockHook(BlockHook):
         else:
             q = gemm_q(x, *_query_weight(attn), rows, backend=self.controller.preset.kernels.gemm).flatten(2)
             k, v = _key_value(attn, x)
-        q, k = (_rotate(_split(attn, part), rotary) for part in (attn.norm_q(q), attn.norm_k(k)))
-        v = _split(attn, v)
+        tables, v = _tables(rotary), _split(attn, v)
+        q, k = (
+            normalise_heads(norm, _split(attn, part), tables) for norm, part in ((attn.norm_q, q), (attn.norm_k, k))
+        )
         if rows is None:
             layout = TokenLayout(0, x.shape[1], self.controller.preset.blocks.size)
-            o = site.attend_computed(q, k, v, layout, lambda: _dense(attn, q, k, v))
+            backend = attn.processor._attention_backend
+            o = site.attend_computed(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend))
         else:
             o = site.attend(q, k, v)
         projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
         return attn.to_out[1](projected)
 
     def attend_to_prompt(
-        self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan
+        self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan | None
     ) -> torch.Tensor:
-        """Cross-attention ``[B, S, C]``: fresh in ``rows``, forecast elsewhere.
+        """Cross-attention ``[B, S, C]``; of a DISPATCH step fresh in ``rows``, and forecast elsewhere.
 
-        Both projections run in ``rows`` alone. The softmax over the prompt's few keys runs everywhere, on whatever the
-        other queries hold, and what it gives there is not read.
+        There both projections run in ``rows`` alone. The softmax over the prompt's few keys runs everywhere, on
+        whatever the other queries hold, and what it gives there is not read.
         """
         gemm, out = self.controller.preset.kernels.gemm, attn.to_out[0]
+        if rows is None:
+            q = _split(attn, attn.to_q(x))
+            return attn.to_out[1](out(_prompt_attention(attn, normalise_heads(attn.norm_q, q), context)))
         q = gemm_q(x, attn.to_q.weight, attn.to_q.bias, rows, backend=gemm)
-        o = _prompt_attention(attn, _split(attn, attn.norm_q(q.flatten(2))), context)
+        o = _prompt_attention(attn, normalise_heads(attn.norm_q, q), context)
         (crossed,) = self.recall("cross-attention")
         gemm_q(o, out.weight, out.bias, rows, out=_split(attn, crossed), backend=gemm)
         return crossed
@@ -139,19 +146,20 @@ def _modulation(block: nn.Module, temb: torch.Tensor, parts: Iterable[int]) -> l
     return [block.scale_shift_table[:, part] + temb[:, :, part].float() for part in parts]
 
 
-def _add_gated(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``x + update * gate``, summed in the gate's float32 and rounded once."""
-    return torch.addcmul(x, update, gate).type_as(x)
+def _add_and_normalise(
+    x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + update * gate``, and its norm, whose weight and bias are a modulation; some models have none there."""
+    if isinstance(norm, nn.Identity) or why_not_plain(norm, x.device) is not None:
+        x = add_gated(x, update, gate)
+        return x, norm(x.float()).type_as(x)
+    scale, shift = (norm.weight.float() - 1)[None, None], norm.bias.float()[None, None]
+    return add_gated_norm_modulate(x, update, gate, scale, shift, eps=norm.eps)
 
 
-def _rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """RoPE of ``[B, S, H, D]`` on pairs of neighbouring features, rounded once to x's dtype."""
-    cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]  # [1, S, 1, D / 2]
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.empty_like(x)
-    rotated[..., 0::2] = torch.addcmul(even * cos, odd, sin, value=-1)
-    rotated[..., 1::2] = torch.addcmul(even * sin, odd, cos)
-    return rotated
+def _tables(rotary: tuple[torch.Tensor, torch.Tensor]) -> Rotary:
+    """Wan's RoPE tables ``[1, S, 1, D]`` as ``[S, D]``."""
+    return tuple(table[0, :, 0].float() for table in rotary)
 
 
 def _dense(attn: WanAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

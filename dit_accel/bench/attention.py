@@ -1,4 +1,4 @@
-"""Attention: rows, tiles and both left out; causal and document masks; int8 and fp8 products."""
+"""Attention: rows, tiles and both left out; int8 and fp8 products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.bench.baselines import baseline, dense_baselines, sparse_baselines
-from dit_accel.bench.cases import Case, Inputs, causal, documents, make_inputs, make_masked_inputs
+from dit_accel.bench.cases import Case, Inputs, make_inputs
 from dit_accel.bench.recorder import Recorder, case_sparsity, measured, poisoned_first, shape_of
 from dit_accel.bench.sizes import Sizes, sparse_cases
 from dit_accel.bench.verify import Verdict, verify_attention
@@ -19,7 +19,6 @@ SAMPLES = 8  # rows that are compared with float64
 LONG_MS = 50.0  # where dense attention takes longer, it is timed once a shape instead of beside each mask
 QUANTISED_BOUNDS = {"int8": 0.02, "int8+fp8": 0.05}  # relative L2 error
 QUANTISED_TILES = 0.2  # share that computes in the sparse half of that group
-DOCUMENTS = 8  # in a sequence, on average
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,21 +47,6 @@ def bench_attention(recorder: Recorder, sizes: Sizes) -> None:
                 ms = _time(recorder, "attention", backend, kind, qkv, inputs, baselines | itself)
                 if kind == "dense" and ms is not None:
                     own_dense[backend] = ms
-
-
-def bench_masked(recorder: Recorder, sizes: Sizes) -> None:
-    """Masks inside tiles: causal, and documents of random lengths."""
-    for dense in sizes.masked:
-        masks = {"causal": causal, "documents": documents(dense.tokens, dense.tokens // DOCUMENTS, recorder.device)}
-        for kind, attends in masks.items():
-            inputs = make_masked_inputs(dense, attends, recorder.device)
-            qkv = inputs.features(), inputs.features(), inputs.features()
-            names = [name for name in sparse_baselines(recorder.device) if name == "flex"]
-            if kind == "causal":
-                names += dense_baselines(recorder.device)
-            baselines = _baselines(recorder, names, qkv, inputs, f"attention {kind} {dense.name}")
-            for backend in recorder.backends:
-                _time(recorder, "attention masks", backend, kind, qkv, inputs, baselines)
 
 
 def bench_quantised(recorder: Recorder, sizes: Sizes) -> None:
@@ -119,7 +103,7 @@ def _time(
         kind,
         shape_of(inputs.case),
         call,
-        partial(_verify, call, qkv, inputs, QUANTISED_BOUNDS.get(qk_dtype)),
+        partial(verify_samples, call, qkv, inputs, QUANTISED_BOUNDS.get(qk_dtype)),
         **case_sparsity(inputs),
         work=attention_flops(inputs.case) * inputs.density,
         baselines=baselines,
@@ -127,11 +111,12 @@ def _time(
 
 
 def _baselines(recorder: Recorder, names: list[str], qkv: QKV, inputs: Inputs, place: str) -> dict[str, float]:
-    verify = partial(_verify, qkv=qkv, inputs=inputs)
+    verify = partial(verify_samples, qkv=qkv, inputs=inputs)
     times = {name: recorder.baseline(name, place, partial(baseline, name, *qkv, inputs), verify) for name in names}
     return measured(times)
 
 
-def _verify(call, qkv: QKV, inputs: Inputs, relative_bound: float | None = None) -> Verdict:
+def verify_samples(call, qkv: QKV, inputs: Inputs, relative_bound: float | None = None) -> Verdict:
+    """The result of ``call`` against float64 at a few rows."""
     out = poisoned_first(call, qkv[0].shape, like=qkv[0])
     return verify_attention(out, *qkv, inputs, samples=SAMPLES, relative_bound=relative_bound)

@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dit_accel.bench.cases import Inputs
 
 Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
+MASK_TOKENS = 8192  # at most, where a mask over all pairs is given
+FLEX_TILE = 128  # its kernels take no smaller blocks
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -28,15 +30,22 @@ def sparse_baselines(device: str) -> list[str]:
     return [] if device == "cpu" else ["flex"]
 
 
+def masked_baselines(device: str, tokens: int) -> list[str]:
+    """Names of dense attention that take any mask, where its S × S pairs are a matter of megabytes."""
+    return ["sdpa mask"] if device != "cpu" and tokens <= MASK_TOKENS else []
+
+
 def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Attention:
     """The attention of that name over q, k, v ``[B, S, H, D]``.
 
-    Sparse ones take the tiles of ``inputs``. Dense ones know no mask but the causal one: where ``inputs`` have masks,
-    they are causal.
+    Sparse ones take the tiles of ``inputs``, and "sdpa mask" all pairs. Other dense ones know no mask but the causal
+    one: where ``inputs`` have masks, they are causal.
     """
     is_causal = inputs.attends is not None
     if name == "flex":
         return _flex(q, k, v, inputs)
+    if name == "sdpa mask":
+        return _sdpa_masked(q, k, v, inputs)
     if name == "fa4":
         return lambda: _fa4()(q, k, v, causal=is_causal)[0]
     return functools.partial(_sdpa, SDPA_BACKENDS.get(name), q, k, v, is_causal)
@@ -48,6 +57,13 @@ def _sdpa(backend: SDPBackend | None, q, k, v, is_causal: bool) -> torch.Tensor:
         return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
+
+
+def _sdpa_masked(q, k, v, inputs: Inputs) -> Attention:
+    position = torch.arange(inputs.case.tokens, device=q.device)
+    pairs = inputs.attends(position[:, None], position[None])
+    arguments = [x.transpose(1, 2) for x in (q, k, v)]
+    return lambda: F.scaled_dot_product_attention(*arguments, attn_mask=pairs).transpose(1, 2)
 
 
 def _flex(q, k, v, inputs: Inputs) -> Attention:

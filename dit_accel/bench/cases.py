@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 
 from dit_accel import kernels
+from dit_accel.kernels.tile_masks import symbols_from_mask
 from dit_accel.layout import block_count
-from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan, SparseSymbols, TileMasks
+from dit_accel.symbols import AttentionPlan, SparseSymbols, TileMasks
 
 Attends = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) positions, broadcast -> bool
 
@@ -96,43 +97,21 @@ def pack_symbols(case: Case, rows: torch.Tensor, tiles: torch.Tensor, masks: Til
     return SparseSymbols(cache_bits, skip_bits, case.heads, case.tokens, case.block, masks)
 
 
-def make_masked_inputs(case: Case, attends: Attends, device: str | torch.device) -> Inputs:
-    """Symbols of a mask over (query, key) pairs, the same for all samples and heads; every row computes."""
-    blocks = block_count(case.tokens, case.block)
-    tiles, masks = tile_masks(attends, case.tokens, case.block, device)
-    rows = torch.ones(case.batch, case.heads, blocks, dtype=torch.bool, device=device)
-    tiles = tiles.expand(case.batch, case.heads, -1, -1).contiguous()
-    symbols = pack_symbols(case, rows, tiles, masks)
+def make_masked_inputs(
+    case: Case, attends: Attends, device: str | torch.device, symbols: SparseSymbols | None = None
+) -> Inputs:
+    """Symbols of a mask over (query, key) pairs, the same for all samples and heads; every row computes.
+
+    ``symbols``: those of that mask, where they are known; None = made from all pairs.
+    """
+    if symbols is None:
+        position = torch.arange(case.tokens, device=device)
+        pairs = attends(position[:, None], position[None])[None, None]
+        symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
+    rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
+    tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
     generator = torch.Generator(device).manual_seed(0)
     return Inputs(case, rows, tiles, symbols, kernels.lower(symbols), generator, attends)
-
-
-def tile_masks(attends: Attends, tokens: int, block: int, device: str | torch.device) -> tuple[torch.Tensor, TileMasks]:
-    """Which tiles hold a pair that attends, bool ``[T, T]``, and their masks; like masks share a pool entry."""
-    blocks = block_count(tokens, block)
-    position = torch.arange(blocks * block, device=device)
-    is_causal = position[:block, None] >= position[:block]  # of a tile on the diagonal
-    tiles = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
-    codes = torch.full((1, 1, blocks, blocks), FULL_TILE, dtype=torch.int32, device=device)
-    entries: dict[bytes, int] = {}
-    pool: list[torch.Tensor] = []
-    for row in range(blocks):
-        query = position[row * block : (row + 1) * block, None]
-        pairs = attends(query.clamp(max=tokens - 1), position.clamp(max=tokens - 1)[None])
-        by_tile = pairs.unflatten(1, (blocks, block)).transpose(0, 1)  # [T, block, block]
-        tiles[row] = by_tile.flatten(1).any(1)
-        for column in (tiles[row] & ~by_tile.flatten(1).all(1)).nonzero().flatten().tolist():
-            tile = by_tile[column]
-            if row == column and torch.equal(tile, is_causal):
-                codes[0, 0, row, column] = CAUSAL_TILE
-                continue
-            bits = kernels.pack_bits(tile, backend="reference")
-            entry = entries.setdefault(bits.cpu().numpy().tobytes(), len(pool))
-            if entry == len(pool):
-                pool.append(bits)
-            codes[0, 0, row, column] = FIRST_PARTIAL_TILE + entry
-    stacked = torch.stack(pool) if pool else torch.zeros(0, block, block // 8, dtype=torch.uint8, device=device)
-    return tiles, TileMasks(codes, stacked)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from dit_accel import kernels
 from dit_accel.bench import verify
 from dit_accel.bench.cases import Case, Inputs, causal, documents, make_inputs, make_masked_inputs
+from dit_accel.bench.marginal import verify_linear_attention
 from dit_accel.bench.verify import Verdict
 from dit_accel.errors import BackendError, UnsupportedError
 from dit_accel.kernels.selection import select_rows, select_tiles
@@ -48,6 +49,7 @@ TINY_CASES = [
     Case(300, heads=2, head_dim=64, block=128, tiles=0.5, dtype=torch.float16),
 ]
 MASKED_TOKENS = 1100  # at most, where masks inside tiles are checked: nine blocks, the last one ragged
+LINEAR_ROWS = 40  # of linear attention that are compared with float64
 WEIGHTS = (1.5, -0.5)
 Checks = Iterator[tuple[str, Verdict]]
 
@@ -57,17 +59,24 @@ def available_backends() -> list[str]:
     return [name for name, status in kernels.backend_status().items() if status == "ok" and name != "reference"]
 
 
-def check_kernels(device: str, cases: Sequence[Case], backends: Sequence[str]) -> list[dict[str, Any]]:
-    """All ops over all cases and backends: one dict a check, with error, bound and ``passed``.
+def check_kernels(
+    device: str, cases: Sequence[Case], backends: Sequence[str], benchmarks: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Ops over all cases and backends: one dict a check, with error, bound and ``passed``.
 
-    What a backend doesn't offer, or refuses for a case, is left out.
+    ``benchmarks``: check what these time, by the names of ``CHECKS``; None = everything. What a backend doesn't offer,
+    or refuses for a case, is left out.
     """
+    chosen = CHECKS if benchmarks is None else benchmarks
+    checks = list(dict.fromkeys(check for name in chosen for check in CHECKS[name]))
     results = []
     for case in cases:
         inputs = make_inputs(case, device)
         for backend in backends:
-            for check in CHECKS:
+            for check in checks:
                 results += _rows(partial(check, inputs, backend), backend, case.name)
+    if check_attention not in checks:
+        return results
     case = next(case for case in cases if case.valid_keys is None)
     case = replace(case, tokens=min(case.tokens, MASKED_TOKENS), rows=1.0, tiles=1.0)
     for name, attends in (("causal", causal), ("documents", documents(case.tokens, case.tokens // 5, device))):
@@ -110,6 +119,27 @@ def check_attention(inputs: Inputs, backend: str) -> Checks:
     out = torch.full_like(q, math.nan)
     kernels.attention(q, k, v, inputs.plan, kv_len=kv_len, out=out, backend=backend)
     yield "attention", verify.verify_attention(out, q, k, v, inputs, kv_len=kv_len, poisoned=True)
+
+
+def check_linear_attention(inputs: Inputs, backend: str) -> Checks:
+    """Every second of the tiles that don't compute is marginal."""
+    case = inputs.case
+    marginal = ~inputs.tiles
+    marginal[..., ::2] = False
+    symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal, backend="reference"))
+    q, k, v = inputs.features(), inputs.features(), inputs.features()
+    kv_len = None
+    if case.valid_keys is not None:
+        kv_len = torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=q.device)
+    plan, out = kernels.lower(symbols), torch.full_like(q, math.nan)
+    kernels.linear_attention(q, k, v, plan, kv_len=kv_len, out=out, backend=backend)
+    yield "linear_attention", verify_linear_attention(out, q, k, v, plan, kv_len=kv_len, samples=LINEAR_ROWS)
+    probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
+    actual, expected = (
+        kernels.classify_tiles(probabilities, 0.05, 0.1, backend=name) for name in (backend, "reference")
+    )
+    same = all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    yield "classify_tiles", Verdict(0.0 if same else math.inf, 0.0)
 
 
 def check_gemm_q(inputs: Inputs, backend: str) -> Checks:
@@ -173,15 +203,20 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
     yield "select_rows", Verdict((rows != expected).double().mean().item(), 0.01)
 
 
-CHECKS = (
-    check_symbols,
-    check_attention,
-    check_gemm_q,
-    check_gemm_o,
-    check_pooling,
-    check_selection,
-    check_forecast,
-)
+CHECKS: dict[str, tuple[Callable[[Inputs, str], Checks], ...]] = {  # a benchmark's name to what it stands on
+    "attention": (check_symbols, check_attention),
+    "masks": (check_symbols, check_attention),
+    "quantised": (check_symbols, check_attention),
+    "gemm_q": (check_symbols, check_gemm_q),
+    "gemm_o": (check_symbols, check_gemm_o),
+    "lowering": (check_symbols,),
+    "pooling": (check_pooling,),
+    "symbols": (check_symbols, check_pooling, check_selection),
+    "sparge": (check_symbols, check_attention, check_pooling, check_selection),
+    "forecast": (check_symbols, check_forecast),
+    "slices": (check_symbols, check_attention),
+    "sla": (check_symbols, check_attention, check_linear_attention, check_pooling, check_selection),
+}
 
 
 def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str, Any]]:

@@ -19,13 +19,17 @@ from pathlib import Path
 import torch
 
 from dit_accel.bench import gate
-from dit_accel.bench.attention import bench_attention, bench_masked, bench_quantised
+from dit_accel.bench.attention import bench_attention, bench_quantised
 from dit_accel.bench.cases import Case, make_inputs
 from dit_accel.bench.gemm import bench_gemm_o, bench_gemm_q
+from dit_accel.bench.masks import bench_masked
 from dit_accel.bench.origin import describe_run
 from dit_accel.bench.recorder import Recorder
 from dit_accel.bench.report import Document, failures, merged, table
 from dit_accel.bench.sizes import FULL, QUICK, TINY, Sizes
+from dit_accel.bench.sla import bench_sla
+from dit_accel.bench.slices import bench_slices
+from dit_accel.bench.sparge import bench_sparge
 from dit_accel.bench.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
 from dit_accel.errors import DitAccelError
 from dit_accel.kernels import backend_status
@@ -40,7 +44,10 @@ OPS: dict[str, tuple[Callable[[Recorder, Sizes], None], str]] = {
     "lowering": (bench_lowering, "lowering"),
     "pooling": (bench_pooling, "pooling"),
     "symbols": (bench_symbols, "symbols"),
+    "sparge": (bench_sparge, "sparge"),
     "forecast": (bench_forecast, "forecast"),
+    "slices": (bench_slices, "slices"),
+    "sla": (bench_sla, "sla"),
 }
 DEFAULT_OUTPUT = Path("kernels")
 
@@ -73,8 +80,8 @@ def run(options: argparse.Namespace) -> Document:
         raise OptionError(f"--shapes: {', '.join(ops)} have no sequences of {options.shapes} tokens")
     backends = _backends(options.backends, device)
 
-    checks = gate.check_kernels(device, cases, backends)
-    if device == "cuda":
+    checks = gate.check_kernels(device, cases, backends, ops)
+    if device == "cuda" and "attention" in ops:
         checks += gate.check_no_host_wait(make_inputs(cases[0], device), backends)
     failed = {check["backend"] for check in checks if not check["passed"]}
     recorder = Recorder(device, [backend for backend in backends if backend not in failed])

@@ -1,11 +1,17 @@
-"""Speed-up against sparsity with the ideal line, a panel an op and shape, like figures 6, 8, 10 and 11 of FlashOmni."""
+"""Speed-up against sparsity with the ideal line, a panel an op and shape, like figures 6, 8, 10 and 11 of FlashOmni.
+
+What predicting tiles costs gets a panel by sequence length, as SpargeAttn's table 3 has it, and so do families of
+masks, as OmniAttention's figures 4 to 8 have them.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dit_accel.bench.report import Document, shape_label
+from dit_accel.bench.sparge import PAPER_SHARES
 from dit_accel.visualize import GREY, SERIES_COLOURS, SERIES_MARKERS, new_figure, tidy_axes
 
 if TYPE_CHECKING:
@@ -15,7 +21,9 @@ Row = dict[str, Any]
 
 COLUMNS = 3
 WINDOWS = "gemm_o_window"
-PLOTTED = ("attention", "gemm_q", "gemm_o_dispatch", WINDOWS)
+PLOTTED = ("attention", "gemm_q", "gemm_o_dispatch", WINDOWS, "slices", "sparge attention")
+PREDICTION = "sparge prediction"
+MASKS, MASKS_OVER = "attention masks", "flex"
 WINDOW_DASHES = ("-", "--", ":")
 DASHES = {"rows": "--", "both": ":"}
 SPARSE_BASELINES = ("flex",)
@@ -38,14 +46,21 @@ def speedup_plot(document: Document, path: Path) -> bool:
         if row["op"] in PLOTTED and row["speedup"]:
             panels.setdefault((row["op"], shape_label(row["shape"])), []).append(row)
     panels = {key: rows for key, rows in panels.items() if len({row["sparsity"] for row in rows}) > 1}
-    if not panels:
+    predicted = [row for row in document["results"] if row["op"] == PREDICTION and row["speedup"]]
+    drawings = [partial(_draw, title=f"{op}, {shape}", rows=rows) for (op, shape), rows in panels.items()]
+    if len({row["shape"]["tokens"] for row in predicted}) > 1:
+        drawings.append(partial(_draw_shares, rows=predicted))
+    for (block, how), rows in _masked_rows(document).items():
+        if len({row["shape"]["tokens"] for row in rows}) > 1:
+            drawings.append(partial(_draw_masks, title=f"{MASKS}, block {block}, {how}", rows=rows))
+    if not drawings:
         return False
-    count = -(-len(panels) // COLUMNS)
-    figure = new_figure(5.2 * min(COLUMNS, len(panels)), 4.2 * count)
-    grid = figure.subplots(count, min(COLUMNS, len(panels)), squeeze=False).flatten()
-    for axes, ((op, shape), rows) in zip(grid, panels.items(), strict=False):
-        _draw(axes, f"{op}, {shape}", rows)
-    for axes in grid[len(panels) :]:
+    count = -(-len(drawings) // COLUMNS)
+    figure = new_figure(5.2 * min(COLUMNS, len(drawings)), 4.2 * count)
+    grid = figure.subplots(count, min(COLUMNS, len(drawings)), squeeze=False).flatten()
+    for axes, draw in zip(grid, drawings, strict=False):
+        draw(axes)
+    for axes in grid[len(drawings) :]:
         axes.set_axis_off()
     figure.savefig(path)
     return True
@@ -72,6 +87,64 @@ def _draw(axes: Axes, title: str, rows: list[Row]) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=7, loc="upper left")
+    tidy_axes(axes, grid="both")
+
+
+def _draw_shares(axes: Axes, rows: list[Row]) -> None:
+    """Shares of dense attention's time by tokens: a line a part, and what the paper printed."""
+    over = next(iter(rows[0]["speedup"]))
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        part = row["kind"].split(" (")[0]
+        points.setdefault(part, []).append((row["shape"]["tokens"], 1 / row["speedup"][over]))
+    for number, (part, shares) in enumerate(points.items()):
+        line = _line(part, number, "-", shares)
+        axes.plot(*zip(*line.points, strict=True), color=line.colour, marker=line.marker, label=part, markersize=4)
+    axes.plot(*zip(*PAPER_SHARES.items(), strict=True), color=GREY, linestyle=":", label="SpargeAttn, table 3")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(f"share of {over}'s time")
+    axes.set_title(f"{PREDICTION}, heads={rows[0]['shape']['heads']}", loc="left", fontsize=9)
+    axes.legend(frameon=False, fontsize=7)
+    tidy_axes(axes, grid="both")
+
+
+def _masked_rows(document: Document) -> dict[tuple[str, str], list[Row]]:
+    """Rows of masks by block and by what was timed: the GPU's work, or calls from Python."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in document["results"]:
+        if row["op"] == MASKS and MASKS_OVER in row["speedup"]:
+            how = "called from Python" if row["kind"].endswith("called") else "GPU time"
+            panels.setdefault((row["shape"]["block"], how), []).append(row)
+    return panels
+
+
+def _draw_masks(axes: Axes, title: str, rows: list[Row]) -> None:
+    """Speed-up by tokens: a colour a family and dashes a backend."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        family = row["kind"].split(" ")[0]
+        points.setdefault((family, row["backend"]), []).append((row["shape"]["tokens"], row["speedup"][MASKS_OVER]))
+    families, backends = (list(dict.fromkeys(names)) for names in zip(*points, strict=True))
+    for (family, backend), speedups in points.items():
+        dashes = WINDOW_DASHES[backends.index(backend) % len(WINDOW_DASHES)]
+        line = _line(f"{family}, {backend}", families.index(family), dashes, speedups)
+        axes.plot(
+            *zip(*line.points, strict=True),
+            color=line.colour,
+            marker=line.marker,
+            linestyle=dashes,
+            label=line.label,
+            markersize=4,
+        )
+    axes.axhline(1.0, color=GREY, linewidth=0.9, linestyle=(0, (1, 1)))
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(f"speed-up over {MASKS_OVER}")
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
     tidy_axes(axes, grid="both")
 
 

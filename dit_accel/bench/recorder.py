@@ -118,17 +118,22 @@ class Recorder:
         outcome = (
             f"{ms:9.4f} ms  {over}" if verdict.passed else f"FAILED: error {verdict.error:.3g} > {verdict.bound:.3g}"
         )
-        self.log(f"{op:18}{backend:10}{kind:24}{_label(shape):34}{sparsity:6.1%}  {outcome}")
+        self.log(f"{op:18}{backend:10}{kind:24} {_label(shape):34}{sparsity:6.1%}  {outcome}")
 
     def baseline(
-        self, name: str, place: str, make: Callable[[], Callable[[], torch.Tensor]], verify: Callable[..., Verdict]
+        self,
+        name: str,
+        place: str,
+        make: Callable[[], Callable[[], torch.Tensor]],
+        verify: Callable[..., Verdict],
+        timer: Timer = median_ms,
     ) -> float | None:
         """Milliseconds of an alternative; None where it can't run here or its result is wrong, which is noted."""
         try:
             call = make()
             verdict = verify(call)
             if verdict.passed:
-                return median_ms(call, self.device)
+                return timer(call, self.device)
             reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
         except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -8,7 +8,7 @@ from typing import Any
 from dit_accel.errors import ShapeError
 
 Document = dict[str, Any]  # {"runs": [...], "gate": [...], "left_out": [...], "results": [...]}
-SHARES = ("symbols",)
+SHARES = ("symbols", "sparge prediction")
 KEY = ("op", "backend", "kind")
 
 

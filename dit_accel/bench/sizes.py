@@ -10,7 +10,19 @@ import torch
 from dit_accel.bench.cases import Case
 
 # The fields of Sizes that hold cases or projections.
-GROUPS = ("attention", "masked", "quantised", "projections", "lowering", "pooling", "symbols", "forecast")
+GROUPS = (
+    "attention",
+    "masked",
+    "quantised",
+    "projections",
+    "lowering",
+    "pooling",
+    "symbols",
+    "sparge",
+    "forecast",
+    "slices",
+    "sla",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,10 @@ class Sizes:
         projections: of GEMM-Q and GEMM-O.
         window_lengths, orders: N and D of GEMM-O's windows.
         lowering, pooling: cases of single ops of the symbol path; ``symbols`` of the whole path.
+        sparge: cases of SpargeAttn's prediction, and of its attention where that is short.
         forecast: cases of the weighted sum.
+        slices: dense cases of attention to single keys, and ``densities``: shares of the keys that stay.
+        sla: cases of SLA, forward and backward.
     """
 
     attention: tuple[Case, ...]
@@ -60,7 +75,11 @@ class Sizes:
     lowering: tuple[Case, ...]
     pooling: tuple[Case, ...]
     symbols: tuple[Case, ...]
+    sparge: tuple[Case, ...]
     forecast: tuple[Case, ...]
+    slices: tuple[Case, ...]
+    densities: tuple[float, ...]
+    sla: tuple[Case, ...]
 
     def tokens(self) -> list[int]:
         """Every sequence length, ascending."""
@@ -76,7 +95,11 @@ FULL = Sizes(
     attention=(Case(4608), Case(16896), Case(33024), Case(75600, heads=40), Case(118800)),
     sparsities=(0.0, 0.5, 0.8, 0.9),
     further={4608: (("tiles", 0.78), ("rows", 0.77)), 16896: (("tiles", 0.79),)},
-    masked=(Case(16896),),
+    masked=(
+        *(Case(tokens, 8, 64, block, dtype=torch.float16) for tokens in (512, 1024, 2048) for block in (64, 128)),
+        Case(8192),
+        Case(32768, heads=8),
+    ),  # the paper's lengths and heads, and longer ones
     quantised=(Case(33024),),
     projections=(
         Projection(4608),
@@ -91,13 +114,17 @@ FULL = Sizes(
     lowering=(Case(4608), Case(16896), Case(33024), Case(75600, heads=40), Case(118800)),
     pooling=(Case(4608), Case(8192), Case(33024)),
     symbols=(Case(8192), Case(33024)),
+    sparge=tuple(Case(tokens) for tokens in (8192, 16384, 32768, 65536, 131072)),  # those of the paper's table 3
     forecast=(Case(4608), Case(33024)),
+    slices=(Case(32760, heads=12), Case(33024)),
+    densities=(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
+    sla=(Case(32760, heads=12, block=64), Case(32760, heads=12)),  # Wan 1.3B, 480p; the paper's block is 64
 )
 QUICK = Sizes(
     attention=(Case(4608),),
     sparsities=(0.0, 0.8),
     further={},
-    masked=(Case(4608),),
+    masked=(Case(512, 8, 64, 64, dtype=torch.float16), Case(512, 8, 64, dtype=torch.float16)),
     quantised=(Case(4608),),
     projections=(Projection(4608),),
     window_lengths=(6,),
@@ -105,7 +132,11 @@ QUICK = Sizes(
     lowering=(Case(4608),),
     pooling=(Case(4608),),
     symbols=(Case(4608),),
+    sparge=(Case(4608),),
     forecast=(Case(4608),),
+    slices=(Case(4608),),
+    densities=(1.0, 0.5, 0.1),
+    sla=(Case(4608, heads=12, block=64),),
 )
 _SMALL = Case(300, heads=2, head_dim=32, block=64, dtype=torch.float32)
 TINY = Sizes(
@@ -120,7 +151,11 @@ TINY = Sizes(
     lowering=(_SMALL,),
     pooling=(_SMALL,),
     symbols=(_SMALL,),
+    sparge=(_SMALL,),
     forecast=(_SMALL,),
+    slices=(_SMALL,),
+    densities=(0.5,),
+    sla=(_SMALL,),
 )
 
 

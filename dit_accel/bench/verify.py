@@ -102,7 +102,7 @@ def verify_attention(
         relative_bound: judge ``‖out − exact‖ / ‖exact‖`` over those rows instead, for quantised attention.
     """
     case, parts = inputs.case, []
-    for b, h, row in _spread(inputs.rows.nonzero(), samples).tolist():
+    for b, h, row in spread(inputs.rows.nonzero(), samples).tolist():
         queries = slice(row * case.block, min((row + 1) * case.block, case.tokens))
         is_key = inputs.tiles[b, h, row].repeat_interleave(case.block)[: case.tokens]
         if kv_len is not None:
@@ -258,12 +258,12 @@ def _block_statistics(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.
 def _tokens(inputs: Inputs, samples: int | None) -> torch.Tensor:
     """Tokens of ``samples`` row-blocks, the ragged last one among them."""
     case = inputs.case
-    blocks = _spread(torch.arange(inputs.rows.shape[-1], device=inputs.rows.device), samples)
+    blocks = spread(torch.arange(inputs.rows.shape[-1], device=inputs.rows.device), samples)
     tokens = (blocks[:, None] * case.block + torch.arange(case.block, device=blocks.device)).flatten()
     return tokens[tokens < case.tokens]
 
 
-def _spread(entries: torch.Tensor, samples: int | None) -> torch.Tensor:
+def spread(entries: torch.Tensor, samples: int | None) -> torch.Tensor:
     """So many of the entries, evenly spread, the last one among them."""
     if samples is None or samples >= len(entries):
         return entries

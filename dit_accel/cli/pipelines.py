@@ -159,14 +159,25 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     generator = torch.Generator("cpu").manual_seed(seed)
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
+    with explained_failures(pipe), _loop_timer(pipe) as loop_seconds:
+        started = time.perf_counter()
+        made = pipe(**arguments, **form, generator=generator)
+        seconds = time.perf_counter() - started
+        return Output([as_clip(frames) for frames in made.frames] if video else made.images, seconds, loop_seconds())
+
+
+@contextlib.contextmanager
+def explained_failures(pipe: Any) -> Iterator[None]:
+    """Within, what a call of the pipeline raises comes out as something that its user can act on.
+
+    Raises:
+        UnsupportedError: the pipeline's own check of its inputs refused them.
+        typer.Exit: the device's memory did not suffice (code 1, with advice).
+    """
+    import torch
+
     try:
-        with _loop_timer(pipe) as loop_seconds:
-            started = time.perf_counter()
-            made = pipe(**arguments, **form, generator=generator)
-            seconds = time.perf_counter() - started
-            return Output(
-                [as_clip(frames) for frames in made.frames] if video else made.images, seconds, loop_seconds()
-            )
+        yield
     except ValueError as error:
         if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise

@@ -5,27 +5,54 @@ the first call that needs them, so importing this package compiles nothing and t
 """
 
 from dit_accel.kernels.attention import attention
+from dit_accel.kernels.attention_backward import attention_backward, differentiable_attention
 from dit_accel.kernels.backends import backend_status
+from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
+from dit_accel.kernels.key_selection import select_keys
+from dit_accel.kernels.linear_attention import linear_attention
+from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
+from dit_accel.kernels.linear_gelu import linear_gelu
 from dit_accel.kernels.lowering import lower
+from dit_accel.kernels.norm_modulate import add_gated, add_gated_norm_modulate, norm_modulate
+from dit_accel.kernels.norm_rope import norm_rope
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
+from dit_accel.kernels.transpose import transpose_lists
 
 __all__ = [
     "PooledMap",
+    "add_gated",
+    "add_gated_norm_modulate",
     "attention",
+    "attention_backward",
     "backend_status",
+    "classify_tiles",
+    "differentiable_attention",
+    "differentiable_linear_attention",
     "gemm_o_dispatch",
     "gemm_o_update",
     "gemm_q",
+    "linear_attention",
+    "linear_attention_backward",
+    "linear_gelu",
     "lower",
+    "mask_from_plan",
+    "norm_modulate",
+    "norm_rope",
     "pack_bits",
+    "plan_from_mask",
     "pooled_map",
+    "select_keys",
     "select_rows",
     "select_tiles",
+    "symbols_from_intervals",
+    "symbols_from_mask",
+    "transpose_lists",
     "unpack_bits",
     "weighted_sum",
 ]

@@ -15,13 +15,12 @@ skip by warps (section 3.4), except that the sum leaves it out as well, so the w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.backends import is_short, resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
     require_dtype,
@@ -31,11 +30,11 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
-from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.quantize import attention_quantized, qk_dtype_limit, require_qk_dtype
-from dit_accel.kernels.regions import take, token_index
+from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.kernels.slices import add_slices
 from dit_accel.layout import BLOCK_SIZES
-from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan
+from dit_accel.symbols import AttentionPlan
 
 PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
 
@@ -60,7 +59,8 @@ def attention(
     Args:
         q: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k, v: ``[B, S, H_kv, D]`` like q, with H a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``.
-        plan: which rows and tiles compute, for B, H and S tokens, and the masks inside tiles.
+        plan: which rows and tiles compute, for B, H and S tokens, the masks inside tiles, and the single keys beside
+            them, which :mod:`dit_accel.kernels.slices` adds in q's dtype; "cute" leaves them to "cuda" or "triton".
         scale: factor of the scores, positive; None = ``1 / sqrt(D)``.
         kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part, and tiles that hold only such keys
             count as not listed. None = all.
@@ -77,7 +77,7 @@ def attention(
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128.
             "cute": Hopper, with flash-attn-4 installed; likewise, blocks of 64 too, and masks.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128; ``pv_threshold`` in half precision,
-            ``qk_dtype``, masks.
+            ``qk_dtype``, masks. Before "cute" where tiles are PARTIAL, and where masked sequences are short.
 
     Returns:
         ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A query that computes but has no
@@ -89,15 +89,16 @@ def attention(
         UnsupportedError: the backend can't take these arguments; the message says why.
         BackendError: ``backend`` can't run here.
     """
-    _require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
+    require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
     chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
-    keep_reused = out is not None
+    keep_reused, has_slices = out is not None, plan.slices is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     batch, tokens, heads, _ = q.shape
-    lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32) if return_lse else None
+    needs_lse = return_lse or has_slices
+    lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32) if needs_lse else None
     if chosen == "cuda":
         from dit_accel.kernels._cuda.attention import attention_into
 
@@ -109,7 +110,7 @@ def attention(
     elif chosen == "triton" and qk_dtype is not None:
         from dit_accel.kernels._triton.attention_int8 import attention_int8_into
 
-        attention_int8_into(q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
+        attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse)
     elif chosen == "triton":
         from dit_accel.kernels._triton.attention import attention_into
 
@@ -122,6 +123,8 @@ def attention(
         attention_quantized(attend, q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
     else:
         _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
+    if has_slices:
+        add_slices(q, k, v, plan, scale, kv_len, out, lse, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -130,11 +133,15 @@ def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out) -> d
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
     from dit_accel.kernels._cute.attention import limit as cute_limit
 
-    return {
+    limits = {
         "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
-        "cute": cute_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse),
-        "triton": _triton_limit(q, plan, pv_threshold) or qk_dtype_limit(q, plan, pv_threshold, qk_dtype),
+        "cute": cute_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse or plan.slices is not None),
+        "triton": triton_limit(q, plan, pv_threshold) or qk_dtype_limit(q, plan, qk_dtype),
     }
+    if plan.masks is not None and (plan.masks.pool.shape[0] > 0 or is_short(plan)):
+        # behind Triton, where a PARTIAL tile costs 1.2 times a FULL one (2.4 times there) and a launch less Python
+        limits["cute"] = limits.pop("cute")
+    return limits
 
 
 def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
@@ -150,10 +157,10 @@ def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -
 def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> None:
     """One group of queries after the other, by the formulas at the top of this page."""
     kv_group = q.shape[2] // k.shape[2]
-    for b, h, row, listed in _rows_that_compute(plan):
+    for b, h, row, listed in rows_that_compute(plan):
         tiles = [tile for tile in listed if tile * plan.block < lengths[b]]
         keys = [token_index([tile], plan.block, 0, lengths[b], q.device) for tile in tiles]
-        masks = [_tile_mask(plan, b, h, row, tile) for tile in tiles]
+        masks = [tile_mask(plan, b, h, row, tile) for tile in tiles]
         for first in range(0, plan.block, PV_QUERIES):
             start = row * plan.block + first
             queries = slice(start, min(start + PV_QUERIES, plan.tokens))
@@ -179,24 +186,11 @@ def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> No
                 lse[b, h, queries] = maximum + total.log()
 
 
-def _tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch.Tensor | None:
-    """Which pairs of a tile attend, bool ``[block, block]``; None = all."""
-    if plan.masks is None:
-        return None
-    code = int(plan.masks.codes.expand(plan.batch, plan.heads, -1, -1)[b, h, row, tile])
-    if code == FULL_TILE:
-        return None
-    if code == CAUSAL_TILE:
-        token = torch.arange(plan.block, device=plan.masks.codes.device)
-        return tile * plan.block + token <= row * plan.block + token[:, None]
-    return unpack_bits(plan.masks.pool[code - FIRST_PARTIAL_TILE], plan.block, backend="reference")
-
-
 def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
     """Rows of a head with the same tiles go through one dense attention over just those keys."""
     group = q.shape[2] // k.shape[2]
     rows_of_tiles = defaultdict(list)
-    for b, h, row, tiles in _rows_that_compute(plan):
+    for b, h, row, tiles in rows_that_compute(plan):
         rows_of_tiles[b, h, tiles].append(row)
     for (b, h, tiles), rows in rows_of_tiles.items():
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
@@ -212,22 +206,12 @@ def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
             lse[b, h, queries] = scores.logsumexp(-1)  # -inf where there is no key
 
 
-def _rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Batch entry, head, query block and, in list order, key blocks."""
-    row_count, row_index = plan.row_count.tolist(), plan.row_index.tolist()
-    kv_count, kv_index = plan.kv_count.tolist(), plan.kv_index.tolist()
-    for b in range(plan.batch):
-        for h in range(plan.heads):
-            for row in row_index[b][h][: row_count[b][h]]:
-                yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
-
-
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
-def _triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None) -> str | None:
+def triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None) -> str | None:
     if limit := triton_head_dim_limit(q.shape[-1]):
         return limit
     if plan.block not in BLOCK_SIZES:
@@ -239,7 +223,7 @@ def _triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | No
     return None
 
 
-def _require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
+def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
     require_shape("q", q, ("B", "S", "H", "D"))
     require_dtype("q", q, FLOAT_DTYPES)
     batch, tokens, heads, head_dim = q.shape

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import torch
 
 from dit_accel.errors import BackendError, UnsupportedError
+from dit_accel.symbols import AttentionPlan
 
 MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies
 TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
+SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 
 def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str | None] = TRITON_ONLY) -> str:
@@ -41,6 +43,11 @@ def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str
     if limits[backend]:
         raise UnsupportedError(f"backend {backend!r} can't take this call: {limits[backend]}; use backend='auto'")
     return backend
+
+
+def is_short(plan: AttentionPlan) -> bool:
+    """Whether attention under the plan takes no longer than its launch by Python."""
+    return plan.work.numel() * plan.blocks * plan.block**2 <= SHORT_PAIRS
 
 
 def backend_status() -> dict[str, str]:
@@ -73,7 +80,7 @@ def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | No
         import triton
     except ImportError as error:
         return f"triton can't be imported ({error})"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < MINIMUM_TRITON:
+    if _release(triton.__version__) < MINIMUM_TRITON:
         return f"triton is {triton.__version__}, and the kernels need {'.'.join(map(str, MINIMUM_TRITON))} or later"
     if os.environ.get("TRITON_INTERPRET") == "1":
         # triton 3.6 keeps bfloat16 as uint16 there: products multiply the bit patterns
@@ -81,6 +88,11 @@ def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | No
     if device.type != "cuda":
         return f"the tensors are on '{device.type}', and Triton needs a CUDA device (or TRITON_INTERPRET=1)"
     return _capability_problem(device)
+
+
+@functools.cache  # parsing it takes longer than all else that is asked at every call
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:

@@ -13,11 +13,13 @@ TRITON_HEAD_DIMS = (16, 32, 64, 128)
 
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     """``shape`` holds a number for an axis of known length and a name for a free one."""
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(required, str) or required == length for required, length in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ShapeError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if tensor.dim() == len(shape):
+        for required, length in zip(shape, tensor.shape, strict=True):
+            if required != length and not isinstance(required, str):
+                break
+        else:
+            return
+    raise ShapeError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
 
 
 def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -35,7 +37,7 @@ def require_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ShapeError(
             f"{name} must have stride 1 along its last axis, got strides {list(tensor.stride())}; call .contiguous()"
         )

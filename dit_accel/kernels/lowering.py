@@ -9,7 +9,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.symbols import FULL_TILE, AttentionPlan, SparseSymbols
+from dit_accel.kernels.slices import count_slices_into
+from dit_accel.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 
 ORDERS = ("auto", "head", "length")
 ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
@@ -57,7 +58,21 @@ def lower(
     else:
         lower_into = _lower_reference
     lower_into(symbols, plan, ranked_together)
+    if plan.slices is not None:
+        _lower_slices(plan, "reference" if backend == "reference" else "triton")
     return plan
+
+
+def _lower_slices(plan: AttentionPlan, backend: str) -> None:
+    """Counts each row's single keys and lists the rows that have any."""
+    slices = plan.slices
+    count_slices_into(plan, backend)
+    by_head = slices.count.flatten(0, 1)  # [B * H, Tq]
+    ranked = torch.sort(by_head, dim=-1, descending=True, stable=True)
+    row = ranked.indices + torch.arange(len(by_head), device=by_head.device)[:, None] * plan.blocks
+    is_listed = ranked.values.flatten() > 0
+    slices.work.copy_(row.flatten()[_true_first(is_listed)])
+    slices.work_count.copy_(is_listed.sum()[None])
 
 
 def expanded_codes(symbols: SparseSymbols) -> torch.Tensor | None:
@@ -119,7 +134,16 @@ def _empty_plan(symbols: SparseSymbols) -> AttentionPlan:
         block=symbols.block,
         full_count=None if symbols.masks is None else empty(batch, heads, blocks),
         masks=symbols.masks,
+        linear_bits=symbols.linear_bits,
+        slices=_empty_slices(symbols),
     )
+
+
+def _empty_slices(symbols: SparseSymbols) -> Slices | None:
+    if symbols.slice_bits is None:
+        return None
+    count = symbols.slice_bits.new_empty(symbols.slice_bits.shape[:3], dtype=torch.int32)
+    return Slices(symbols.slice_bits, count, count.new_empty(1), count.new_empty(count.numel()))
 
 
 def _reused_plan(symbols: SparseSymbols, scratch: AttentionPlan) -> AttentionPlan:
@@ -133,5 +157,6 @@ def _reused_plan(symbols: SparseSymbols, scratch: AttentionPlan) -> AttentionPla
     if symbols.masks is not None and scratch.full_count is None:
         raise ShapeError("scratch must come from symbols with masks where the symbols have masks, got full_count None")
     buffers = {field.name: getattr(scratch, field.name) for field in fields(scratch)}
-    own = {"tokens": symbols.tokens, "block": symbols.block, "masks": symbols.masks}
+    own = {name: getattr(symbols, name) for name in ("tokens", "block", "masks", "linear_bits")}
+    own["slices"] = _empty_slices(symbols)  # of a kilobyte a head: not worth a place in the scratch
     return AttentionPlan(**(buffers | own | ({"full_count": None} if symbols.masks is None else {})))

@@ -2,7 +2,8 @@
 
 Each block is stood for by the mean of its valid tokens, ``P = softmax(q_mean k_mean^T / sqrt(D))``. A block whose
 tokens point in different directions is not stood for well by its mean; its mean pairwise cosine
-``|sum_i x_i / |x_i||^2 / n^2`` says how well.
+``|sum_i x_i / |x_i||^2 / n^2`` says how well. Tokens of zeros have no direction and count in neither sum nor n: a block
+is as similar as its other tokens are, and one of zeros alone, which its mean stands for exactly, is 1.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class PooledMap:
 
     Args:
         probabilities: float32 ``[B, H, T, T]``; each row sums to 1, and key blocks without a valid token have 0.
-        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's queries, 0 to 1.
-        k_similarity: the same for keys; 0 where a block has no valid key.
+        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's queries that are not 0; 0 to 1.
+        k_similarity: the same for keys; 1 where a block has no valid key.
     """
 
     probabilities: torch.Tensor
@@ -118,10 +119,15 @@ def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tup
     padded = F.pad(x.float(), (0, 0, 0, 0, 0, blocks * block - tokens))
     is_valid = torch.arange(blocks * block, device=x.device) < lengths[:, None]
     padded = torch.where(is_valid[..., None, None], padded, 0.0)  # where, not a product: padding may hold NaN
-    unit = padded * padded.square().sum(-1, keepdim=True).clamp(min=SMALLEST_SQUARED_NORM).rsqrt()
+    squared_norm = padded.square().sum(-1, keepdim=True)
+    directed = squared_norm > SMALLEST_SQUARED_NORM
+    unit = torch.where(directed, padded * squared_norm.rsqrt(), 0.0)
     count = _valid_tokens(lengths, blocks, block).clamp(min=1)[:, None]  # [B, 1, T]
-    total, unit_total = (y.unflatten(1, (blocks, block)).sum(2).transpose(1, 2) for y in (padded, unit))
-    return total / count[..., None], unit_total.square().sum(-1) / count.square()
+    total, unit_total, directions = (
+        y.unflatten(1, (blocks, block)).sum(2).transpose(1, 2) for y in (padded, unit, directed[..., 0])
+    )
+    similarity = torch.where(directions > 0, unit_total.square().sum(-1) / directions.square(), 1.0)
+    return total / count[..., None], similarity
 
 
 def _valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:

@@ -62,9 +62,7 @@ def require_qk_dtype(qk_dtype: str | None) -> None:
         raise ShapeError(f"qk_dtype must be None or one of {QK_DTYPES}, got {qk_dtype!r}")
 
 
-def qk_dtype_limit(
-    q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None, qk_dtype: str | None
-) -> str | None:
+def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -> str | None:
     """What keeps backend "triton" from the option, or None."""
     if qk_dtype is None:
         return None
@@ -72,8 +70,6 @@ def qk_dtype_limit(
         return f"head_dim must be one of {HEAD_DIMS} with qk_dtype={qk_dtype!r}, got {q.shape[-1]}"
     if plan.masks is not None:
         return f"qk_dtype={qk_dtype!r} takes no masks inside tiles"
-    if pv_threshold is not None:
-        return f"qk_dtype={qk_dtype!r} takes no pv_threshold"
     if qk_dtype == "int8+fp8" and q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
         if capability < FP8_CAPABILITY:

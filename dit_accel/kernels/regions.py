@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dit_accel.kernels.packing import unpack_bits
 from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan
+from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan
 
 Index = slice | torch.Tensor
 
@@ -76,6 +77,29 @@ def token_index(blocks: Sequence[int], block: int, start: int, stop: int, device
         return slice(first - start, max(first, last) - start)
     tokens = (run[:, None] * block + torch.arange(block, device=device)).flatten()
     return tokens[(tokens >= start) & (tokens < stop)] - start
+
+
+def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """Batch entry, head, query block and, in list order, key blocks."""
+    row_count, row_index = plan.row_count.tolist(), plan.row_index.tolist()
+    kv_count, kv_index = plan.kv_count.tolist(), plan.kv_index.tolist()
+    for b in range(plan.batch):
+        for h in range(plan.heads):
+            for row in row_index[b][h][: row_count[b][h]]:
+                yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
+
+
+def tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch.Tensor | None:
+    """Which pairs of a tile attend, bool ``[block, block]``; None = all."""
+    if plan.masks is None:
+        return None
+    code = int(plan.masks.codes.expand(plan.batch, plan.heads, -1, -1)[b, h, row, tile])
+    if code == FULL_TILE:
+        return None
+    if code == CAUSAL_TILE:
+        token = torch.arange(plan.block, device=plan.masks.codes.device)
+        return tile * plan.block + token <= row * plan.block + token[:, None]
+    return unpack_bits(plan.masks.pool[code - FIRST_PARTIAL_TILE], plan.block, backend="reference")
 
 
 def _index(values: Sequence[int], device: torch.device) -> Index:

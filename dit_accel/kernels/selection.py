@@ -17,43 +17,77 @@ from dit_accel.layout import block_count
 
 UNITS = 1 << 30  # of a distribution; 1e-9 of its mass is the finest that counts, and its sum fits 32 bits
 SMALLEST_SHARE = 1 / 16  # the part of a block's guidance that differs is told apart as if it were at least so much
+COUNT_SLACK = 1 << 12  # of UNITS: what rounding a share to units may take from a number of tiles
 MAX_BLOCKS_CUDA = 2048  # a warp holds a row in registers
 
 
 @torch.no_grad()
 def select_tiles(
-    probabilities: torch.Tensor, tau: float, *, always: slice = slice(0, 0), backend: str = "auto"
+    probabilities: torch.Tensor,
+    tau: float | None,
+    *,
+    top_k: float | None = None,
+    always: slice = slice(0, 0),
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """S_s of the tiles that a row can't do without (SpargeAttn, section 3.3, with its τ = 1 − ``tau``).
 
     A tile's mass is ``ceil(2^30 P)``. It is skipped iff the masses of its row that are at most its own sum to at most
-    ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one.
+    ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one. Where ``columns``
+    leave a row little mass, it is counted in finer units, ``2^(30 + s)`` with the largest s that keeps it within 2^30.
+
+    With ``top_k`` the tiles of largest probability are kept, ``ceil(top_k n)`` of the n with any at all, and those that
+    equal the last of them.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
-        tau: share of a row's mass that may be skipped, 0..1.
+        tau: share of a row's mass that may be skipped, 0..1; None with ``top_k``.
+        top_k: share of a row's tiles that is kept, above 0 and up to 1.
         always: blocks whose rows and columns compute whole.
+        rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
+        columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
+            and numbers of tiles is said of the other blocks. None = none.
         backend: "auto", "reference", "cuda" or "triton".
 
     Returns:
         ``skip_bits`` as in :class:`~dit_accel.symbols.SparseSymbols`: uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
 
     Raises:
-        ShapeError: ``probabilities`` or ``tau`` is not as above.
+        ShapeError: an argument is not as above.
         BackendError: ``backend`` can't run here.
         UnsupportedError: ``backend`` can't take that many blocks.
     """
-    backend = _resolve(probabilities, tau, backend)
+    if (tau is None) == (top_k is None):
+        raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
+    if top_k is not None and not 0 < top_k <= 1:
+        raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
+    backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
+    for name, blocks_kept in (("rows", rows), ("columns", columns)):
+        if blocks_kept is not None:
+            require_shape(name, blocks_kept, tuple(probabilities.shape[:3]))
+            require_dtype(name, blocks_kept, (torch.bool,))
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
-        return _select_tiles_reference(probabilities, tau, start, stop)
+        return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
     if backend == "cuda":
         from dit_accel.kernels._cuda import selection as implementation
     else:
         from dit_accel.kernels._triton import selection as implementation
     batch, heads, blocks, _ = probabilities.shape
     skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
-    implementation.select_tiles_into(skip_bits, probabilities.contiguous(), tau_units(tau), start, stop)
+    rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
+    implementation.select_tiles_into(
+        skip_bits,
+        probabilities.contiguous(),
+        tau_units(tau if top_k is None else 1 - top_k),
+        start,
+        stop,
+        by_count=top_k is not None,
+        rows=rows,
+        columns=columns,
+    )
     return skip_bits
 
 
@@ -110,11 +144,35 @@ def tau_units(tau: float) -> int:
     return round(tau * UNITS)
 
 
-def _select_tiles_reference(probabilities: torch.Tensor, tau: float, start: int, stop: int) -> torch.Tensor:
-    mass = (probabilities * UNITS).ceil().long()
-    tiles = ~_lowest_mass(mass, tau) | (mass == mass.amax(-1, keepdim=True))
+def _select_tiles_reference(
+    probabilities: torch.Tensor,
+    tau: float | None,
+    top_k: float | None,
+    start: int,
+    stop: int,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
+) -> torch.Tensor:
+    if columns is not None:
+        probabilities = probabilities.masked_fill(columns[:, :, None], 0.0)
+    if top_k is None:
+        mass = (probabilities * UNITS).ceil().long()
+        if columns is not None:
+            finer = (UNITS // mass.sum(-1, keepdim=True).clamp(min=1)).clamp(min=1).double().log2().floor()
+            mass = (probabilities.double() * UNITS * finer.exp2()).ceil().long()
+        lowest = _lowest_mass(mass, tau)
+    else:
+        mass = probabilities.contiguous().view(torch.int32)  # bits of positive numbers are in order as they are
+        counts = (mass > 0).long()
+        budget = (counts.sum(-1, keepdim=True) * tau_units(1 - top_k) + COUNT_SLACK) // UNITS
+        lowest = _lowest(mass, counts, budget)
+    tiles = ~lowest | (mass == mass.amax(-1, keepdim=True))
     tiles[..., start:stop] = True
     tiles[:, :, start:stop] = True
+    if rows is not None:
+        tiles |= rows[..., None]
+    if columns is not None:
+        tiles |= columns[:, :, None]
     return pack_bits(tiles, backend="reference")
 
 
@@ -135,10 +193,15 @@ def _select_rows_reference(
 
 def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
     """int64 ``[..., n]`` -> bool: entries for which the masses up to their own sum to at most ``tau`` of the total."""
-    ascending, order = mass.sort(dim=-1)
-    running = ascending.cumsum(dim=-1)
-    last = torch.searchsorted(ascending, ascending, right=True) - 1  # equal masses share the last one's running sum
-    budget = (running[..., -1:].double() * tau_units(tau) * 2.0**-30).long()
+    budget = (mass.sum(-1, keepdim=True).double() * tau_units(tau) * 2.0**-30).long()
+    return _lowest(mass, mass, budget)
+
+
+def _lowest(rank: torch.Tensor, weight: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """Integers ``[..., n]`` -> bool: entries for which the weights of ranks up to their own sum to at most a budget."""
+    ascending, order = rank.sort(dim=-1)
+    running = weight.gather(-1, order).cumsum(dim=-1)
+    last = torch.searchsorted(ascending, ascending, right=True) - 1  # equal ranks share the last one's running sum
     fits = running.gather(-1, last) <= budget
     return torch.zeros_like(fits).scatter(-1, order, fits)
 

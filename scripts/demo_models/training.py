@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,8 @@ class MasterWeights:
         self.momenta = {
             shape: torch.zeros(len(held), *shape, device=masters[0].device) for shape, held in self.groups.items()
         }
-        self.adamw = torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=others[0].is_cuda)
+        groups = [{"params": others}]  # in a group it may be empty
+        self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=masters[0].is_cuda)
 
     @torch.no_grad()
     def step(self, rate: float, largest_norm: float = 1.0) -> None:
@@ -72,6 +74,21 @@ class MasterWeights:
     def load_averages(self) -> None:
         """Put the averaged weights into the model."""
         torch._foreach_copy_(self.live, self.averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a training goes on from, beside the model's own weights."""
+        held = {"masters": self.masters, "averages": self.averages, "momenta": list(self.momenta.values())}
+        return {**held, "adamw": self.adamw.state_dict(), "steps": self.steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave for the same model; its weights become the rounded masters."""
+        for name, held in (("masters", self.masters), ("averages", self.averages), ("momenta", self.momenta.values())):
+            for tensor, value in zip(held, state[name], strict=True):
+                tensor.copy_(value)
+        self.adamw.load_state_dict(state["adamw"])
+        self.steps = state["steps"]
+        torch._foreach_copy_(self.live, self.masters)
 
 
 def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

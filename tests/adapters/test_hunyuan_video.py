@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.adapters import hunyuan_video, hunyuan_video_blocks
+from dit_accel.adapters import block_hook, hunyuan_video, hunyuan_video_blocks
 from dit_accel.adapters.hunyuan_video import HunyuanVideoAdapter
 from dit_accel.testing import tiny_inputs, tiny_pipeline
 from tests.adapters.naive_hunyuan_video import run
@@ -113,7 +113,7 @@ def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name,
     apart, _ = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
     fused = []
     gemm_q = hunyuan_video_blocks.gemm_q
-    monkeypatch.setattr(HunyuanVideoAdapter, "fuses_projections", lambda adapter, x: True)
+    monkeypatch.setattr(HunyuanVideoAdapter, "fuses_kernels", lambda adapter, x: True)
     monkeypatch.setattr(
         hunyuan_video_blocks, "gemm_q", lambda *args, **options: fused.append(1) or gemm_q(*args, **options)
     )
@@ -132,14 +132,14 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
     """The op over every tile, which takes each prompt's length, is dense attention without its padding."""
     plain = pipes("hunyuan")(**inputs(prompt=prompt))[0]
     attended = []
-    attention = hunyuan_video_blocks.attention
+    attention = block_hook.attention
 
     def counted(*args, **options):
         attended.append(options["kv_len"] is not None)
         return attention(*args, **options)
 
-    monkeypatch.setattr(hunyuan_video_blocks, "attention", counted)
-    for condition in ("fuses_projections", "attends_by_kernel"):
+    monkeypatch.setattr(block_hook, "attention", counted)
+    for condition in ("fuses_kernels", "attends_by_kernel"):
         monkeypatch.setattr(HunyuanVideoAdapter, condition, lambda adapter, x: True)
     result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
     assert _distance(result, plain) < 1e-5

@@ -204,6 +204,30 @@ def test_a_mean_of_the_values_costs_nothing(backend, make_tensor, make_sparsity)
     torch.testing.assert_close(far.float() - 16, near.float(), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("kv_len", [None, (330, 100)], ids=["all-keys", "kv_len"])
+def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
+    """Under pv_threshold rows leave out tiles far below their best so far, as the reference does, and no last tile.
+
+    Scores of the six key blocks lie about these heights, none of them near the threshold.
+    """
+    tokens, block = 380, 64
+    heights = torch.tensor([2.0, -1.5, 1.0, -20.0, 1.5, -1.5], device=device)
+    direction = torch.nn.functional.normalize(make_tensor(1, 1, 1, 32), dim=-1)
+    by_token = heights.repeat_interleave(block)[None, :tokens, None, None]
+    q = (2 * direction + 0.1 * make_tensor(2, tokens, 1, 32)).half()
+    k = (direction * by_token * 32**0.5 / 2 + 0.1 * make_tensor(2, tokens, 1, 32)).half()
+    v = make_tensor(2, tokens, 1, 32, dtype=torch.float16)
+    plan = everything(q, block)
+    lengths = None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=device)
+    computed = torch.ones(q.shape[:3], dtype=torch.bool, device=device)
+    check(q, k, v, plan, computed, qk_dtype, kv_len=lengths, pv_threshold=-3.0)
+    options = {"kv_len": lengths, "qk_dtype": qk_dtype, "return_lse": True, "backend": "triton"}
+    lost = attention(q, k, v, plan, **options)[1] - attention(q, k, v, plan, pv_threshold=-3.0, **options)[1]
+    assert (lost[0] > 0.005).all()  # e^-1.5 of the 15 that all weights sum to is about 0.015
+    if kv_len is not None:
+        assert (lost[1].abs() < 1e-4).all()  # the second tile is the last with a key
+
+
 def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, make_sparsity):
     """The portable kernel loads tiles by descriptor from Hopper on."""
     from dit_accel.kernels._triton.attention_int8 import attend, values_as_matrix
@@ -268,8 +292,6 @@ def test_bad_arguments(make_tensor, make_sparsity):
     q = make_tensor(1, 130, 2, 32, dtype=torch.float16)
     with pytest.raises(ShapeError, match=r"qk_dtype must be None or one of \('int8', 'int8\+fp8'\), got 'int4'"):
         attention(q, q, q, plan, qk_dtype="int4")
-    with pytest.raises(UnsupportedError, match="takes no pv_threshold"):
-        attention(q, q, q, plan, qk_dtype="int8", pv_threshold=-5.0, backend="triton")
     short = make_tensor(1, 130, 2, 16, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match=r"head_dim must be one of \(32, 64, 128\) .*, got 16"):
         attention(short, short, short, plan, qk_dtype="int8", backend="triton")

@@ -26,11 +26,9 @@ def naive_map(q, k, block, lengths):
     starts = range(0, tokens, block)
 
     def similarity(x):
-        if not len(x):
-            return 0.0
-        norm = x.norm(dim=-1, keepdim=True)
-        unit = torch.where(norm > 0, x / norm, 0.0)
-        return (unit @ unit.T).mean().item()
+        x = x[x.norm(dim=-1) > 0]
+        unit = x / x.norm(dim=-1, keepdim=True)
+        return (unit @ unit.T).mean().item() if len(x) else 1.0
 
     probabilities = torch.zeros(batch, heads, len(starts), len(starts), dtype=torch.float64)
     q_similarity, k_similarity = torch.zeros(2, batch, heads, len(starts), dtype=torch.float64)
@@ -97,13 +95,15 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_tensor):
 
 @every_backend
 def test_similarity_of_known_blocks(backend, device):
-    """Equal directions give 1, opposite pairs 0, all-zero tokens 0; a zero token pulls the mean down."""
-    q = torch.zeros(1, 256, 1, 32, device=device)
+    """Equal directions give 1, opposite pairs 0. Zero tokens have no direction: only the others of a block are judged,
+    and a block of zeros is what its mean says."""
+    q = torch.zeros(1, 320, 1, 32, device=device)
     q[0, :64, 0, 0] = torch.rand(64, device=device) + 0.5
     q[0, 64:128, 0, 0] = torch.tensor([1.0, -1.0], device=device).repeat(32)
     q[0, 192:224, 0, 3] = 2.0
+    q[0, 256, 0, 1], q[0, 300, 0, 2] = 1.0, 3.0  # two directions at right angles
     pooled = pooled_map(q, q, 64, backend=backend)
-    expected = torch.tensor([[[1.0, 0.0, 0.0, 0.25]]], device=device)
+    expected = torch.tensor([[[1.0, 0.0, 1.0, 1.0, 0.5]]], device=device)
     torch.testing.assert_close(pooled.q_similarity, expected)
     torch.testing.assert_close(pooled.k_similarity, expected)
     assert not pooled.probabilities.isnan().any()

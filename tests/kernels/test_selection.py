@@ -58,6 +58,66 @@ def test_tiles_equal_a_naive_loop(shape, tau, backend, make_map):
     assert torch.equal(unpack_bits(bits, shape[-1], backend="reference"), expected)
 
 
+@pytest.fixture
+def make_flags(device):
+    """``make(batch, heads, blocks)``: three in ten blocks marked."""
+    generator = torch.Generator().manual_seed(3)
+
+    def make(*shape: int) -> torch.Tensor:
+        return (torch.rand(*shape, generator=generator) < 0.3).to(device)
+
+    return make
+
+
+@every_backend
+@pytest.mark.parametrize("tau", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_marked_columns_carry_no_mass(shape, tau, backend, make_map, make_flags):
+    """Whole rows and columns are kept, and the others are chosen as if the columns were not there."""
+    probabilities, rows, columns = make_map(*shape), make_flags(*shape), make_flags(*shape)
+    bits = select_tiles(probabilities, tau, rows=rows, columns=columns, backend=backend)
+    tiles = unpack_bits(bits, shape[-1], backend="reference").cpu()
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
+        others = (~columns[b, h]).nonzero().flatten().tolist()
+        masses = [probabilities[b, h, i, j].item() for j in others]
+        finer = 0
+        while others and sum(math.ceil(p * UNITS) for p in masses) << finer + 1 <= UNITS:
+            finer += 1
+        masses = [math.ceil(p * UNITS * 2**finer) for p in masses]
+        dropped = {others[n] for n in lowest(masses, tau) if masses[n] != max(masses)}
+        kept = set(range(shape[-1])) - (set() if rows[b, h, i] else dropped)
+        assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
+
+
+@every_backend
+def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device):
+    """A column with all but 1e-9 of the mass leaves the others as they would be without it."""
+    rest = torch.tensor([0.5, 0.3, 0.15, 0.05], device=device)
+    beside = torch.cat([torch.ones(1, device=device), rest * 1e-9]).expand(1, 1, 5, 5)
+    columns = torch.tensor([True, False, False, False, False], device=device).expand(1, 1, 5)
+    tiles = unpack_bits(select_tiles(beside, 0.21, columns=columns, backend=backend), 5)
+    assert tiles[0, 0, 0].tolist() == [True, True, True, False, False]
+
+
+@every_backend
+@pytest.mark.parametrize("marks", [False, True], ids=["plain", "marked"])
+@pytest.mark.parametrize("top_k", [1e-6, 0.3, 0.9])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_top_k_keeps_a_share_of_the_tiles(shape, top_k, marks, backend, make_map, make_flags):
+    """The largest ceil(top_k n) of the n tiles with any probability, and what equals the last of them."""
+    probabilities = make_map(*shape)
+    probabilities[..., -1] = 0.0
+    columns = make_flags(*shape) if marks else torch.zeros(shape, dtype=torch.bool, device=probabilities.device)
+    bits = select_tiles(probabilities, None, top_k=top_k, columns=columns if marks else None, backend=backend)
+    tiles = unpack_bits(bits, shape[-1], backend="reference").cpu()
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
+        row = {j: p for j, p in enumerate(probabilities[b, h, i].tolist()) if not columns[b, h, j]}
+        present = sorted((p for p in row.values() if p > 0), reverse=True)
+        least = present[math.ceil(round(top_k * len(present), 6)) - 1] if present else 0.0
+        kept = {j for j in range(shape[-1]) if j not in row or row[j] >= least}
+        assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
+
+
 @every_backend
 def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
     probabilities = make_map(1, 3, 13)
@@ -118,14 +178,20 @@ def test_without_text_or_vision_every_row_computes(text, vision, make_map):
 
 @needs_gpu
 @pytest.mark.parametrize("blocks", [64, 132, 258, 591, 929, 2100])
-def test_backends_agree_at_full_size(blocks, make_map):
+def test_backends_agree_at_full_size(blocks, make_map, make_flags):
     """Tiles are exact. Rows may differ where exponentials round to another integer: one in a thousand at most."""
     probabilities = make_map(1, 3, blocks)
     expected = select_tiles(probabilities, 0.3, always=slice(0, 2), backend="reference")
+    rows_kept, columns_kept = make_flags(1, 3, blocks), make_flags(1, 3, blocks)
+    judged = {"tau": 0.3}, {"tau": None, "top_k": 0.2}
     text, vision = slice(0, 4), slice(4, blocks)
     rows = select_rows(probabilities, 0.5, text=text, vision=vision, backend="reference")
     for backend in ("auto", "triton"):
         assert torch.equal(select_tiles(probabilities, 0.3, always=slice(0, 2), backend=backend), expected)
+        for each in judged:
+            options = {"rows": rows_kept, "columns": columns_kept, **each}
+            same = select_tiles(probabilities, backend=backend, **options)
+            assert torch.equal(same, select_tiles(probabilities, backend="reference", **options))
         other = select_rows(probabilities, 0.5, text=text, vision=vision, backend=backend)
         assert (unpack_bits(other, 3) != unpack_bits(rows, 3)).sum() <= 1 + 3 * blocks // 1000
 
@@ -149,6 +215,22 @@ def test_nothing_from_q_and_k_to_the_plan_waits_for_the_gpu(backend, make_tensor
     graph.replay()
     assert torch.equal(plan.mask64, expected.mask64)
     assert torch.equal(plan.kv_count, expected.kv_count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tau": None}, "one of tau and top_k must be given, got tau=None and top_k=None"),
+        ({"tau": 0.1, "top_k": 0.5}, "one of tau and top_k must be given, got tau=0.1 and top_k=0.5"),
+        ({"tau": None, "top_k": 0.0}, "top_k must be above 0 and at most 1, got 0.0"),
+        ({"tau": 0.1, "rows": torch.zeros(1, 1, 2).bool()}, r"rows must have shape \[1, 1, 3\], got \[1, 1, 2\]"),
+        ({"tau": 0.1, "columns": torch.zeros(1, 1, 3)}, "columns must have dtype torch.bool, got torch.float32"),
+    ],
+    ids=["neither", "both", "top_k", "rows", "columns"],
+)
+def test_bad_tile_options(options, message):
+    with pytest.raises(ShapeError, match=message):
+        select_tiles(torch.zeros(1, 1, 3, 3), options.pop("tau"), **options)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dit_accel.kernels import attention, pooled_map
 from dit_accel.layout import TokenLayout
+from dit_accel.policies import plan
+from dit_accel.presets import Skip
+from dit_accel.recording import AttentionTap
 from dit_accel.testing import tiny_output, tiny_pipeline
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -23,8 +27,8 @@ def test_every_attention_over_the_clip_is_measured(name, sites):
     pipe = tiny_pipeline(name)
     call = {"steps": 4, "height": 96, "width": 80, **({} if name.startswith("hunyuan") else {"guidance_scale": 5.0})}
     plain = tiny_output(pipe, name, **call)
-    measurement = OrderMeasurement(pipe, [64], [0.0, 0.5], every=2)
-    with measurement:
+    measurement = OrderMeasurement([64], [0.0, 0.5], every=2)
+    with AttentionTap(pipe, measurement.visit):
         measured = tiny_output(pipe, name, **call)
     assert torch.equal(measured, plain)
     assert torch.equal(tiny_output(pipe, name, **call), plain)
@@ -37,6 +41,26 @@ def test_every_attention_over_the_clip_is_measured(name, sites):
     assert len(table(results).splitlines()) == 2 + len(results)
 
 
+def test_heads_are_measured_in_turn():
+    """Of three heads, two are measured at each attention, and the next attention goes on with the third."""
+    pipe, seen = tiny_pipeline("wan"), []
+    measurement = OrderMeasurement([64], [0.0], heads=2)
+
+    def visit(site, q, k, v):
+        before = len(measurement.figures["raster", 64, 0.0])
+        measurement.visit(site, q, k, v)
+        (figures,) = measurement.figures["raster", 64, 0.0][before:]
+        each = pooled_map(q, k, 64).q_similarity[..., site.layout.vision_blocks].mean(dim=(0, 2))
+        seen.append((figures["q_similarity"], each))
+
+    with AttentionTap(pipe, visit, block=64):
+        tiny_output(pipe, "wan", steps=2)
+    for visits, (measured, each) in enumerate(seen):
+        chosen = [2 * visits % 3, (2 * visits + 1) % 3]
+        assert measured == pytest.approx(each[chosen].mean().item())
+        assert measured != pytest.approx(each.mean().item())
+
+
 def test_blocks_of_like_tokens_are_similar_and_sparse():
     """Two kinds of tokens that attend to their own: sorted, blocks are alike and half the tiles go; mixed, neither."""
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +69,8 @@ def test_blocks_of_like_tokens_are_similar_and_sparse():
 
     def figures(order):
         q = kinds[order].view(1, 256, 1, 16)
-        (measured,) = measure(q, q, torch.randn(q.shape, generator=generator), layout, [0.2])
+        v = torch.randn(q.shape, generator=generator)
+        (measured,) = measure(q, q, v, attention(q, q, v, plan(q, q, Skip())), layout, [0.2])
         return measured
 
     apart, mixed = figures(torch.arange(256)), figures(torch.arange(256).view(2, 128).T.flatten())

@@ -32,6 +32,17 @@ def limit(
     out: torch.Tensor | None,
 ) -> str | None:
     """What keeps the kernel from these arguments, or None."""
+    if plan.masks is not None:
+        return "the plan must have no masks"
+    if pv_threshold is not None or qk_dtype is not None:
+        return f"pv_threshold and qk_dtype must be None, got {pv_threshold} and {qk_dtype}"
+    return tensor_limit(q, k, v, plan, out)
+
+
+def tensor_limit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, out: torch.Tensor | None
+) -> str | None:
+    """What keeps Hopper's consumers of 128 by 128 tiles from these tensors, or None."""
     if problem := hopper_limit(q):
         return problem
     if q.dtype not in DTYPES:
@@ -42,10 +53,6 @@ def limit(
         return f"the plan's block must be {BLOCK}, got {plan.block}"
     if q.numel() == 0:
         return f"q must not be empty, got {list(q.shape)}"
-    if plan.masks is not None:
-        return "the plan must have no masks"
-    if pv_threshold is not None or qk_dtype is not None:
-        return f"pv_threshold and qk_dtype must be None, got {pv_threshold} and {qk_dtype}"
     named = (("q", q), ("k", k), ("v", v), ("out", out))
     return next((found for name, x in named if x is not None and (found := tensor_map_limit(name, x))), None)
 

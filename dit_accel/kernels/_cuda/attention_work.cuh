@@ -64,6 +64,10 @@ struct Problem {
     float* lse;
     int heads, group, blocks, tokens;
     float scale_log2;
+#if SLICES
+    const element* out;  // what it goes on from, with lse, in rows whose kv_count is not 0
+    long long out_batch, out_token, out_head;
+#endif
 };
 
 __device__ __forceinline__ float* lse_of(const Problem& problem, const Piece& piece, int query) {

@@ -55,6 +55,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Arrives once what this thread has copied so far by copy_async is there.
+__device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Ring of `STAGES` slots: each use of the ring is one step; slots and parities follow from its number.
 template <int STAGES>
 struct Ring {
@@ -116,7 +121,7 @@ __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.com
 // Until the stores of this thread have read shared memory (it may be overwritten).
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Ordinary writes to shared memory become visible to the copy engine and to wgmma; then a barrier.
+// Ordinary writes to shared memory, copy_async's too, become visible to the copy engine and to wgmma; then a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers
@@ -138,6 +143,16 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return packed;
 }
 
+__device__ __forceinline__ void unpack(u32 packed, float& low, float& high) {
+#if ELEMENT_BF16
+    low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000);
+#else
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(packed));
+#endif
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -146,6 +161,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 __device__ __forceinline__ void store_zeros(u32 address) {  // 16 bytes of shared memory
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {  // 16 bytes, to shared memory
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ int load_acquire(const int* address) {

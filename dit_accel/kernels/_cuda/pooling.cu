@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) block_statistics(
     int q_batch, int q_token, int q_head, int k_batch, int k_token, int k_head,
     int tokens, int batches, float smallest_squared_norm) {
     __shared__ float sums[2][WARPS][HEAD_DIM];
+    __shared__ int directed[WARPS];  // tokens that are not 0
     int head = blockIdx.x, block = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     bool is_key = blockIdx.z >= batches;
     int batch = is_key ? blockIdx.z - batches : blockIdx.z;
@@ -86,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) block_statistics(
             if (step * WARPS * TOKENS + first_slot >= count) packed[step] = make_uint4(0, 0, 0, 0);
     }
     float total[VECTOR] = {}, unit_total[VECTOR] = {};
+    int directions = 0;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         float token[VECTOR], squared_norm = 0.0f;
@@ -97,6 +99,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) block_statistics(
             squared_norm += __shfl_xor_sync(WHOLE_WARP, squared_norm, distance);
         float scale;
         asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(fmaxf(squared_norm, smallest_squared_norm)));
+        bool has_direction = squared_norm > smallest_squared_norm;
+        scale = has_direction ? scale : 0.0f;
+        directions += has_direction;
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
             total[i] += token[i];
@@ -115,6 +120,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) block_statistics(
             sums[1][warp][lane * VECTOR + i] = unit_total[i];
         }
     }
+#pragma unroll
+    for (int distance = LANES; distance < WARP; distance *= 2)
+        directions += __shfl_xor_sync(WHOLE_WARP, directions, distance);
+    if (lane == 0) directed[warp] = directions;
     __syncthreads();
     if (warp) return;
     long long row = ((long long)blockIdx.z * gridDim.x + head) * gridDim.y + block;
@@ -130,7 +139,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) block_statistics(
         squared += unit_sum * unit_sum;
     }
     for (int distance = WARP / 2; distance; distance /= 2) squared += __shfl_xor_sync(WHOLE_WARP, squared, distance);
-    if (lane == 0) similarity[row] = squared / (divisor * divisor);
+    directions = 0;
+#pragma unroll
+    for (int other = 0; other < WARPS; ++other) directions += directed[other];
+    if (lane == 0) similarity[row] = directions ? squared / ((float)directions * directions) : 1.0f;
 }
 
 constexpr int MAP_WARPS = 8;

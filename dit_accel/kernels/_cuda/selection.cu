@@ -17,6 +17,15 @@ constexpr float SMALLEST_SHARE = 1.0f / 16;    // of that part, as a share of th
 #ifndef ITEMS
 #define ITEMS 8
 #endif
+#ifndef BY_COUNT
+#define BY_COUNT 0  // 1: tiles are counted, not weighed
+#endif
+#ifndef COUNT_SLACK
+#define COUNT_SLACK 0  // see selection.py
+#endif
+#ifndef JUDGED
+#define JUDGED 0  // 1: some rows compute whole, some columns compute whole and carry no mass
+#endif
 constexpr int TEXTS = ITEMS <= 12 ? 4 : 1;  // text blocks whose loads are under way at a time, as registers allow
 
 // The sum of masses up to a limit, each with `offset` added. Entries behind the row's end, `padding` in all, are 0.
@@ -57,6 +66,18 @@ __device__ unsigned lowest_mass(
     return threshold;
 }
 
+// The largest threshold up to which at most `budget` ranks lie that are not 0. Ranks are bits of floats up to 1.
+__device__ unsigned lowest_count(const unsigned (&rank)[ITEMS], unsigned budget) {
+    unsigned threshold = 0;
+    for (unsigned bit = 1u << 30; bit; bit /= 2) {
+        unsigned count = 0;
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) count += rank[item] - 1 < (threshold | bit);  // 0 - 1 is the largest
+        if (__reduce_add_sync(WHOLE_WARP, count) <= budget) threshold |= bit;
+    }
+    return threshold;
+}
+
 __device__ float sum_of_warp(float value) {
     for (int step = WARP / 2; step; step /= 2) value += __shfl_xor_sync(WHOLE_WARP, value, step);
     return value;
@@ -70,28 +91,64 @@ __device__ float exponential_minus_1(float x) {
     return x * sum;
 }
 
-// A warp a row of probabilities [B, H, T, T]. Rows and columns first_always .. stop_always - 1 are kept whole.
+// A warp a row of probabilities [B, H, T, T]. Rows and columns first_always .. stop_always - 1 are kept whole, and where
+// JUDGED, rows and columns that whole_rows and whole_columns [B, H, T] mark (null: none).
 extern "C" __global__ void __launch_bounds__(256) select_tiles(
-    const float* __restrict__ probabilities, uint8* __restrict__ skip_bits, int rows, int blocks, float units,
+    const float* __restrict__ probabilities, const uint8* __restrict__ whole_rows,
+    const uint8* __restrict__ whole_columns, uint8* __restrict__ skip_bits, int rows, int blocks, float units,
     int tau_units, int first_always, int stop_always) {
     int row = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     int lane = threadIdx.x % WARP;
     if (row >= rows) return;
     const float* map_row = probabilities + (long long)row * blocks;
-    unsigned mass[ITEMS];
-#pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        int tile = item * WARP + lane;
-        mass[item] = tile < blocks ? __float2uint_ru(map_row[tile] * units) : 0;
-    }
-    unsigned largest, threshold = lowest_mass<false>(mass, largest, tau_units, 0, 0);
     int row_block = row % blocks, row_bytes = (blocks + 7) / 8;
     bool whole = row_block >= first_always && row_block < stop_always;
+    uint64 in_column = 0;  // a bit an item
+    if (JUDGED) {
+        whole |= whole_rows && whole_rows[row];
+        if (whole_columns) {
+            const uint8* columns = whole_columns + (row - row_block);
+#pragma unroll
+            for (int item = 0; item < ITEMS; ++item) {
+                int tile = item * WARP + lane;
+                in_column |= (uint64)(tile < blocks && columns[tile]) << item;
+            }
+        }
+    }
+    unsigned mass[ITEMS];
+    auto load_mass = [&](float scale) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            int tile = item * WARP + lane;
+            bool counts = tile < blocks && !(JUDGED && in_column >> item & 1);
+            if (BY_COUNT) mass[item] = counts ? __float_as_uint(map_row[tile]) : 0;
+            else mass[item] = counts ? __float2uint_ru(map_row[tile] * scale) : 0;
+        }
+    };
+    load_mass(units);
+    unsigned largest = 0, threshold;
+    if (BY_COUNT) {
+        unsigned count = 0;
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            count += mass[item] > 0;
+            largest = max(largest, mass[item]);
+        }
+        count = __reduce_add_sync(WHOLE_WARP, count);
+        largest = __reduce_max_sync(WHOLE_WARP, largest);
+        threshold = lowest_count(mass, ((uint64)count * tau_units + COUNT_SLACK) >> 30);
+    } else {
+        if (JUDGED && whole_columns) {
+            unsigned quotient = (1u << 30) / max((unsigned)sum_up_to<false>(mass, ~0u, 0, 0), 1u);
+            if (quotient > 1) load_mass(units * (1u << (31 - __clz(quotient))));
+        }
+        threshold = lowest_mass<false>(mass, largest, tau_units, 0, 0);
+    }
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         int tile = item * WARP + lane;
         bool keep = whole || (tile >= first_always && tile < stop_always) || mass[item] > threshold ||
-                    mass[item] == largest;
+                    mass[item] == largest || (JUDGED && in_column >> item & 1);
         unsigned word = __ballot_sync(WHOLE_WARP, keep && tile < blocks);
         int byte = item * 4 + lane;
         if (lane < 4 && byte < row_bytes) skip_bits[(long long)row * row_bytes + byte] = word >> 8 * lane;

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dit_accel.kernels._cuda.runtime import Kernel, kernel
-from dit_accel.kernels.selection import UNITS
+from dit_accel.kernels._cuda.runtime import Defines, Kernel, kernel
+from dit_accel.kernels.selection import COUNT_SLACK, UNITS
 from dit_accel.layout import block_count
 
 WARPS = 8
@@ -14,15 +14,28 @@ SCORES = 2
 
 
 def select_tiles_into(
-    skip_bits: torch.Tensor, probabilities: torch.Tensor, tau_units: int, first_always: int, stop_always: int
+    skip_bits: torch.Tensor,
+    probabilities: torch.Tensor,
+    tau_units: int,
+    first_always: int,
+    stop_always: int,
+    *,
+    by_count: bool,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
 ) -> None:
     blocks = probabilities.shape[-1]
-    rows = probabilities.shape[0] * probabilities.shape[1] * blocks
-    _selection("select_tiles", blocks, probabilities.device).launch(
-        (block_count(rows, WARPS),),
+    all_rows = probabilities.shape[0] * probabilities.shape[1] * blocks
+    judged = rows is not None or columns is not None
+    defines = (("BY_COUNT", int(by_count)), ("COUNT_SLACK", COUNT_SLACK), ("JUDGED", int(judged)))
+    _selection("select_tiles", blocks, probabilities.device, defines).launch(
+        (block_count(all_rows, WARPS),),
         32 * WARPS,
-        (probabilities, skip_bits, rows, blocks, float(UNITS), tau_units, first_always, stop_always),
-    )
+        (
+            probabilities, rows, columns, skip_bits, all_rows, blocks, float(UNITS), tau_units,
+            first_always, stop_always,
+        ),
+    )  # fmt: skip
 
 
 def select_rows_into(
@@ -40,6 +53,6 @@ def select_rows_into(
     )  # fmt: skip
 
 
-def _selection(name: str, blocks: int, device: torch.device) -> Kernel:
+def _selection(name: str, blocks: int, device: torch.device, defines: Defines = ()) -> Kernel:
     """Compiled for the registers that a row of ``blocks`` takes in a warp, in steps of two."""
-    return kernel("selection.cu", name, device, (("ITEMS", 2 * block_count(blocks, 64)),))
+    return kernel("selection.cu", name, device, (("ITEMS", 2 * block_count(blocks, 64)), *defines))

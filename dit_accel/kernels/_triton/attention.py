@@ -6,8 +6,9 @@ key blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e
     m' = max(m, s * max_j q k_j)      p_j = exp2(s * q k_j - m')      a = exp2(m - m')
     l  = a * l + sum_j p_j            acc = a * acc + sum_j p_j v_j
 
-Whole FULL tiles, nearly all, need no mask; what is cut or masked follows in a second loop (see ``attention_steps``).
-What a call does not use costs nothing: masks, ``kv_len``, ragged tails, the threshold and lse are compiled in or out.
+Without masks a FULL tile that is cut, of which a row has one at most, follows in a second loop. With masks one loop
+goes through all tiles, and those that are FULL and whole jump over the mask (see ``attention_steps``). What a call does
+not use costs nothing: masks, ``kv_len``, ragged tails, the threshold and lse are compiled in or out.
 
 On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB: the
 query and one tile, which holds the keys and then the values), and each computes while the others wait. Dense, head
@@ -22,50 +23,52 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import (
+    FULL,
     LN_2,
     is_negligible,
     pairs_that_attend,
     softmax_step,
     visits_of_row,
 )
-from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
+from dit_accel.kernels.backends import hopper_limit, is_short
 from dit_accel.symbols import AttentionPlan
 
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _load_tile(
-    tiles, base, batch, head, start, token_stride, valid_tokens,
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
-):  # fmt: skip
-    """``[TOKENS, HEAD_DIM]`` keys or values from token ``start`` on; IS_CUT: tokens from ``valid_tokens`` on read 0.
-
-    A descriptor reads 0 beyond the end of the sequence only, whatever ``valid_tokens`` says.
-    """
-    if BY_DESCRIPTOR:
-        return tiles.load([batch, start, head, 0]).reshape([TOKENS, HEAD_DIM])
-    token = tl.arange(0, TOKENS)[:, None]
-    pointers = base + start.to(tl.int64) * token_stride + token * token_stride + tl.arange(0, HEAD_DIM)[None, :]
-    if IS_CUT:
-        return tl.load(pointers, token < valid_tokens, other=0.0)
-    return tl.load(pointers)
+def _slot(visit, full, visible_full):
+    """Where a row's list holds its tile of that visit: FULL tiles without a key stand before the masked ones."""
+    return visit + tl.where(visit < visible_full, 0, full - visible_full)
 
 
 @triton.jit
 def _add_values(
     acc, probabilities, tiles, base, batch, head, start, token_stride, valid_tokens,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_KV_LEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    values = _load_tile(
-        tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, BY_DESCRIPTOR, IS_CUT
-    )
-    return tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+    if IS_CUT and HAS_KV_LEN and BY_DESCRIPTOR:
+        if valid_tokens < TOKENS:  # what lies beyond kv_len may be NaN, and 0 * NaN is NaN: read 0 there
+            values = load_tile(
+                tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, False, True
+            )
+            acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+        else:
+            values = load_tile(
+                tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, True, False
+            )
+            acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+    else:
+        values = load_tile(
+            tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, BY_DESCRIPTOR, IS_CUT
+        )
+        acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def _attention(
 ):  # fmt: skip
     TILES: tl.constexpr = BLOCK // KEY_TILE
     PARTS: tl.constexpr = BLOCK // QUERIES
-    HAS_REST: tl.constexpr = HAS_KV_LEN or HAS_MASKS or IS_RAGGED
+    HAS_END: tl.constexpr = HAS_KV_LEN or IS_RAGGED
     item = tl.program_id(0)
     row = tl.load(work + item // PARTS)  # (b * H + h) * Tq + i
     if item >= tl.load(work_count) * PARTS:
@@ -102,7 +105,7 @@ def _attention(
     key_end = tokens
     if HAS_KV_LEN:
         key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
-    if HAS_REST:
+    if HAS_END or HAS_MASKS:
         full, whole, visible_full, visible_masked = visits_of_row(
             kv_count, full_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS
         )
@@ -114,17 +117,39 @@ def _attention(
     running_max = tl.full([QUERIES], float("-inf"), tl.float32)
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
-    steps = whole * TILES
+    steps = (visits if HAS_MASKS else whole) * TILES
     # The next step's key block is loaded a step ahead: loaded where it is used, Triton sends it through shared memory,
     # which costs two barriers a step (33K tokens, tiles of 64 keys, three stages: 341 instead of 463 TF).
-    key_block = tl.load(key_blocks, steps > 0, other=0)
+    slot = 0
+    if HAS_MASKS:
+        slot = _slot(0, full, visible_full)
+    key_block = tl.load(key_blocks + slot, steps > 0, other=0)
+    if HAS_MASKS:
+        codes_of_row = codes + batch * codes_batch + head * codes_head + query_block * blocks
+        code = tl.load(codes_of_row + key_block)
     for step in tl.range(0, steps, num_stages=STAGES):
-        start = key_block * BLOCK + step % TILES * KEY_TILE
-        key_block = tl.load(key_blocks + (step + 1) // TILES, step + 1 < steps, other=0)
-        keys = _load_tile(
-            k_tiles, k_base, batch, kv_head, start, k_token, KEY_TILE, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, False
-        ).T
+        this_block, key_in_block = key_block, step % TILES * KEY_TILE
+        start = this_block * BLOCK + key_in_block
+        valid_keys = key_end - start
+        slot = (step + 1) // TILES
+        if HAS_MASKS:
+            slot = _slot(slot, full, visible_full)
+        key_block = tl.load(key_blocks + slot, step + 1 < steps, other=0)
+        keys = load_tile(
+            k_tiles, k_base, batch, kv_head, start, k_token, valid_keys, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR,
+            HAS_MASKS and HAS_END,
+        ).T  # fmt: skip
         scores = tl.dot(query, keys, input_precision=PRECISION)  # [queries, key_tile]
+        if HAS_MASKS:
+            this_code = code
+            code = tl.load(codes_of_row + key_block)
+            if (this_code != FULL) | (valid_keys < KEY_TILE):
+                attends = pairs_that_attend(
+                    this_code, pool, query_block, this_block, query_in_block, key_in_block, QUERIES, KEY_TILE, BLOCK
+                )
+                if HAS_END:
+                    attends &= (tl.arange(0, KEY_TILE) < valid_keys)[None, :]
+                scores = tl.where(attends, scores, float("-inf"))
         negligible = False
         if HAS_PV_THRESHOLD:
             negligible = (step + 1 < visits) & is_negligible(
@@ -132,62 +157,31 @@ def _attention(
             )
         if not negligible:
             probabilities, decay, running_max, running_sum = softmax_step(
-                scores, running_max, running_sum, scale_log2, False
+                scores, running_max, running_sum, scale_log2, HAS_MASKS
             )
             acc = _add_values(
-                acc * decay[:, None], probabilities, v_tiles, v_base, batch, kv_head, start, v_token, KEY_TILE,
-                KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, False, PRECISION,
+                acc * decay[:, None], probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
+                KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, HAS_MASKS and HAS_END, HAS_KV_LEN, PRECISION,
             )  # fmt: skip
 
-    if HAS_REST:
-        cut = visible_full - whole  # 0 or 1
-        steps = (cut + visible_masked) * TILES
-        if not HAS_MASKS:  # at most the cut tile, whose last parts may have no key
-            left = key_end - tl.load(key_blocks + whole, cut > 0, other=0) * BLOCK
-            steps = tl.where(cut > 0, tl.cdiv(tl.minimum(left, BLOCK), KEY_TILE), 0)
-        for step in tl.range(0, steps, num_stages=STAGES if HAS_MASKS else 1):
-            visit = step // TILES
-            key_block = tl.load(key_blocks + visit + tl.where(visit < cut, whole, full - cut))
-            key_in_block = step % TILES * KEY_TILE
-            start = key_block * BLOCK + key_in_block
+    if HAS_END and not HAS_MASKS:  # a tile that is cut, at most one, whose last parts may have no key
+        key_block = tl.load(key_blocks + whole, visits > whole, other=0)
+        left = tl.where(visits > whole, key_end - key_block * BLOCK, 0)
+        for step in tl.range(0, tl.cdiv(tl.minimum(left, BLOCK), KEY_TILE), num_stages=1):
+            start = key_block * BLOCK + step * KEY_TILE
             valid_keys = key_end - start
-            keys = _load_tile(
+            keys = load_tile(
                 k_tiles, k_base, batch, kv_head, start, k_token, valid_keys, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, True
             ).T
             scores = tl.dot(query, keys, input_precision=PRECISION)
             scores = tl.where((tl.arange(0, KEY_TILE) < valid_keys)[None, :], scores, float("-inf"))
-            if HAS_MASKS:
-                codes_of_row = codes + batch * codes_batch + head * codes_head + query_block * blocks
-                attends = pairs_that_attend(
-                    codes_of_row, pool, query_block, key_block, query_in_block, key_in_block, QUERIES, KEY_TILE, BLOCK
-                )
-                scores = tl.where(attends, scores, float("-inf"))
-            negligible = False
-            if HAS_PV_THRESHOLD:
-                negligible = (step + 1 < steps) & is_negligible(
-                    scores, running_max, query_valid, scale_log2, pv_threshold_log2
-                )
-            if not negligible:
-                probabilities, decay, running_max, running_sum = softmax_step(
-                    scores, running_max, running_sum, scale_log2, True
-                )
-                acc *= decay[:, None]
-                if HAS_KV_LEN and BY_DESCRIPTOR:
-                    if valid_keys < KEY_TILE:  # what lies beyond kv_len may be NaN, and 0 * NaN is NaN: read 0 there
-                        acc = _add_values(
-                            acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
-                            KEY_TILE, HEAD_DIM, False, True, PRECISION,
-                        )  # fmt: skip
-                    else:
-                        acc = _add_values(
-                            acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
-                            KEY_TILE, HEAD_DIM, True, True, PRECISION,
-                        )  # fmt: skip
-                else:
-                    acc = _add_values(
-                        acc, probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
-                        KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, True, PRECISION,
-                    )  # fmt: skip
+            probabilities, decay, running_max, running_sum = softmax_step(
+                scores, running_max, running_sum, scale_log2, True
+            )
+            acc = _add_values(
+                acc * decay[:, None], probabilities, v_tiles, v_base, batch, kv_head, start, v_token, valid_keys,
+                KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, True, HAS_KV_LEN, PRECISION,
+            )  # fmt: skip
 
     # a query without keys has sum 0 and maximum -inf: output 0, lse -inf
     norm = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
@@ -203,10 +197,16 @@ def _attention(
         tl.store(lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset, row_lse, query_valid)
 
 
-def _config(q: torch.Tensor, block: int, has_pv_threshold: bool, by_descriptor: bool) -> dict[str, int]:
-    """Sizes of tiles and pipeline, which fit the shared memory of every GPU since sm80 (sm89: 99 KiB)."""
+def _config(
+    q: torch.Tensor, plan: AttentionPlan, has_pv_threshold: bool, by_descriptor: bool, is_hopper: bool
+) -> dict[str, int]:
+    """Sizes of tiles and pipeline; those of other GPUs than Hopper fit the least shared memory (sm89: 99 KiB)."""
+    block = plan.block
     if q.dtype == torch.float32:  # on the scalar units, for checks
         return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
+    if is_hopper and plan.masks is not None and not has_pv_threshold and (q.shape[-1] <= 64 or not by_descriptor):
+        # 512 tokens, 8 heads of 64: 7.1 us with tiles of 128 keys and three stages, 7.5 us with two, 8.8 us with one
+        return {"QUERIES": 64, "KEY_TILE": block if q.shape[-1] <= 64 else 64, "STAGES": 3, "num_warps": 4}
     if by_descriptor:
         # tiles of 64 keys leave room for prefetching, and need it: 483 TF with three stages, 431 TF with one
         stages = {"STAGES": 1, "maxnreg": 168} if block == 128 else {"STAGES": 3}
@@ -229,40 +229,31 @@ def attention_into(
 ) -> None:
     # the interpreter, which is on no GPU, takes Hopper's way
     is_hopper = hopper_limit(q) is None
-    by_descriptor = is_hopper and q.dtype != torch.float32 and _fits_descriptor(k) and _fits_descriptor(v)
-    config = _config(q, plan.block, pv_threshold is not None, by_descriptor)
+    heads, blocks, tokens = plan.heads, plan.blocks, plan.tokens
+    # to the launch of a short call, which bounds it, two descriptors would add a third
+    wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not is_short(plan))
+    by_descriptor = wants_descriptor and fits_descriptor(k) and fits_descriptor(v)
+    config = _config(q, plan, pv_threshold is not None, by_descriptor, is_hopper)
     codes = pool = None
     codes_strides = (0, 0)
     if plan.masks is not None:
         codes, pool = plan.masks.codes.contiguous(), plan.masks.pool.contiguous()
         codes_strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
-    programs = plan.work.numel() * (plan.block // config["QUERIES"])
+    tensors = (
+        q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
+        kv_len, codes, pool,
+        tile_descriptor(k, config["KEY_TILE"]) if by_descriptor else None,
+        tile_descriptor(v, config["KEY_TILE"]) if by_descriptor else None,
+    )  # fmt: skip
+    numbers = (
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
+        heads, heads // k.shape[2], blocks, tokens, scale * LOG2_E, (pv_threshold or 0.0) * LOG2_E,
+    )  # fmt: skip
     with on_device(q):
-        _attention[(programs,)](
-            q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
-            kv_len, codes, pool,
-            _descriptor(k, config["KEY_TILE"]) if by_descriptor else None,
-            _descriptor(v, config["KEY_TILE"]) if by_descriptor else None,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *codes_strides,
-            plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens,
-            scale * LOG2_E, (pv_threshold or 0.0) * LOG2_E,
-            BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=triton.next_power_of_2(plan.blocks),
-            HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=plan.tokens % plan.block != 0,
+        launch(
+            _attention, plan.work.numel() * (plan.block // config["QUERIES"]), tensors, numbers,
+            BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=1 if kv_len is None else 1 << (blocks - 1).bit_length(),
+            HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=tokens % plan.block != 0,
             HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **config,
         )  # fmt: skip
-
-
-def _fits_descriptor(x: torch.Tensor) -> bool:
-    """The copy engine (TMA) takes addresses and strides that are multiples of 16 bytes."""
-    strides = [
-        stride * x.element_size() for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1
-    ]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
-
-
-def _descriptor(x: torch.Tensor, key_tile: int) -> TensorDescriptor:
-    """Tiles ``[1, key_tile, 1, D]`` of ``[B, S, H, D]``."""
-    head_dim = x.shape[-1]  # also stands for the stride of an axis of length 1, which may be anything
-    strides = [stride if length > 1 else head_dim for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, key_tile, 1, head_dim])

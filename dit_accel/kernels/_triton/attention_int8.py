@@ -5,12 +5,15 @@ the scores and log2(e)) and a key block's: the int8 product is turned to float32
 channels is added by the matrix unit, so the softmax costs what it costs in bfloat16, one multiply-add and one exp2 a
 score. Keys that take no part have -inf in an exact channel: no tile needs a mask.
 
+With ``pv_threshold`` the rows of a program are those that decide together, and a step is a whole tile.
+
 In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their sum is as much larger), and
 ``operand_order`` makes the registers of the scores those of the next product's operand.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
@@ -26,6 +30,7 @@ from dit_accel.symbols import AttentionPlan
 LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
 LN_2 = tl.constexpr(0.6931471805599453)
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
+LOG2_E = math.log2(math.e)
 TMA_ALIGNMENT = 16  # bytes
 GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
 
@@ -70,8 +75,9 @@ def _tile(
 @triton.jit
 def _attention_int8(
     key_tiles, exact_tiles, value_tiles, queries, exact_queries, query_scale, shift, key_scale, value_scale, out, lse,
-    work, work_count, kv_count, kv_index, v_row, v_batch, v_head, v_column, out_batch, out_token, out_head,
-    heads, group, blocks, tokens,
+    work, work_count, kv_count, kv_index, kv_len, v_row, v_batch, v_head, v_column, out_batch, out_token, out_head,
+    heads, group, blocks, tokens, pv_threshold_log2,
+    HAS_KV_LEN: tl.constexpr, LIST: tl.constexpr, HAS_PV_THRESHOLD: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_TILE: tl.constexpr, SLOTS: tl.constexpr,
     FP8: tl.constexpr, HAS_LSE: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -92,8 +98,16 @@ def _attention_int8(
     exact_query = tl.load(exact_queries + place[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :])  # [rows, 16]
     of_query = tl.load(query_scale + place)
 
+    token = row % blocks * BLOCK + item % PARTS * ROWS + tl.arange(0, ROWS)
     steps = tl.load(kv_count + row) * TILES
     key_blocks = kv_index + row.to(tl.int64) * blocks
+    if HAS_PV_THRESHOLD:  # which needs to know the last tile that has a key; else those without are tiles like others
+        key_end = tokens
+        if HAS_KV_LEN:
+            key_end = tl.minimum(tl.load(kv_len + batch), tokens)
+        _, _, steps, _ = visits_of_row(
+            kv_count, kv_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS=False
+        )
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
@@ -108,20 +122,26 @@ def _attention_int8(
         keys = _tile(key_tiles, key_row, 0, HEAD_DIM, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR)
         exact_keys = _tile(exact_tiles, key_row, 0, SLOTS, KEY_TILE, SLOTS, BY_DESCRIPTOR)
         scores = tl.dot(exact_query, exact_keys.T, tl.dot(query, keys.T).to(tl.float32))  # [rows, key_tile]
-        new_max = tl.maximum(running_max, tl.max(scores, 1) * scale)
-        probabilities = tl.math.exp2(scores * scale[:, None] - (new_max - FACTOR)[:, None])
-        decay = tl.math.exp2(running_max - new_max)
-        running_sum = running_sum * decay + tl.sum(probabilities, 1)
-        running_max = new_max
-        acc = acc * decay[:, None]
-        if FP8:
-            values = _tile(value_tiles, kv_head * HEAD_DIM, first, v_row, HEAD_DIM, KEY_TILE, BY_DESCRIPTOR).T
-            acc = tl.dot(_in_operand_order(probabilities.to(values.dtype)), values, acc)
-        else:
-            value_row = batch * v_batch + head // group * v_head + first
-            value_column = head // group * v_column
-            values = _tile(value_tiles, value_row, value_column, v_row, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR)
-            acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
+        negligible = False
+        if HAS_PV_THRESHOLD:
+            negligible = (step + 1 < steps) & is_negligible(
+                scores, running_max, token < tokens, scale, pv_threshold_log2
+            )
+        if not negligible:
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * scale)
+            probabilities = tl.math.exp2(scores * scale[:, None] - (new_max - FACTOR)[:, None])
+            decay = tl.math.exp2(running_max - new_max)
+            running_sum = running_sum * decay + tl.sum(probabilities, 1)
+            running_max = new_max
+            acc = acc * decay[:, None]
+            if FP8:
+                values = _tile(value_tiles, kv_head * HEAD_DIM, first, v_row, HEAD_DIM, KEY_TILE, BY_DESCRIPTOR).T
+                acc = tl.dot(_in_operand_order(probabilities.to(values.dtype)), values, acc)
+            else:
+                value_row = batch * v_batch + head // group * v_head + first
+                value_column = head // group * v_column
+                values = _tile(value_tiles, value_row, value_column, v_row, KEY_TILE, HEAD_DIM, BY_DESCRIPTOR)
+                acc = tl.dot(probabilities.to(values.dtype), values, acc, input_precision=PRECISION)
 
     # a row without keys has sum 0: output 0, lse -inf
     result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
@@ -129,7 +149,6 @@ def _attention_int8(
         of_channel = value_scale + kv_head * 2 * HEAD_DIM + dim
         mean = tl.where(running_sum[:, None] == 0.0, 0.0, tl.load(of_channel + HEAD_DIM)[None, :])
         result = result * tl.load(of_channel)[None, :] + mean
-    token = row % blocks * BLOCK + item % PARTS * ROWS + tl.arange(0, ROWS)
     out_row = out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head
     out_pointers = out_row + token.to(tl.int64)[:, None] * out_token + dim[None, :]
     tl.store(out_pointers, result.to(out.dtype.element_ty), (token < tokens)[:, None])
@@ -138,14 +157,24 @@ def _attention_int8(
         tl.store(lse + (row // blocks).to(tl.int64) * tokens + token, row_lse, token < tokens)
 
 
-def config_of(q: torch.Tensor, block: int, fp8: bool) -> dict[str, int]:
+def config_of(q: torch.Tensor, block: int, fp8: bool, by_tile: bool = False) -> dict[str, int]:
+    """``by_tile``: a step must be a whole tile."""
     key_tile = 32 if q.dtype == torch.float32 and not fp8 else None
     if is_hopper_or_later(q):  # three programs a multiprocessor, each of which waits while the others compute
         return {"KEY_TILE": key_tile or block, "STAGES": 1, "num_warps": 4, "maxnreg": 168, "BY_DESCRIPTOR": True}
-    return {"KEY_TILE": key_tile or 64, "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
+    return {"KEY_TILE": key_tile or (block if by_tile else 64), "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
 
 
-def attend(plan, quantized: Quantized, matrix: ValueMatrix, config: dict[str, int], out, lse) -> None:
+def attend(
+    plan: AttentionPlan,
+    quantized: Quantized,
+    matrix: ValueMatrix,
+    config: dict[str, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    kv_len: torch.Tensor | None = None,
+    pv_threshold: float | None = None,
+) -> None:
     head_dim, key_tile, rows = out.shape[-1], config["KEY_TILE"], 64
     fp8 = quantized.values is not None
     key_rows = quantized.keys.numel() // head_dim
@@ -163,9 +192,11 @@ def attend(plan, quantized: Quantized, matrix: ValueMatrix, config: dict[str, in
         _attention_int8[(plan.work.numel() * (plan.block // rows),)](
             *matrices, quantized.queries, quantized.exact_queries, quantized.query_scale, quantized.shift,
             quantized.key_scale, quantized.value_scale, out, lse,
-            plan.work, plan.work_count, plan.kv_count, plan.kv_index,
+            plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len,
             matrix.strides[0], *matrix.place, *out.stride()[:3],
-            plan.heads, plan.heads // quantized.keys.shape[1], plan.blocks, plan.tokens,
+            plan.heads, plan.heads // quantized.keys.shape[1], plan.blocks, plan.tokens, (pv_threshold or 0.0) * LOG2_E,
+            HAS_KV_LEN=kv_len is not None, LIST=triton.next_power_of_2(plan.blocks),
+            HAS_PV_THRESHOLD=pv_threshold is not None,
             BLOCK=plan.block, ROWS=rows, HEAD_DIM=head_dim, SLOTS=SLOTS, FP8=fp8, HAS_LSE=lse is not None,
             PRECISION="ieee" if out.dtype == torch.float32 else "tf32", **config,
         )  # fmt: skip
@@ -198,19 +229,20 @@ def attention_int8_into(
     plan: AttentionPlan,
     scale: float,
     kv_len: torch.Tensor | None,
+    pv_threshold: float | None,
     qk_dtype: str,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
-    if runs_on_gluon(q, plan, qk_dtype):
+    if pv_threshold is None and runs_on_gluon(q, plan, qk_dtype):
         from dit_accel.kernels._triton.attention_int8_hopper import attend_on_hopper
 
         attend_on_hopper(plan, quantized, values_as_matrix(v, plan, kv_len, quantized, zero_fills=True), out, lse)
     else:
-        config = config_of(q, plan.block, quantized.values is not None)
+        config = config_of(q, plan.block, quantized.values is not None, by_tile=pv_threshold is not None)
         matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=config["BY_DESCRIPTOR"])
-        attend(plan, quantized, matrix, config, out, lse)
+        attend(plan, quantized, matrix, config, out, lse, kv_len, pv_threshold)
 
 
 def runs_on_gluon(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str) -> bool:

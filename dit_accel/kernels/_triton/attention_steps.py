@@ -11,10 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE
+from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 
 LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where a difference of two -inf would be NaN
 LN_2 = tl.constexpr(0.6931471805599453)
+FULL = tl.constexpr(FULL_TILE)
 CAUSAL = tl.constexpr(CAUSAL_TILE)
 FIRST_PARTIAL = tl.constexpr(FIRST_PARTIAL_TILE)
 
@@ -45,19 +46,32 @@ def visits_of_row(
 
 @triton.jit
 def pairs_that_attend(
-    codes_of_row, pool, query_block, key_block, first_query, first_key,
+    code, pool, query_block, key_block, first_query, first_key,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mask of (a part of) a tile by its code, bool ``[QUERIES, KEYS]``; the part starts inside its blocks."""
-    code = tl.load(codes_of_row + key_block)
+    """Mask of (a part of) a tile by its code, bool ``[QUERIES, KEYS]``; the part starts inside its blocks.
+
+    Each query reads or makes the words of 32 bits for its keys. In the layout of a product's result a thread's keys
+    differ by 1 and by multiples of 8: ``key & 6`` is one number, by which it shifts each word once, and the rest of the
+    key's number is known when compiled. So a pair costs a test of a bit and a selection, as a comparison would.
+    """
     query = first_query + tl.arange(0, QUERIES)
-    key = first_key + tl.arange(0, KEYS)
-    causal = (key_block * BLOCK + key)[None, :] <= (query_block * BLOCK + query)[:, None]
-    entry = pool + tl.maximum(code - FIRST_PARTIAL, 0).to(tl.int64) * (BLOCK * BLOCK // 8)
-    byte = first_key // 8 + tl.arange(0, KEYS // 8)
-    packed = tl.load(entry + query[:, None] * (BLOCK // 8) + byte[None, :], code >= FIRST_PARTIAL, other=255)
-    bits = (packed[:, :, None] >> tl.arange(0, 8).to(tl.uint8)[None, None, :]) & 1  # [queries, keys / 8, 8]
-    return (causal | (code != CAUSAL)) & (bits.reshape([QUERIES, KEYS]) != 0)
+    key = tl.arange(0, KEYS)[None, :]
+    line = (tl.maximum(code - FIRST_PARTIAL, 0).to(tl.int64) * BLOCK + query) * (BLOCK // 32) + first_key // 32
+    pool_words = pool.to(tl.pointer_type(tl.int32)) + line
+    words = tl.zeros([QUERIES, KEYS], tl.int32)
+    for part in tl.static_range((KEYS + 31) // 32):
+        partial = tl.load(pool_words + part, code >= FIRST_PARTIAL, other=-1) >> (first_key % 32)
+        causal = _lowest_bits((query_block - key_block) * BLOCK + query - first_key - part * 32 + 1)
+        word = tl.where(code == CAUSAL, causal, partial)
+        words = tl.where(key // 32 == part, word[:, None], words)
+    return (words >> (key & 6) & (1 << (key & 25))) != 0
+
+
+@triton.jit
+def _lowest_bits(count):
+    """Words in which the lowest ``count`` bits are set: none below 1, all from 32 on."""
+    return tl.where(count < 32, (1 << tl.minimum(tl.maximum(count, 0), 31)) - 1, -1)
 
 
 @triton.jit

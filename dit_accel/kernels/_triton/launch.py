@@ -1,4 +1,4 @@
-"""What every launcher needs: the right device, the size of a persistent grid, and the head walk of a packed word."""
+"""What every launcher needs: the right device, short launches, a persistent grid's size, the heads of a packed word."""
 
 from __future__ import annotations
 
@@ -8,13 +8,49 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETER_PROGRAMS = 3  # enough that a persistent loop goes round
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **named) -> None:
+    """``kernel[(programs,)](*tensors, *numbers, **named)``, with less host time from the second time on.
+
+    At every call Triton looks at each argument's type and value for the compiled kernel that fits; a short kernel ends
+    sooner. Here calls are alike whose tensors have the same dtypes and lie alike (at a multiple of 16 bytes, or how far
+    behind one), whose descriptors have tiles of the same shape, and in which all else is equal.
+
+    Args:
+        kernel: from ``triton.jit``.
+        tensors: its first arguments, the first one a tensor on the current device: tensors, descriptors and None.
+        numbers: its other run-time arguments.
+        named: its constants, and Triton's options.
+    """
+    key = (kernel, tensors[0].device, *map(_kind, tensors), *numbers, *named, *named.values())
+    compiled, constants = _COMPILED.get(key, (None, ()))
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
+    elif (compiled := kernel[(programs,)](*tensors, *numbers, **named)) is not None:  # the interpreter compiles nothing
+        _COMPILED[key] = compiled, [named[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+
+
+_COMPILED: dict[tuple, tuple[CompiledKernel, list]] = {}
+
+
+def _kind(tensor: torch.Tensor | TensorDescriptor | None) -> object:
+    if tensor is None:
+        return None
+    if isinstance(tensor, TensorDescriptor):
+        return tensor.base.dtype, tuple(tensor.block_shape)
+    return tensor.dtype, tensor.data_ptr() % 16
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:

@@ -48,18 +48,24 @@ def _block_statistics(
     count = tl.minimum(tl.maximum(length - first_token, 0), BLOCK)
     total = tl.zeros([CHUNK, HEAD_DIM], tl.float32)  # token t of each chunk
     unit_total = tl.zeros([CHUNK, HEAD_DIM], tl.float32)
+    directed = tl.zeros([CHUNK], tl.float32)  # tokens that are not 0
     for start in tl.static_range(0, BLOCK, CHUNK):
         slot = start + tl.arange(0, CHUNK)[:, None]
         token = tl.load(x + slot * stride + dim[None, :], slot < count, other=0.0).to(tl.float32)
-        squared_norm = tl.maximum(tl.sum(token * token, 1), smallest_squared_norm)
+        squared_norm = tl.sum(token * token, 1)
+        has_direction = squared_norm > smallest_squared_norm
+        scale = tl.where(has_direction, tl.rsqrt(tl.maximum(squared_norm, smallest_squared_norm)), 0.0)
         total += token
-        unit_total += token * tl.rsqrt(squared_norm)[:, None]
+        unit_total += token * scale[:, None]
+        directed += has_direction.to(tl.float32)
     unit_sum = tl.sum(unit_total, 0)  # [head_dim]
     divisor = tl.maximum(count, 1).to(tl.float32)
+    directions = tl.sum(directed, 0)
+    cosine = tl.sum(unit_sum * unit_sum, 0) / tl.maximum(directions * directions, 1.0)
     sides = tl.num_programs(0).to(tl.int64) * tl.program_id(1)
     row = sides + (batch * heads + head) * blocks + program // heads % blocks  # of [2, B, H, T]
     tl.store(mean + row * HEAD_DIM + dim, tl.sum(total, 0) / divisor)
-    tl.store(similarity + row, tl.sum(unit_sum * unit_sum, 0) / (divisor * divisor))
+    tl.store(similarity + row, tl.where(directions > 0, cosine, 1.0))
 
 
 @triton.jit

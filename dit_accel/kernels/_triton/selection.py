@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.selection import SMALLEST_SHARE, UNITS
+from dit_accel.kernels.selection import COUNT_SLACK, SMALLEST_SHARE, UNITS
 
 ELEMENTS = 4096  # of the map that a program holds, or one row
 
@@ -37,6 +37,27 @@ def _lowest_mass(mass, tau_units, offset, padding, HAS_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def _lowest_count(rank, budget):
+    """int32 [rows, n] -> [rows]: the largest threshold up to which at most ``budget`` ranks lie that are not 0."""
+    threshold = tl.zeros_like(tl.max(rank, 1))
+    for step in range(31):
+        candidate = threshold | 1 << (30 - step)
+        count = tl.sum(((rank > 0) & (rank <= candidate[:, None])).to(tl.int32), 1)
+        threshold = tl.where(count <= budget, candidate, threshold)
+    return threshold
+
+
+@triton.jit
+def _finer(mass, UNITS: tl.constexpr):
+    """int32 [rows, n] -> float32 [rows]: the largest power of two times which a row's mass stays within UNITS."""
+    quotient = UNITS // tl.maximum(tl.sum(mass, 1), 1)
+    factor = tl.full(quotient.shape, 1.0, tl.float32)
+    for step in tl.static_range(1, 31):
+        factor = tl.where(quotient >> step > 0, factor * 2, factor)
+    return factor
+
+
+@triton.jit
 def _exponential_minus_1(x):
     """exp(x) - 1 for 0 <= x <= 1, to the last bits of a small x too: the series, to x^12 / 12!."""
     total = tl.full(x.shape, 1.0, tl.float32)
@@ -47,18 +68,33 @@ def _exponential_minus_1(x):
 
 @triton.jit
 def _select_tiles(
-    probabilities, skip_bits, rows, blocks, row_bytes, units, tau_units, first_always, stop_always,
-    ROWS: tl.constexpr, TILES: tl.constexpr,
+    probabilities, whole_rows, whole_columns, skip_bits, rows, blocks, row_bytes, tau_units, first_always, stop_always,
+    UNITS: tl.constexpr, COUNT_SLACK: tl.constexpr, BY_COUNT: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [rows, 1]
     tile = tl.arange(0, TILES)[None, :]
     valid = (row < rows) & (tile < blocks)
-    mass = tl.ceil(tl.load(probabilities + row * blocks + tile, valid, other=0.0) * units).to(tl.int32)
-    threshold = _lowest_mass(mass, tau_units, 0, 0, HAS_OFFSET=False)
     row_block = row % blocks
     is_always = ((row_block >= first_always) & (row_block < stop_always)) | (
         (tile >= first_always) & (tile < stop_always)
     )
+    share = tl.load(probabilities + row * blocks + tile, valid, other=0.0)
+    if HAS_ROWS:
+        is_always |= tl.load(whole_rows + row, row < rows, other=0) != 0
+    if HAS_COLUMNS:
+        in_column = tl.load(whole_columns + (row - row_block) + tile, valid, other=0) != 0
+        is_always |= in_column
+        share = tl.where(in_column, 0.0, share)
+    if BY_COUNT:
+        mass = share.to(tl.int32, bitcast=True)  # bits of positive numbers are in order as they are
+        count = tl.sum((mass > 0).to(tl.int64), 1)
+        threshold = _lowest_count(mass, (count * tau_units + COUNT_SLACK) // UNITS)
+    else:
+        mass = tl.ceil(share * UNITS).to(tl.int32)
+        if HAS_COLUMNS:
+            mass = tl.ceil(share * (UNITS * _finer(mass, UNITS))[:, None]).to(tl.int32)
+        threshold = _lowest_mass(mass, tau_units, 0, 0, HAS_OFFSET=False)
     keep = is_always | (mass > threshold[:, None]) | (mass == tl.max(mass, 1)[:, None])
     keep = (keep & (tile < blocks)).to(tl.int32)
     bit = tl.arange(0, 8)[None, None, :]
@@ -103,15 +139,24 @@ def _select_rows(
 
 
 def select_tiles_into(
-    skip_bits: torch.Tensor, probabilities: torch.Tensor, tau_units: int, first_always: int, stop_always: int
+    skip_bits: torch.Tensor,
+    probabilities: torch.Tensor,
+    tau_units: int,
+    first_always: int,
+    stop_always: int,
+    *,
+    by_count: bool,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
 ) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
     tiles = max(triton.next_power_of_2(blocks), 8)
     rows_a_program = max(ELEMENTS // tiles, 1)
     with on_device(probabilities):
         _select_tiles[(triton.cdiv(batch * heads * blocks, rows_a_program),)](
-            probabilities, skip_bits, batch * heads * blocks, blocks, row_bytes, float(UNITS), tau_units,
-            first_always, stop_always, ROWS=rows_a_program, TILES=tiles,
+            probabilities, rows, columns, skip_bits, batch * heads * blocks, blocks, row_bytes, tau_units,
+            first_always, stop_always, UNITS=UNITS, COUNT_SLACK=COUNT_SLACK, BY_COUNT=by_count,
+            HAS_ROWS=rows is not None, HAS_COLUMNS=columns is not None, ROWS=rows_a_program, TILES=tiles,
         )  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""Fused kernels in place of modules that they equal, where nothing but a plain module is there.
+
+LoRA, offload and quantisation wrap, hook or replace modules; then only the module's own call is right.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
+from torch import nn
+
+from dit_accel.kernels import linear_gelu, norm_rope
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
+
+
+def why_not_plain(module: nn.Module, device: torch.device) -> str | None:
+    """Why a module's weight must not be used without calling the module, or None."""
+    weight = module.weight
+    if type(weight) not in (nn.Parameter, torch.Tensor) or not weight.is_floating_point():
+        return "its weight is quantised"
+    if _is_hooked(module):
+        return "it carries hooks (offload, layerwise casting, …)"
+    return None if weight.device == device else "its weight is on another device"
+
+
+def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
+    """Why a projection's weight must not be used without calling the module, or None."""
+    if type(module) is not nn.Linear:
+        return f"a projection is a {type(module).__name__}, not a plain linear layer"
+    reason = why_not_plain(module, device)
+    return reason and f"a projection can't be sliced: {reason}"
+
+
+def why_norms_must_be_called(block: nn.Module) -> str | None:
+    """Why a block's norms and modulations can't run as fused kernels, or None."""
+    parts = block._modules.items()
+    hooked = next((name for name, part in parts if name.startswith("norm") and _is_hooked(part)), None)
+    return hooked and f"its {hooked} carries hooks"
+
+
+def normalise_heads(
+    norm: nn.Module, x: torch.Tensor, rotary: Rotary | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSNorm of queries or keys and RoPE, in one pass where the norm is plain.
+
+    Args:
+        norm: over each head's features, or over those of all heads of a token.
+        x: ``[B, S, H, D]``.
+        out: where the result goes, ``[B, S, H, D]``; None = allocated.
+    """
+    if isinstance(norm, (nn.RMSNorm, RMSNorm)) and why_not_plain(norm, x.device) is None:
+        return norm_rope(x, norm.weight, rotary, eps=norm.eps, out=out)
+    width = norm.weight.shape[0] if getattr(norm, "weight", None) is not None else x.shape[-1]
+    normed = norm(x) if width == x.shape[-1] else norm(x.flatten(2)).view(x.shape)
+    turned = normed if rotary is None else apply_rotary_emb(normed, rotary, sequence_dim=1)
+    return turned if out is None else out.copy_(turned)
+
+
+def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """``activation(linear(x))``; GELU's tanh approximation runs in the product's epilogue where the layer is plain."""
+    if x.is_cuda and getattr(activation, "approximate", "none") == "tanh" and not why_not_sliceable(linear, x.device):
+        return linear_gelu(x, linear.weight, linear.bias)
+    return activation(linear(x))
+
+
+def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
+    """A block's MLP, its GELU in the epilogue of the first product where that layer is plain."""
+    first, *rest = mlp.net
+    is_plain = type(first) is GELU and first.approximate == "tanh" and not any(map(_is_hooked, (mlp, first)))
+    if not x.is_cuda or not is_plain or why_not_sliceable(first.proj, x.device) is not None:
+        return mlp(x)
+    x = linear_gelu(x, first.proj.weight, first.proj.bias)
+    for module in rest:
+        x = module(x)
+    return x
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module) or hasattr(module, "_hf_hook")

@@ -1,0 +1,154 @@
+"""``dit-accel tune``: a preset for one's own model, as cheap as the quality asked for allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dit_accel.cli import options
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.demo import model_preset, tuning_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dit_accel.tune import Progress, TuneResult
+
+
+def command(
+    target_psnr: Annotated[
+        float | None,
+        typer.Option("--target-psnr", help="dB: least mean PSNR against plain runs. Give this or --target-error."),
+    ] = None,
+    target_error: Annotated[
+        float | None, typer.Option("--target-error", help="Most mean relative error of the last latents, e.g. 0.05.")
+    ] = None,
+    model: options.ModelOption = options.DEFAULT_MODEL,
+    preset: options.PresetOption = None,
+    settings: options.SetOption = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Preset to write; NAME.png, a plot, and NAME-tuning, a folder by which an interrupted tuning goes on, "
+            "lie beside it.",
+        ),
+    ] = Path("tuned.yaml"),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="File with one prompt a line; those behind the first --tuning-prompts are held out to confirm with.",
+            show_default="a demo model's own, else of all kinds",
+        ),
+    ] = None,
+    tuning_count: Annotated[int, typer.Option("--tuning-prompts", min=1, help="Prompts that settings run on.")] = 4,
+    held_out_count: Annotated[
+        int, typer.Option("--held-out-prompts", min=1, help="Prompts that confirm what was found.")
+    ] = 4,
+    evaluations: Annotated[
+        int, typer.Option("--evaluations", min=1, help="Most settings that are tried before each confirmation.")
+    ] = 24,
+    steps: options.StepsOption = None,
+    seed: options.SeedOption = 0,
+    height: options.HeightOption = None,
+    width: options.WidthOption = None,
+    num_frames: options.FramesOption = None,
+    image: options.ImageOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = None,
+    offload: options.OffloadOption = "none",
+    quiet: options.QuietOption = False,
+) -> None:
+    """Search a preset's thresholds for a quality that you name, and confirm it on prompts that the search never saw.
+
+    dit-accel tune --target-psnr 40
+
+    dit-accel tune --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --preset wan21-sparge --target-psnr 30 --output mine.yaml
+    """
+    from rich.console import Console
+
+    from dit_accel.tune import Target, split_prompts, tune
+
+    console = Console(quiet=quiet)
+    Target.of(target_psnr, target_error)
+    if output.suffix not in (".yaml", ".yml"):
+        raise options.OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
+    options.require_writable(output, "--output")
+    overrides = options.parse_overrides(settings)
+    preset = preset or model_preset(model)
+    if preset == "none":
+        raise options.OptionError("--preset", "a plain run has no thresholds; choose a preset")
+    if preset is not None:
+        options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
+    listed = tuning_prompts(model) if prompts is None else _read_prompts(prompts)
+    split_prompts(listed, tuning_count, held_out_count)
+    given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
+    given["image"] = read_image(image) if image else None
+
+    pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
+    arguments = call_arguments(pipe, model, given)
+    base = preset or options.choose_preset(None, {}, pipe).name
+    pipe.set_progress_bar_config(disable=True)  # one bar for the whole tuning
+    with explained_failures(pipe), _progress_bar(console) as progress:
+        result = tune(
+            pipe,
+            base,
+            prompts=listed,
+            target_psnr=target_psnr,
+            target_error=target_error,
+            tuning_prompts=tuning_count,
+            held_out_prompts=held_out_count,
+            arguments=arguments,
+            seed=seed,
+            evaluations=evaluations,
+            state=output.with_name(f"{output.stem}-tuning"),
+            progress=progress,
+            **overrides,
+        )
+    plot = output.with_suffix(".png")
+    result.write(output)
+    result.plot(plot)
+    _print_summary(console, result)
+    console.out(f"wrote {output} and {plot}", highlight=False)
+    if not result.met:
+        typer.echo(
+            f"error: no setting that saves anything meets {result.target} on the held-out prompts; {output} comes "
+            "closest, and its header has the figures",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """The lines of a file that say something."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise options.OptionError("--prompts", f"{path} can't be read: {error}") from None
+    return [line.strip() for line in lines if line.strip()]
+
+
+@contextmanager
+def _progress_bar(console: Console) -> Iterator[Progress]:
+    """A bar over the runs that a tuning may need at most; it says what goes on."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), "runs at most", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("tuning", total=None)
+        yield lambda what, made, expected: bar.update(task, description=what, completed=made, total=expected)
+
+
+def _print_summary(console: Console, result: TuneResult) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for key, value in {**result.setting, **result.figures()}.items():
+        table.add_row(key, str(value))
+    console.print(table)

@@ -1,0 +1,199 @@
+"""Single keys gathered into tiles: persistent programs that go on with the softmax where a row's tiles left it.
+
+A program takes the rows with most keys first, from a counter that all programs share. For each it
+
+1. writes the positions of the set bits into a list of its own, which holds one row and stays in the L2 cache. Lists for
+   all rows would take 32 times the bits' memory; these take as much as a few heads' bits;
+2. gathers the keys and values of the list, ``KEY_TILE`` at a time, by asynchronous copies of one row each
+   (FG-Attn's gather-load), ``STAGES`` tiles ahead; positions are loaded one tile ahead of that;
+3. takes them through the online softmax of ``attention_steps``, from the row's output and log-sum-exp so far.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dit_accel.kernels._triton.attention_steps import LN_2, softmax_step
+from dit_accel.kernels._triton.launch import is_hopper_or_later, multiprocessors, on_device
+from dit_accel.symbols import AttentionPlan
+
+LOG2_E = math.log2(math.e)
+SHORT_POSITIONS = 1 << 16  # tokens up to which a position takes 2 bytes
+BYTES = 512  # of a row's bits that are decoded at a time
+
+
+@triton.jit
+def _load_bits(row_bits, byte, row_bytes, key_end):
+    """Bytes of a row's bits as int32, without those of keys from ``key_end`` on."""
+    packed = tl.load(row_bits + byte, byte < row_bytes, other=0).to(tl.int32)
+    return packed & ((1 << tl.minimum(tl.maximum(key_end - byte * 8, 0), 8)) - 1)
+
+
+@triton.jit
+def _set_bits(byte):
+    """Number of set bits in each int32 from 0 to 255."""
+    byte -= byte >> 1 & 0x55
+    byte = (byte & 0x33) + (byte >> 2 & 0x33)
+    return (byte + (byte >> 4)) & 0x0F
+
+
+@triton.jit
+def _count_slices(bits, mask64, count, heads, blocks, tokens, row_bytes, BYTES: tl.constexpr):
+    row = tl.program_id(0)  # (b * H + h) * Tq + i
+    head = row // blocks % heads
+    computes = tl.load(mask64 + row // blocks // heads * blocks + row % blocks) >> head.to(tl.int64) & 1
+    total = tl.zeros([BYTES], tl.int32)
+    for start in range(0, row_bytes * computes.to(tl.int32), BYTES):
+        total += _set_bits(
+            _load_bits(bits + row.to(tl.int64) * row_bytes, start + tl.arange(0, BYTES), row_bytes, tokens)
+        )
+    tl.store(count + row, tl.sum(total, 0))
+
+
+@triton.jit
+def _list_keys(positions, row_bits, row_bytes, key_end, BYTES: tl.constexpr):
+    """Writes the positions of a row's set bits, ascending, and returns how many there are."""
+    bit = tl.arange(0, 8)[None, :]
+    listed = 0
+    for start in range(0, tl.minimum(row_bytes, tl.cdiv(key_end, 8)), BYTES):
+        byte = start + tl.arange(0, BYTES)
+        packed = _load_bits(row_bits, byte, row_bytes, key_end)
+        count = _set_bits(packed)
+        earlier = _set_bits(packed[:, None] & ((1 << bit) - 1))  # bits of the byte below each: [bytes, 8]
+        slot = (listed + tl.cumsum(count, 0) - count)[:, None] + earlier
+        position = byte[:, None] * 8 + bit
+        tl.store(positions + slot, position.to(positions.dtype.element_ty), (packed[:, None] >> bit & 1) == 1)
+        listed += tl.sum(count, 0)
+    return listed
+
+
+@triton.jit
+def _gather(base, position, token_stride, HEAD_DIM: tl.constexpr):
+    """``[len(position), HEAD_DIM]``: the rows at those positions."""
+    return tl.load(base + position.to(tl.int64)[:, None] * token_stride + tl.arange(0, HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _add_slices(
+    q, k, v, out, lse, bits, work, work_count, kv_count, kv_len, lists, next_item,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
+    heads, group, blocks, tokens, row_bytes, scale_log2,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEY_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BYTES: tl.constexpr,
+    HAS_KV_LEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = BLOCK // QUERIES
+    positions = lists + tl.program_id(0).to(tl.int64) * row_bytes * 8
+    query_offset = tl.arange(0, QUERIES)
+    dim = tl.arange(0, HEAD_DIM)
+    slot = tl.arange(0, KEY_TILE)
+    items = tl.load(work_count) * PARTS
+    item = tl.atomic_add(next_item, 1, sem="relaxed")
+    while item < items:
+        row = tl.load(work + item // PARTS)  # (b * H + h) * Tq + i
+        head = row // blocks % heads
+        batch = row // blocks // heads
+        key_end = tokens
+        if HAS_KV_LEN:
+            key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+        tl.debug_barrier()  # no thread reads the last row's list any more
+        listed = _list_keys(positions, bits + row.to(tl.int64) * row_bytes, row_bytes, key_end, BYTES)
+        tl.debug_barrier()  # all threads have written theirs of this one
+        if listed > 0:
+            first_query = row % blocks * BLOCK + item % PARTS * QUERIES
+            query_valid = query_offset < tokens - first_query
+            q_base = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + first_query.to(tl.int64) * q_token
+            query = tl.load(q_base + query_offset[:, None] * q_token + dim[None, :], query_valid[:, None], other=0.0)
+            k_base = k + batch.to(tl.int64) * k_batch + (head // group).to(tl.int64) * k_head
+            v_base = v + batch.to(tl.int64) * v_batch + (head // group).to(tl.int64) * v_head
+            running_max = tl.full([QUERIES], float("-inf"), tl.float32)
+            running_sum = tl.zeros([QUERIES], tl.float32)
+            acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
+            padding = tl.load(positions)  # stands where the last tile has no key: a row that is finite if any is
+            position = tl.load(positions + slot, slot < listed, other=padding)
+            whole = listed // KEY_TILE
+            for step in tl.range(0, whole, num_stages=STAGES):
+                here = position
+                ahead = (step + 1) * KEY_TILE + slot
+                position = tl.load(positions + ahead, ahead < listed, other=padding)
+                scores = tl.dot(query, _gather(k_base, here, k_token, HEAD_DIM).T, input_precision=PRECISION)
+                probabilities, decay, running_max, running_sum = softmax_step(
+                    scores, running_max, running_sum, scale_log2, False
+                )
+                values = _gather(v_base, here, v_token, HEAD_DIM)
+                acc = tl.dot(probabilities.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+            if listed > whole * KEY_TILE:
+                last = whole * KEY_TILE + slot
+                position = tl.load(positions + last, last < listed, other=padding)
+                scores = tl.dot(query, _gather(k_base, position, k_token, HEAD_DIM).T, input_precision=PRECISION)
+                scores = tl.where((last < listed)[None, :], scores, float("-inf"))
+                probabilities, decay, running_max, running_sum = softmax_step(
+                    scores, running_max, running_sum, scale_log2, False
+                )
+                values = _gather(v_base, position, v_token, HEAD_DIM)
+                acc = tl.dot(probabilities.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+            # what the tiles left is a softmax whose sum is 1, or nothing
+            has_tiles = tl.load(kv_count + row) > 0
+            lse_rows = lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset
+            before = tl.load(lse_rows, query_valid & has_tiles, other=float("-inf")) * LOG2_E
+            new_max = tl.maximum(running_max, before)
+            share, share_before = tl.math.exp2(running_max - new_max), tl.math.exp2(before - new_max)
+            total = running_sum * share + share_before
+            out_base = out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head
+            out_rows = out_base + (first_query + query_offset).to(tl.int64)[:, None] * out_token + dim[None, :]
+            old = tl.load(out_rows, query_valid[:, None] & has_tiles, other=0.0).to(tl.float32)
+            acc = acc * (share / total)[:, None] + old * (share_before / total)[:, None]
+            tl.store(out_rows, acc.to(out.dtype.element_ty), query_valid[:, None])
+            tl.store(lse_rows, (new_max + tl.math.log2(total)) * LN_2, query_valid)
+        item = tl.atomic_add(next_item, 1, sem="relaxed")
+
+
+def count_slices_into(plan: AttentionPlan) -> None:
+    bits = plan.slices.bits
+    with on_device(bits):
+        _count_slices[(plan.work.numel(),)](
+            bits.contiguous(), plan.mask64, plan.slices.count, plan.heads, plan.blocks, plan.tokens, bits.shape[-1],
+            BYTES=BYTES, num_warps=1,
+        )  # fmt: skip
+
+
+def _config(q: torch.Tensor, block: int) -> dict[str, int]:
+    """Sizes of tiles and pipeline, and the programs that share a multiprocessor.
+
+    Three stages need 128 KiB, and are worth it: with every key single, 12 heads, 32760 tokens, head dimension 128, one
+    H200, 14.6 ms, and 21.5 ms with two. Two programs side by side (128 registers, tiles of 32 keys) take 16.0 ms.
+    """
+    if q.dtype == torch.float32:  # on the scalar units, for checks
+        return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8, "programs": 1}
+    stages = 3 if is_hopper_or_later(q) else 2
+    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16, "programs": 128 // block}
+
+
+def add_slices_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_len: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    config = _config(q, plan.block)
+    programs = min(plan.work.numel() * (plan.block // config["QUERIES"]), multiprocessors(q) * config.pop("programs"))
+    bits = plan.slices.bits.contiguous()
+    row_bytes = bits.shape[-1]
+    position_type = torch.uint16 if plan.tokens <= SHORT_POSITIONS else torch.int32
+    lists = torch.empty(programs, row_bytes * 8, dtype=position_type, device=q.device)
+    next_item = torch.zeros(1, dtype=torch.int32, device=q.device)
+    with on_device(q):
+        _add_slices[(programs,)](
+            q, k, v, out, lse, bits, plan.slices.work, plan.slices.work_count, plan.kv_count, kv_len, lists, next_item,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens, row_bytes, scale * LOG2_E,
+            BLOCK=plan.block, HEAD_DIM=q.shape[-1], BYTES=BYTES, HAS_KV_LEN=kv_len is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=LOG2_E, **config,
+        )  # fmt: skip

@@ -1,0 +1,178 @@
+"""Gradients of block-sparse attention over the tiles of a plan (SLA, equation 7), and the attention that has them.
+
+For a row with key blocks J, scaled scores S, its output O and the gradient dO of that output:
+
+    P  = exp(S - lse)      dV += P^T dO      dP = dO V^T      delta = rowsum(dO * O)
+    dS = P * (dP - delta)  dQ  = scale * dS K                 dK += scale * dS^T Q
+
+No gradient flows through the choice of the tiles. dQ sums along the plan's lists, dK and dV along the transposed ones
+(:func:`~dit_accel.kernels.transpose.transpose_lists`), so each result has one writer and runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels.attention import attention, require_arguments, triton_limit
+from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
+from dit_accel.kernels.checks import require_dtype, require_same, require_shape, require_unit_stride
+from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.symbols import AttentionPlan
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Gradients:
+    """Gradients of ``attention(q, k, v, plan, scale=scale, kv_len=kv_len)`` for q, k and v.
+
+    Args:
+        q, k, v: ``[B, S, H, D]`` as in :func:`~dit_accel.kernels.attention.attention`, with as many key heads as query
+            heads.
+        o: ``[B, S, H, D]`` like q, what attention returned. Rows that do not compute may hold anything.
+        lse: float32 ``[B, H, S]``, natural logarithm, what attention returned with ``return_lse``.
+        do: ``[B, S, H, D]`` like q, gradient of o. Rows that do not compute may hold anything.
+        plan, scale, kv_len: as attention took them.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous; sums are in float32. Rows that do not compute, or have no
+        key, give dq 0 and add nothing to dk and dv; keys that nobody attends to have dk and dv 0.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit, or keys are shared by heads.
+        UnsupportedError: the plan has slices, or the backend can't take these arguments; the message says why.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
+    chosen = resolve_backend(backend, q, {"triton": triton_limit(q, plan, None)})
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if chosen == "triton":
+        from dit_accel.kernels._triton.attention_backward import attention_backward as implementation
+    else:
+        implementation = _attention_backward_reference
+    kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
+    return implementation(q, k, v, o, lse, do, plan, scale, kv_len)
+
+
+def differentiable_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attention over the tiles of a plan, through which gradients flow to q, k and v (once: not twice).
+
+    Args:
+        q, k, v, plan, scale, kv_len: as in :func:`attention_backward`.
+        backend: as in :func:`~dit_accel.kernels.attention.attention`. "reference" and "triton" hold for the gradients
+            too; beside the others those have "auto".
+
+    Returns:
+        ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
+
+    Raises:
+        ShapeError, UnsupportedError, BackendError: as attention and attention_backward.
+    """
+    _require_one_key_head_each(q, k)
+    return _Attention.apply(q, k, v, plan, scale, kv_len, backend)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plan, scale, kv_len, backend):
+        options = {"scale": scale, "kv_len": kv_len}
+        out = q.new_zeros(q.shape)
+        out, lse = attention(q, k, v, plan, return_lse=True, out=out, backend=backend, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        ctx.options = options | {"backend": backend if backend in ("reference", *TRITON_ONLY) else "auto"}
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        do = do if do.stride(-1) == 1 else do.contiguous()  # the gradient of a sum has stride 0
+        return *attention_backward(*ctx.saved_tensors, do, ctx.plan, **ctx.options), None, None, None, None
+
+
+def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> Gradients:
+    lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
+    dq = q.new_zeros(q.shape)
+    dk, dv = (q.new_zeros(q.shape, dtype=torch.float32) for _ in range(2))
+    for b, h, rows, tiles in _rows_alike(plan):
+        queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
+        keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
+        query, gradient, output = (take(x[b, :, h], queries).float() for x in (q, do, o))
+        key, value = (take(x[b, :, h], keys).float() for x in (k, v))
+        row_lse = take(lse[b, h], queries)
+        shift = torch.where(row_lse == -torch.inf, torch.inf, row_lse)[:, None]  # a query without a key: P = 0
+        probabilities = (query @ key.T * scale - shift).exp()
+        if plan.masks is not None:
+            probabilities *= _pairs(plan, b, h, rows, tiles)[: query.shape[0], : key.shape[0]]
+        delta = (gradient * output).sum(-1, keepdim=True)
+        score_gradient = probabilities * (gradient @ value.T - delta)
+        dq[b, queries, h] = (score_gradient @ key * scale).to(q.dtype)
+        dk[b, keys, h] += score_gradient.T @ query * scale
+        dv[b, keys, h] += probabilities.T @ gradient
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
+    """Batch entry, head, query blocks that share their tiles, and these; with masks inside tiles row by row."""
+    rows_of_tiles = defaultdict(list)
+    for b, h, row, tiles in rows_that_compute(plan):
+        rows_of_tiles[b, h, tuple(sorted(tiles)), None if plan.masks is None else row].append(row)
+    for (b, h, tiles, _), rows in rows_of_tiles.items():
+        yield b, h, rows, tiles
+
+
+def _pairs(plan: AttentionPlan, b: int, h: int, rows: list[int], tiles: tuple[int, ...]) -> torch.Tensor:
+    """Which pairs of a row attend, bool ``[block, tiles * block]``."""
+    every_pair = torch.ones(plan.block, plan.block, dtype=torch.bool, device=plan.kv_count.device)
+    masks = [tile_mask(plan, b, h, rows[0], tile) for tile in tiles]
+    return torch.cat([every_pair[:, :0], *(every_pair if mask is None else mask for mask in masks)], -1)
+
+
+def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
+    require_arguments(q, k, v, plan, scale, kv_len, None, None)
+    if plan.slices is not None:
+        raise UnsupportedError("plan must have no slices where gradients are wanted; use a policy of whole tiles")
+    _require_one_key_head_each(q, k)
+    for name, x in (("o", o), ("do", do)):
+        require_shape(name, x, tuple(q.shape))
+        require_same(name, x, "q", q)
+        require_unit_stride(name, x)
+    batch, tokens, heads, _ = q.shape
+    require_shape("lse", lse, (batch, heads, tokens))
+    require_dtype("lse", lse, (torch.float32,))
+    if lse.device != q.device:
+        raise ShapeError(f"lse must be on q's device {q.device}, got {lse.device}")
+
+
+def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]:
+        raise ShapeError(
+            f"k and v must have q's {q.shape[2]} heads where gradients are wanted, got {k.shape[2]}; "
+            "repeat them with repeat_interleave along axis 2"
+        )

@@ -1,0 +1,119 @@
+"""Classification: the three classes of SLA (section 4.1, equation 3) by the pooled map, straight into packed bits.
+
+In each row the tiles of most probability are critical and attend, those of least probability are negligible and take
+no part, and the others are marginal: linear attention stands for them. Of equal probabilities the earlier key block
+counts as more, so the classes have the same sizes in every row and are alike on any backend.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.layout import block_count
+
+SHARE_BITS = 30  # shares are multiples of 2^-30, so that counts come out alike on every backend
+
+
+@torch.no_grad()
+def classify_tiles(
+    probabilities: torch.Tensor,
+    critical: float,
+    negligible: float,
+    *,
+    always: slice = slice(0, 0),
+    valid_blocks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tiles of each row are critical and which are marginal.
+
+    Both shares are those of the row's candidates: n key blocks that are valid and not in ``always``. ``critical * n``
+    tiles, rounded, and at least one, are critical; ``negligible * n`` tiles, rounded, as far as there are others, are
+    negligible. Rows and valid columns of ``always`` are critical as a whole.
+
+    Args:
+        probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
+        critical: share of a row's candidates, 0..1; 0 = none of them, not even one.
+        negligible: share of a row's candidates, 0..1; with ``critical`` at most 1.
+        always: blocks whose rows and columns are critical.
+        valid_blocks: int32 ``[B]``, key blocks with a valid token; later ones are in no class. None = all.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.symbols.SparseSymbols`: uint8
+        ``[B, H, T, ceil(T / 8)]`` each.
+
+    Raises:
+        ShapeError: an argument is not as above.
+        BackendError: ``backend`` can't run here.
+    """
+    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    batch, heads, blocks, _ = probabilities.shape
+    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    require_dtype("probabilities", probabilities, (torch.float32,))
+    require_shares(critical, negligible)
+    if valid_blocks is not None:
+        require_shape("valid_blocks", valid_blocks, (batch,))
+        require_dtype("valid_blocks", valid_blocks, (torch.int32,))
+    start, stop, _ = always.indices(blocks)
+    units = round(critical * (1 << SHARE_BITS)), round(negligible * (1 << SHARE_BITS))
+    if resolve_backend(backend, probabilities) == "reference":
+        return _classify_reference(probabilities, *units, start, stop, valid_blocks)
+    from dit_accel.kernels._triton.classification import classify_tiles_into
+
+    bits = probabilities.new_empty(2, batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
+    lengths = None if valid_blocks is None else valid_blocks.contiguous()  # kernels read it by address
+    classify_tiles_into(*bits, probabilities.contiguous(), *units, start, stop, lengths)
+    return bits[0], bits[1]
+
+
+def require_shares(critical: float, negligible: float) -> None:
+    """Both shares lie between 0 and 1, and so does their sum."""
+    for name, share in (("critical", critical), ("negligible", negligible)):
+        if not 0 <= share <= 1:
+            raise ShapeError(f"{name} must be between 0 and 1, got {share}")
+    if critical + negligible > 1:
+        raise ShapeError(
+            f"critical and negligible must sum to at most 1, got {critical} + {negligible}; lower one of them"
+        )
+
+
+def _classify_reference(
+    probabilities: torch.Tensor,
+    critical_units: int,
+    negligible_units: int,
+    start: int,
+    stop: int,
+    valid_blocks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, _, blocks, _ = probabilities.shape
+    column = torch.arange(blocks, device=probabilities.device)
+    is_always = (column >= start) & (column < stop)
+    is_valid = torch.ones(batch, blocks, dtype=torch.bool, device=probabilities.device)
+    if valid_blocks is not None:
+        is_valid = column < valid_blocks[:, None]
+    is_candidate = is_valid & ~is_always
+    count = is_candidate.sum(1)
+    critical = _share_of(count, critical_units)
+    if critical_units:
+        critical = critical.clamp(min=1).minimum(count)
+    negligible = torch.minimum(_share_of(count, negligible_units), count - critical)
+
+    scores = torch.where(is_candidate[:, None, None], probabilities, -1.0)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(-1, order, column.expand_as(order))
+    is_critical = rank < critical[:, None, None, None]
+    is_marginal = ~is_critical & (rank < (count - negligible)[:, None, None, None])
+    whole = is_valid[:, None, None] & (is_always | is_always[:, None])  # rows and columns that are critical as a whole
+    return (
+        pack_bits(is_critical | whole, backend="reference"),
+        pack_bits(is_marginal & ~whole, backend="reference"),
+    )
+
+
+def _share_of(count: torch.Tensor, units: int) -> torch.Tensor:
+    """``count * units / 2^30``, rounded."""
+    return (count * units + (1 << SHARE_BITS - 1)) >> SHARE_BITS

@@ -1,0 +1,109 @@
+"""Single keys that carry weight: the bits of FG-Attn's slices, without ever storing the score matrix.
+
+For a group of queries that share a row of bits, key j stays iff for any of them
+
+    e^(s_ij - L_i) > min(threshold / N, 0.999 max_j e^(s_ij - L_i))      L_i = log sum_j e^(s_ij)
+
+with s the scaled scores and N the number of keys (FG-Attn, section 4.3: the threshold of one is 0.5 / N). The second
+term acts from ``threshold`` 0.999 on only, where all keys may lie below the first: no query loses its best key.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_same,
+    require_shape,
+    require_unit_stride,
+    triton_head_dim_limit,
+)
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.layout import BLOCK_SIZES, block_count
+
+BEST_SHARE = 0.999  # of a query's largest probability: below 1 by more than two products of the same vectors differ
+
+
+@torch.no_grad()
+def select_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    threshold: float,
+    *,
+    group: int,
+    block: int,
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Bits of the keys that any query of a group needs.
+
+    Args:
+        q: ``[B, Q, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
+        k: ``[B, S, H, D]`` like q.
+        threshold: probability that a key must exceed for one query, in units of 1 / N; positive.
+        group: queries that share a row of bits: 1, 64 or 128.
+        block: tokens in a key block; a row of bits is padded with zeros to whole blocks.
+        kv_len: int32 ``[B]``, valid keys of each sample, and its N; no later key stays. None = all S.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        uint8 ``[B, H, ceil(Q / group), ceil(S / block) * block / 8]``, packed along keys: ``slice_bits`` as in
+        :class:`~dit_accel.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit, or a number is out of its range.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(q, k, threshold, group, block, kv_len)
+    backend = resolve_backend(backend, q, {"triton": triton_head_dim_limit(q.shape[-1])})
+    batch, queries, heads, _ = q.shape
+    padded = block_count(k.shape[1], block) * block
+    bits = torch.zeros(
+        batch, heads, block_count(queries, group), padded // 8, dtype=torch.uint8, device=q.device
+    )  # kernels write no byte that has no valid key
+    if backend == "triton":
+        from dit_accel.kernels._triton.key_selection import select_keys_into
+
+        select_keys_into(bits, q, k, threshold, group, None if kv_len is None else kv_len.contiguous())
+    else:
+        _select_keys_reference(bits, q, k, threshold, group, kv_len)
+    return bits
+
+
+def _select_keys_reference(bits, q, k, threshold, group, kv_len) -> None:
+    batch, _, heads, head_dim = q.shape
+    lengths = [k.shape[1]] * batch if kv_len is None else kv_len.clamp(0, k.shape[1]).tolist()
+    for b, length in enumerate(lengths):
+        for h in range(heads if length else 0):
+            key = k[b, :length, h].float()
+            for row, query in enumerate(q[b, :, h].float().split(group)):
+                probability = (query @ key.T * head_dim**-0.5).softmax(-1)
+                bound = (BEST_SHARE * probability.amax(-1, keepdim=True)).clamp(max=threshold / length)
+                packed = pack_bits((probability > bound).any(0), backend="reference")
+                bits[b, h, row, : len(packed)] = packed
+
+
+def _require_arguments(q, k, threshold, group, block, kv_len) -> None:
+    require_shape("q", q, ("B", "Q", "H", "D"))
+    require_dtype("q", q, FLOAT_DTYPES)
+    batch, _, heads, head_dim = q.shape
+    require_shape("k", k, (batch, "S", heads, head_dim))
+    require_same("k", k, "q", q)
+    require_unit_stride("q", q)
+    require_unit_stride("k", k)
+    if not threshold > 0:
+        raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
+    if block not in BLOCK_SIZES:
+        raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {block}")
+    if group not in (1, *BLOCK_SIZES):
+        raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
+    if kv_len is not None:
+        require_shape("kv_len", kv_len, (batch,))
+        require_dtype("kv_len", kv_len, (torch.int32,))
+        if kv_len.device != q.device:
+            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")

@@ -1,0 +1,176 @@
+"""Linear attention over the marginal tiles of a plan (SLA, section 4.2, equation 5).
+
+With features ``phi`` and the row's marginal key blocks J_i:
+
+    h_j = phi(K_j)^T V_j      H_i = sum over J_i of h_j      O_i = phi(Q_i) H_i / (phi(Q_i) Z_i)
+    z_j = sum of phi(K_j)     Z_i = sum over J_i of z_j
+
+Each h_j is made once. All sums H of a head are one product of its 0/1 matrix of marginal tiles with its h, in which a
+row's cost does not depend on how many tiles it takes, so nothing is ever summed and then subtracted again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_plan,
+    require_same,
+    require_shape,
+    require_unit_stride,
+    triton_head_dim_limit,
+)
+from dit_accel.kernels.packing import unpack_bits
+from dit_accel.layout import BLOCK_SIZES
+from dit_accel.symbols import AttentionPlan
+
+FEATURE_MAPS = ("softmax", "elu", "relu")
+
+
+@torch.no_grad()
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    feature_map: str = "softmax",
+    projection: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Linear attention ``O^l`` over the marginal tiles of a plan. Forward only: no gradient flows.
+
+    Sums are in float32. bfloat16 inputs are multiplied in bfloat16, with each h_j and H_i rounded to it once; others in
+    float32.
+
+    Args:
+        q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
+        plan: which rows compute, and their marginal tiles in ``linear_bits``, for B, H and S tokens.
+        feature_map: "softmax" over the head dimension, "elu" (elu + 1) or "relu".
+        projection: ``[D, D]``, any floating dtype; the result is ``O^l projection^T`` (SLA, equation 6). None = O^l.
+        kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part. None = all.
+        out: ``[B, S, H, D]`` like q, written in place. Rows that do not compute keep what it holds; with None it is
+            allocated **uninitialised**, so they hold garbage.
+        accumulate: add the result to what ``out`` holds.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        ``out``. A query that computes but meets no feature, because its row has no marginal tile or all products with
+        phi are 0, is 0.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
+            ``linear_bits``, or ``accumulate`` comes without ``out``.
+        UnsupportedError: the backend does not support the head dimension or the block size.
+        BackendError: ``backend`` can't run here.
+    """
+    require_linear_arguments(q, k, v, plan, feature_map, kv_len)
+    if accumulate and out is None:
+        raise ShapeError("accumulate adds to what out holds, and out is None; pass out")
+    if out is not None:
+        require_shape("out", out, tuple(q.shape))
+        require_same("out", out, "q", q)
+        require_unit_stride("out", out)
+    if projection is not None:
+        require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
+        projection = projection.to(q.device, q.dtype).contiguous()
+    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
+    if chosen == "triton":
+        from dit_accel.kernels._triton.linear_attention import linear_attention_into
+
+        linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, accumulate)
+        return out
+    numerator, denominator = weighted_values(q, k, v, plan, feature_map, kv_len)
+    result = torch.where(denominator > 0, numerator / denominator, 0.0)  # [B, H, T, block, D]
+    result = result.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2)
+    if projection is not None:
+        result = result @ projection.float().T
+    if accumulate:
+        result = result + out
+    by_token = computing_rows(plan).repeat_interleave(plan.block, 2)[:, :, : plan.tokens].transpose(1, 2)
+    out.copy_(torch.where(by_token[..., None], result.to(out.dtype), out))
+    return out
+
+
+def weighted_values(q, k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference: ``phi(Q) H`` float32 ``[B, H, T, block, D]`` and ``phi(Q) Z`` ``[B, H, T, block, 1]``."""
+    features = map_features(by_block(q, plan), feature_map)
+    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
+    marginal = marginal_tiles(plan).float()
+    states = (key_features.transpose(-1, -2) @ values).flatten(3)  # h, [B, H, T, D * D]
+    sums = (marginal @ states).unflatten(3, (q.shape[-1], -1))  # H, [B, H, T, D, D]
+    feature_sums = marginal @ key_features.sum(3)  # Z, [B, H, T, D]
+    return features @ sums, features @ feature_sums[..., None]
+
+
+def keys_and_values(k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:
+    """``phi(K)`` and V as float32 ``[B, H, T, block, D]``, 0 where a key is not valid."""
+    padded = plan.blocks * plan.block
+    length = torch.full((plan.batch,), plan.tokens, device=k.device) if kv_len is None else kv_len.clamp(0, plan.tokens)
+    is_valid = torch.arange(padded, device=k.device) < length[:, None]
+    is_valid = is_valid.view(plan.batch, 1, plan.blocks, plan.block, 1)
+    features = map_features(by_block(k, plan), feature_map)
+    return torch.where(is_valid, features, 0.0), torch.where(is_valid, by_block(v, plan), 0.0)
+
+
+def by_block(x: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """``[B, S, H, D]`` -> float32 ``[B, H, T, block, D]``, padded with zeros."""
+    padded = F.pad(x.float(), (0, 0, 0, 0, 0, plan.blocks * plan.block - plan.tokens))
+    return padded.transpose(1, 2).unflatten(2, (plan.blocks, plan.block))
+
+
+def map_features(x: torch.Tensor, feature_map: str) -> torch.Tensor:
+    """phi of float32 ``[..., D]``."""
+    if feature_map == "softmax":
+        return x.softmax(-1)
+    return F.elu(x) + 1 if feature_map == "elu" else F.relu(x)
+
+
+def marginal_tiles(plan: AttentionPlan) -> torch.Tensor:
+    """Marginal tiles of the rows that compute: bool ``[B, H, Tq, Tk]``."""
+    return unpack_bits(plan.linear_bits, plan.blocks) & computing_rows(plan)[..., None]
+
+
+def computing_rows(plan: AttentionPlan) -> torch.Tensor:
+    """Rows that compute: bool ``[B, H, T]``."""
+    head = torch.arange(plan.heads, device=plan.mask64.device)
+    return (plan.mask64[:, None] >> head[:, None] & 1).bool()
+
+
+def linear_limit(q: torch.Tensor, plan: AttentionPlan) -> str | None:
+    """What keeps the Triton kernels from the arguments, or None."""
+    if limit := triton_head_dim_limit(q.shape[-1]):
+        return limit
+    return None if plan.block in BLOCK_SIZES else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+
+
+def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
+    require_shape("q", q, ("B", "S", "H", "D"))
+    require_dtype("q", q, FLOAT_DTYPES)
+    require_unit_stride("q", q)
+    for name, x in (("k", k), ("v", v)):
+        require_shape(name, x, tuple(q.shape))
+        require_same(name, x, "q", q)
+        require_unit_stride(name, x)
+    require_plan(plan, "q", q, q.shape[2])
+    if plan.tokens != q.shape[1]:
+        raise ShapeError(f"plan must have q's {q.shape[1]} tokens, got {plan.tokens}; lower symbols of the same length")
+    if plan.linear_bits is None:
+        raise ShapeError("plan must have linear_bits, got None; lower symbols that policy sla drew")
+    if feature_map not in FEATURE_MAPS:
+        raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
+    if kv_len is not None:
+        require_shape("kv_len", kv_len, (q.shape[0],))
+        require_dtype("kv_len", kv_len, (torch.int32,))
+        if kv_len.device != q.device:
+            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")

@@ -1,0 +1,146 @@
+"""Gradients of linear attention over the marginal tiles of a plan (SLA, equation 8), and the op that has them.
+
+For a row with features A = phi(Q_i), s = A Z_i and O = A H_i / s, and the gradient dO of that output:
+
+    dN = dO / s                  dA   = dN H_i^T + ds Z_i^T     dH_i = A^T dN     dZ_i = A^T ds
+    ds = -rowsum(dO * O) / s
+
+A key block gets the sums dh_j, dz_j of the dH_i, dZ_i of all rows that it is marginal in:
+
+    dV_j = phi(K_j) dh_j         dphi(K_j) = V_j dh_j^T + 1 dz_j^T
+
+and phi's own derivative leads on to dQ and dK. No gradient flows through the choice of the tiles. Nothing but q, k and
+v is kept from the forward: H and Z are made again, which takes less time than reading them would memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import require_same, require_shape, require_unit_stride
+from dit_accel.kernels.linear_attention import (
+    by_block,
+    keys_and_values,
+    linear_attention,
+    linear_limit,
+    map_features,
+    marginal_tiles,
+    require_linear_arguments,
+)
+from dit_accel.symbols import AttentionPlan
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def linear_attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    feature_map: str = "softmax",
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Gradients:
+    """Gradients of ``linear_attention(q, k, v, plan, feature_map=feature_map, kv_len=kv_len)`` for q, k and v.
+
+    Args:
+        q, k, v, plan, feature_map, kv_len: as in :func:`~dit_accel.kernels.linear_attention.linear_attention`.
+        do: ``[B, S, H, D]`` like q, gradient of its output. Rows that do not compute may hold anything.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous. Rows that do not compute, or meet no feature, give dq 0
+        and add nothing to dk and dv; keys that are marginal to no row have dk and dv 0.
+
+    Raises:
+        ShapeError, UnsupportedError, BackendError: as linear_attention.
+    """
+    require_linear_arguments(q, k, v, plan, feature_map, kv_len)
+    require_shape("do", do, tuple(q.shape))
+    require_same("do", do, "q", q)
+    require_unit_stride("do", do)
+    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
+    if chosen == "triton":
+        from dit_accel.kernels._triton.linear_attention_backward import linear_attention_backward as implementation
+    else:
+        implementation = _backward_reference
+    return implementation(q, k, v, do, plan, feature_map, kv_len)
+
+
+def differentiable_linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    feature_map: str = "softmax",
+    kv_len: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Linear attention ``O^l`` through which gradients flow to q, k and v (once: not twice).
+
+    Arguments and errors are those of :func:`linear_attention_backward`.
+
+    Returns:
+        ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
+    """
+    return _LinearAttention.apply(q, k, v, plan, feature_map, kv_len, backend)
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, plan, feature_map, kv_len, backend):
+        ctx.save_for_backward(q, k, v)
+        ctx.plan = plan
+        ctx.options = {"feature_map": feature_map, "kv_len": kv_len, "backend": backend}
+        return linear_attention(q, k, v, plan, out=q.new_zeros(q.shape), **ctx.options)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        do = do if do.stride(-1) == 1 else do.contiguous()  # the gradient of a sum has stride 0
+        return *linear_attention_backward(*ctx.saved_tensors, do, ctx.plan, **ctx.options), None, None, None, None
+
+
+def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
+    """By the formulas above, in float32, all rows at once; axes as in linear_attention's reference."""
+    inputs = by_block(q, plan)
+    features, do = map_features(inputs, feature_map), by_block(do, plan)
+    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
+    marginal, head_dim = marginal_tiles(plan).float(), q.shape[-1]
+    has_tiles = marginal.any(-1)[..., None, None]
+    features, do = (torch.where(has_tiles, x, 0.0) for x in (features, do))  # no product: other rows may hold NaN
+    states = (key_features.transpose(-1, -2) @ values).flatten(3)
+    sums = (marginal @ states).unflatten(3, (head_dim, -1))
+    feature_sums = marginal @ key_features.sum(3)
+
+    denominator = features @ feature_sums[..., None]
+    inverse = torch.where(denominator > 0, 1 / denominator, 0.0)
+    d_numerator = do * inverse
+    d_denominator = -(do * (features @ sums) * inverse).sum(-1, keepdim=True) * inverse
+    d_features = d_numerator @ sums.transpose(-1, -2) + d_denominator * feature_sums[..., None, :]
+    d_sums = (features.transpose(-1, -2) @ d_numerator).flatten(3)
+    d_feature_sums = (features * d_denominator).sum(3)
+
+    d_states = (marginal.transpose(-1, -2) @ d_sums).unflatten(3, (head_dim, -1))
+    d_state_features = (marginal.transpose(-1, -2) @ d_feature_sums)[..., None, :]
+    d_values = key_features @ d_states
+    d_key_features = values @ d_states.transpose(-1, -2) + d_state_features
+    dq = _features_backward(d_features, inputs, features, feature_map)
+    dk = _features_backward(d_key_features, by_block(k, plan), key_features, feature_map)
+    return tuple(
+        x.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, d_values)
+    )
+
+
+def _features_backward(gradient, inputs, features, feature_map: str) -> torch.Tensor:
+    """phi's derivative times the gradient of its result; features that were set to 0 pass nothing on."""
+    if feature_map == "softmax":
+        return features * (gradient - (features * gradient).sum(-1, keepdim=True))
+    slope = features.clamp(max=1) if feature_map == "elu" else (features > 0).float()
+    return gradient * slope

@@ -1,0 +1,35 @@
+"""A linear layer and GELU in the matrix product's epilogue: the MLP's inner features are written once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.kernels.checks import FLOAT_DTYPES, require_dtype, require_same, require_shape
+
+
+@torch.no_grad()
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``GELU(x W^T + b)`` with the tanh approximation. Forward only: no gradient flows.
+
+    On a GPU cuBLASLt applies GELU to its float32 sums; elsewhere the sums are rounded first.
+
+    Args:
+        x: ``[..., C]``, float16, bfloat16 or float32.
+        weight: ``[N, C]`` like x.
+        bias: ``[N]`` like x, or None.
+
+    Returns:
+        ``[..., N]`` like x.
+
+    Raises:
+        ShapeError: a shape, dtype or device does not fit.
+    """
+    require_dtype("x", x, FLOAT_DTYPES)
+    require_shape("weight", weight, ("N", x.shape[-1]))
+    require_same("weight", weight, "x", x)
+    if bias is None or not x.is_cuda:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    require_shape("bias", bias, (weight.shape[0],))
+    product = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return product.view(*x.shape[:-1], -1)

@@ -1,0 +1,104 @@
+"""RMSNorm and rotary embedding of queries and keys in one pass, into their place in the joint sequence.
+
+Per head, as FLUX and HunyuanVideo, or across all heads of a token, as Wan:
+
+    y = x / sqrt(mean(x^2) + eps) * weight          RoPE: (y0, y1) -> (y0 cos0 - y1 sin0, y1 cos1 + y0 sin1)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.checks import (
+    FLOAT_DTYPES,
+    require_dtype,
+    require_same,
+    require_shape,
+    require_unit_stride,
+    triton_head_dim_limit,
+)
+
+
+@torch.no_grad()
+def norm_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Normalise and rotate, in float32 and rounded once. Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides of batch and token, heads and features in order.
+        weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: of all heads of a token together; None = no norm.
+        rope: ``(cos, sin)``, float32 ``[S, D]``, of interleaved pairs; None = no rotation.
+        eps: added to the mean square.
+        out: ``[B, S, H, D]`` like x, e.g. the stream's tokens of a joint sequence; None = allocated.
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ShapeError: a shape, dtype, stride or device does not fit.
+        UnsupportedError: the backend does not support the head dimension.
+        BackendError: ``backend`` can't run here.
+    """
+    _require_arguments(x, weight, rope, out)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if resolve_backend(backend, x, {"triton": triton_head_dim_limit(x.shape[-1])}) == "triton":
+        from dit_accel.kernels._triton.norm_rope import norm_rope_into
+
+        norm_rope_into(x, weight, rope, eps, out)
+    else:
+        out.copy_(_norm_rope_reference(x, weight, rope, eps))
+    return out
+
+
+def _norm_rope_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, rope: tuple[torch.Tensor, torch.Tensor] | None, eps: float
+) -> torch.Tensor:
+    y = x.float()
+    if weight is not None:
+        normed = y if weight.shape[0] == x.shape[-1] else y.flatten(2)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps) * weight.float()
+        y = normed.view(x.shape)
+    if rope is not None:
+        cos, sin = (table[:, None] for table in rope)
+        even, odd = y.unflatten(-1, (-1, 2)).unbind(-1)
+        y = y * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
+    return y
+
+
+def _require_arguments(x, weight, rope, out) -> None:
+    require_shape("x", x, ("B", "S", "H", "D"))
+    require_dtype("x", x, FLOAT_DTYPES)
+    _, tokens, heads, head_dim = x.shape
+    if out is not None:
+        require_shape("out", out, tuple(x.shape))
+        require_same("out", out, "x", x)
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor is None:
+            continue
+        require_unit_stride(name, tensor)
+        if heads > 1 and tensor.stride(2) != head_dim:
+            raise ShapeError(
+                f"{name} must hold a token's heads side by side (stride {head_dim}), got strides "
+                f"{list(tensor.stride())}; call .contiguous()"
+            )
+    if weight is not None:
+        require_dtype("weight", weight, FLOAT_DTYPES)
+        if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
+            raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
+        if weight.device != x.device:
+            raise ShapeError(f"weight must be on x's device {x.device}, got {weight.device}")
+    for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
+        require_shape(name, table, (tokens, head_dim))
+        require_dtype(name, table, (torch.float32,))
+        if table.device != x.device:
+            raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")

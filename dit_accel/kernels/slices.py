@@ -1,0 +1,81 @@
+"""Slices: single keys of a row-block, which join the softmax over its tiles (FG-Attn, section 4).
+
+A slice holds the scores of a row-block's queries with one key. Attention over the row's tiles left the output O and the
+log-sum-exp L of the scaled scores; from there the softmax goes on over its single keys J:
+
+    L' = log(e^L + sum_j e^(s_j))     O' = e^(L - L') O + sum_j e^(s_j - L') v_j     j in J
+
+So the tiles may be any backend's, with whatever masks and number formats that knows, and a row without single keys
+costs nothing here. The keys are in no list but the bits: 1/32 of the memory of FG-Attn's int32 lists.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.kernels.packing import unpack_bits
+from dit_accel.symbols import AttentionPlan
+
+
+def add_slices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_len: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> None:
+    """Goes on from the attention over a plan's tiles to its single keys, in place.
+
+    Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
+    ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``. ``backend`` is what did the tiles: after "reference" and
+    "triton" the single keys are theirs too, after others "cuda"'s or, where that can't, "triton"'s.
+    """
+    if backend == "reference":
+        _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse)
+        return
+    from dit_accel.kernels._cuda.slices import limit
+
+    if backend == "triton" or limit(q, k, v, plan, out) is not None:
+        from dit_accel.kernels._triton.slices import add_slices_into
+    else:
+        from dit_accel.kernels._cuda.slices import add_slices_into
+    add_slices_into(q, k, v, plan, scale, kv_len, out, lse)
+
+
+def count_slices_into(plan: AttentionPlan, backend: str) -> None:
+    """Fills ``plan.slices.count`` from its bits; ``backend`` is "reference" or "triton"."""
+    if backend == "triton":
+        from dit_accel.kernels._triton.slices import count_slices_into as count_into
+
+        count_into(plan)
+    else:
+        _count_slices_reference(plan)
+
+
+def _count_slices_reference(plan: AttentionPlan) -> None:
+    for b in range(plan.batch):
+        for h in range(plan.heads):
+            keys = unpack_bits(plan.slices.bits[b, h], plan.blocks * plan.block, backend="reference")[:, : plan.tokens]
+            computes = plan.mask64[b] >> h & 1
+            plan.slices.count[b, h] = keys.sum(-1) * computes
+
+
+def _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse) -> None:
+    lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
+    group = q.shape[2] // k.shape[2]
+    for b, h, row in plan.slices.count.nonzero().tolist():
+        is_key = unpack_bits(plan.slices.bits[b, h, row], plan.blocks * plan.block, backend="reference")
+        keys = is_key[: lengths[b]].nonzero().flatten()
+        if len(keys) == 0:
+            continue
+        queries = slice(row * plan.block, min((row + 1) * plan.block, plan.tokens))
+        scores = q[b, queries, h].float() @ k[b, keys, h // group].float().T * scale
+        before = lse[b, h, queries]
+        total = torch.logaddexp(before, scores.logsumexp(-1))
+        result = (scores - total[:, None]).exp() @ v[b, keys, h // group].float()
+        out[b, queries, h] = ((before - total).exp()[:, None] * out[b, queries, h] + result).to(out.dtype)
+        lse[b, h, queries] = total

@@ -1,0 +1,173 @@
+"""Masks over (query, key) pairs as symbols with masks inside tiles, and back: exactly, both ways.
+
+A tile in which no pair attends is skipped, one in which all do is FULL, a diagonal one in which each query attends to
+itself and what comes before is CAUSAL, and any other is PARTIAL, with its pairs as bits in a pool where equal masks
+share an entry (OmniAttention, section 4.1). Pairs beyond the end of the sequence have no say, and 0 in the pool.
+
+Making symbols makes the host wait for the device: they are made once for many steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.checks import require_dtype
+from dit_accel.kernels.lowering import lower
+from dit_accel.kernels.packing import pack_bits, unpack_bits
+from dit_accel.layout import block_count
+from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan, SparseSymbols, TileMasks
+
+# Indices (sample, head, query block, key block) of n tiles -> their pairs, bool [n, block, block].
+PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def plan_from_mask(
+    mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
+) -> AttentionPlan:
+    """The plan under which attention is that of a mask; arguments as for :func:`symbols_from_mask`."""
+    return lower(symbols_from_mask(mask, block=block, batch=batch, heads=heads))
+
+
+def symbols_from_mask(
+    mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
+) -> SparseSymbols:
+    """The symbols of a mask; every row computes, one without any key too.
+
+    Args:
+        mask: bool ``[B or 1, H or 1, S, S]``; True = the query (third axis) attends to the key (fourth).
+        block: tokens in a block, 64 or 128.
+        batch, heads: B and H; None = the mask's own.
+
+    Raises:
+        ShapeError: ``mask`` is not bool or has another shape.
+    """
+    require_dtype("mask", mask, (torch.bool,))
+    batch, heads = (own if asked is None else asked for own, asked in zip(mask.shape, (batch, heads), strict=False))
+    tokens = mask.shape[-1]
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or mask.shape[2] != tokens or tokens == 0:
+        raise ShapeError(f"mask must have shape [{batch} or 1, {heads} or 1, S, S], got {list(mask.shape)}")
+    blocks = block_count(tokens, block)
+    extra = blocks * block - tokens
+    padded = F.pad(mask, (0, extra, 0, extra))
+    tiles = padded.unflatten(3, (blocks, block)).unflatten(2, (blocks, block)).transpose(3, 4)
+    return _symbols(tiles.sum((-2, -1)), lambda *index: tiles[index], tokens, block, batch, heads)
+
+
+def symbols_from_intervals(
+    first: torch.Tensor, end: torch.Tensor, *, block: int = 128, batch: int = 1, heads: int = 1
+) -> SparseSymbols:
+    """The symbols of a mask in which each query attends to a few runs of keys; the S × S mask is never made.
+
+    Args:
+        first, end: integers ``[S, N]``; query q attends to keys ``first[q, n] .. end[q, n] - 1`` for each n, to none
+            where that is empty. The N runs of a query must not overlap; what lies outside ``0 .. S - 1`` is no key.
+        block: tokens in a block, 64 or 128.
+        batch, heads: B and H, which share the mask.
+    """
+    tokens, runs = first.shape
+    blocks = block_count(tokens, block)
+    extra = blocks * block - tokens
+    end = end.long().clamp(0, tokens)
+    first = torch.minimum(first.clamp(0), end)
+    first, end = (F.pad(bound, (0, 0, 0, extra)).view(blocks, block, runs) for bound in (first, end))
+    attending = _keys_before(end, blocks) - _keys_before(first, blocks)
+
+    def pairs_of(_sample, _head, row, column):
+        key = (column * block)[:, None] + torch.arange(block, device=first.device)
+        key = key[:, None, None]  # [n, block, N, block] against [n, block, N, 1]
+        return ((key >= first[row][..., None]) & (key < end[row][..., None])).any(2)
+
+    return _symbols(attending[None, None], pairs_of, tokens, block, batch, heads)
+
+
+def _keys_before(bound: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Keys of each tile that come before bounds ``[Tq, block, N]``, summed over a row's bounds: ``[Tq, Tk]``."""
+    block = bound.shape[1]
+    tile, rest = (bound // block).flatten(1), (bound % block).flatten(1)
+    none = tile.new_zeros(len(tile), blocks + 1)
+    reaching = none.scatter_add(1, tile, torch.ones_like(tile)).flip(1).cumsum(1).flip(1)  # bounds in it or behind it
+    return (reaching * block)[:, 1:] + none.scatter_add(1, tile, rest)[:, :-1]
+
+
+def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
+    """Which pairs attend, bool ``[B, H, S, S]``, single keys included; no pair of a reused row does.
+
+    Undoes :func:`plan_from_mask`.
+    """
+    batch, heads, blocks, block = plan.batch, plan.heads, plan.blocks, plan.block
+    device = plan.kv_count.device
+    listed = torch.arange(blocks, device=device) < plan.kv_count[..., None]
+    column = torch.where(listed, plan.kv_index, blocks).long()  # behind a row's count anything may stand
+    tiles = column.new_zeros(batch, heads, blocks, blocks + 1, dtype=torch.bool).scatter(-1, column, True)[..., :-1]
+    pairs = tiles[:, :, :, None, :, None].expand(-1, -1, -1, block, -1, block).contiguous()
+    by_tile = pairs.transpose(3, 4)  # [B, H, Tq, Tk, block, block]
+    if plan.masks is not None:
+        codes = plan.masks.codes.expand_as(tiles)
+        causal = (tiles & (codes == CAUSAL_TILE)).nonzero(as_tuple=True)
+        by_tile[causal] = _causal_pairs(causal[2], causal[3], block)
+        partial = (tiles & (codes >= FIRST_PARTIAL_TILE)).nonzero(as_tuple=True)
+        by_tile[partial] = unpack_bits(plan.masks.pool, block)[codes[partial] - FIRST_PARTIAL_TILE]
+    if plan.slices is not None:
+        keys = unpack_bits(plan.slices.bits, blocks * block) & (plan.slices.count > 0)[..., None]
+        pairs |= keys.view(batch, heads, blocks, 1, blocks, block)
+    return pairs.flatten(4).flatten(2, 3)[:, :, : plan.tokens, : plan.tokens]
+
+
+def distinct(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool without repetitions, and for each entry its place there.
+
+    Args:
+        entries: uint8 ``[n, block, block / 8]``, packed tiles.
+
+    Returns:
+        uint8 ``[P, block, block / 8]`` and int64 ``[n]``.
+    """
+    words, place = entries.flatten(1).view(torch.int64).unique(dim=0, return_inverse=True)
+    return words.view(torch.uint8).view(-1, *entries.shape[1:]), place
+
+
+def _symbols(
+    attending: torch.Tensor, pairs_of: PairsOf, tokens: int, block: int, batch: int, heads: int
+) -> SparseSymbols:
+    """``attending``: how many pairs of each tile attend, integers ``[B or 1, H or 1, Tq, Tk]``."""
+    blocks = attending.shape[-1]
+    inside = torch.arange(blocks * block, device=attending.device).view(blocks, block) < tokens
+    length = inside.sum(1)
+    tiles = attending > 0
+    masked = (tiles & (attending < length[:, None] * length)).nonzero(as_tuple=True)
+    _, _, row, column = masked
+    pairs = pairs_of(*masked)
+    causal_pairs = _causal_pairs(row, column, block) & inside[row][:, :, None]
+    is_causal = (row == column) & (pairs == causal_pairs).flatten(1).all(1)
+    pool, place = distinct(pack_bits(pairs[~is_causal]))
+    codes = torch.full(attending.shape, FULL_TILE, dtype=torch.int32, device=attending.device)
+    kinds = torch.full_like(row, CAUSAL_TILE)
+    kinds[~is_causal] = FIRST_PARTIAL_TILE + place
+    codes[masked] = kinds.int()
+    return symbols_of_tiles(tiles, TileMasks(codes, pool) if len(row) else None, tokens, block, batch, heads)
+
+
+def symbols_of_tiles(
+    tiles: torch.Tensor, masks: TileMasks | None, tokens: int, block: int, batch: int, heads: int
+) -> SparseSymbols:
+    """Symbols of which every row computes.
+
+    Args:
+        tiles: bool ``[B or 1, H or 1, Tq, Tk]``; True = the tile computes.
+        masks, tokens, block: as in :class:`~dit_accel.symbols.SparseSymbols`.
+        batch, heads: B and H.
+    """
+    every_row = torch.ones(batch, tiles.shape[-1], heads, dtype=torch.bool, device=tiles.device)
+    skip_bits = pack_bits(tiles).expand(batch, heads, -1, -1).contiguous()
+    return SparseSymbols(pack_bits(every_row), skip_bits, heads, tokens, block, masks)
+
+
+def _causal_pairs(row: torch.Tensor, column: torch.Tensor, block: int) -> torch.Tensor:
+    """Pairs of tiles whose key comes no later than their query, bool ``[n, block, block]``."""
+    token = torch.arange(block, device=row.device)
+    return ((column * block)[:, None] + token)[:, None, :] <= ((row * block)[:, None] + token)[:, :, None]

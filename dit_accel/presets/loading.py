@@ -1,0 +1,149 @@
+"""Presets from files, names and overrides."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from dit_accel.errors import PresetError
+from dit_accel.presets.complaints import did_you_mean, explain
+from dit_accel.presets.preset import Preset
+from dit_accel.presets.sections import CONTROL_KEYS
+from dit_accel.presets.skip import drop_foreign_keys
+
+
+def _config_directory() -> Path:
+    """Where presets lie: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that ship with the package, sorted."""
+    return sorted(path.stem for path in _config_directory().glob("*.yaml"))
+
+
+def preset_path(name: str) -> Path:
+    """The YAML file of a shipped preset.
+
+    Raises:
+        PresetError: no such preset; the message lists those that exist.
+    """
+    path = _config_directory() / f"{name}.yaml"
+    if not path.is_file():
+        raise PresetError(
+            f"unknown preset {name!r}{did_you_mean(name, preset_names())}; available: {', '.join(preset_names())}"
+        )
+    return path
+
+
+def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
+    """Load a preset and apply overrides.
+
+    Args:
+        preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
+        overrides: dotted keys, e.g. ``**{"forecast.order": 2}``, or whole sections, e.g. ``schedule={"warmup": 8}``,
+            whose keys are merged.
+
+    Raises:
+        PresetError: unknown preset, key or value; the message lists what is valid.
+    """
+    if isinstance(preset, Preset):
+        name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
+    elif isinstance(preset, (str, Path)):
+        path = Path(preset)
+        is_file = isinstance(preset, Path) or path.suffix in (".yaml", ".yml")
+        path = path if is_file else preset_path(str(preset))
+        name, values = path.stem, _read(path, seen=())
+    else:
+        raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
+    changes: dict[str, Any] = {}
+    for key, value in overrides.items():
+        _merge(changes, _nested(key.split("."), value))
+    _apply(values, changes)
+    if "name" in values:
+        raise PresetError(f"preset {name!r} is not valid: unknown key 'name'; a preset is called after its file")
+    return _validated({**values, "name": name}, source=name)
+
+
+def preset_schema() -> dict[str, Any]:
+    """JSON schema of a preset file, for editors (``# yaml-language-server: $schema=…``)."""
+    schema = Preset.model_json_schema()
+    schema["properties"].pop("name")
+    schema["properties"]["base"] = {"type": "string", "description": "Preset (name or path) that this one starts from."}
+    schema["required"] = []
+    return schema
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """A preset file as plain values, with its ``base`` chain merged in."""
+    if path.resolve() in seen:
+        raise PresetError(
+            f"base of preset {path} leads back to itself: {' -> '.join(p.name for p in (*seen, path.resolve()))}"
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PresetError(f"preset file {path} does not exist") from None
+    except OSError as error:
+        raise PresetError(f"preset file {path} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PresetError(f"preset file {path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise PresetError(f"preset file {path} must hold a mapping of sections, got {type(values).__name__}")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    base_path = beside if beside.suffix in (".yaml", ".yml") else preset_path(str(base))
+    merged = _read(base_path, (*seen, path.resolve()))
+    _apply(merged, values)
+    return merged
+
+
+def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Merges changes into values; choosing a control or a policy drops what the values said for others."""
+    section, chosen = _sections("schedule", values, changes)
+    for control, keys in CONTROL_KEYS.items():
+        if chosen.get("control") not in (None, control):
+            for key in keys:
+                section.pop(key, None)
+    section, chosen = _sections("skip", values, changes)
+    drop_foreign_keys(section, chosen)
+    layers, changed_layers = _sections("layers", section, chosen)
+    for name in changed_layers:
+        drop_foreign_keys(*_sections(name, layers, changed_layers))
+    _merge(values, changes)
+
+
+def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each has under a name; something empty where that is no mapping, which validation will complain about."""
+    return [held if isinstance(held := holder.get(name), dict) else {} for holder in holders]
+
+
+def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = deepcopy(value)
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _validated(values: dict[str, Any], source: str) -> Preset:
+    try:
+        return Preset.model_validate(values)
+    except ValidationError as failure:
+        raise PresetError(
+            f"preset {source!r} is not valid: " + "; ".join(explain(e, Preset) for e in failure.errors())
+        ) from None

@@ -1,0 +1,105 @@
+"""A preset as a whole: its sections, and what one of them means for the others."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dit_accel.presets.sections import CONTROL_KEYS, Blocks, Forecast, Kernels, Memory, Reuse, Schedule, Section
+from dit_accel.presets.skip import Skip
+
+# Sections that only scope head reads (but for reuse also `skip.steps: all`).
+_HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
+_VIDEO_MODELS = ("hunyuan_video", "wan")
+
+
+class Preset(Section):
+    """One method with all its thresholds. Frozen; make changed copies with :func:`load_preset`."""
+
+    name: str = Field(default="custom", exclude=True)
+    description: str = ""
+    """One line for `dit-accel presets list`."""
+    model: Literal["any", "flux", "hunyuan_video", "wan"] = "any"
+    """Model family that the preset is made for; `any` needs scope stack."""
+    schedule: Schedule
+    forecast: Forecast = Forecast()
+    reuse: Reuse = Reuse()
+    skip: Skip = Skip()
+    blocks: Blocks = Blocks()
+    kernels: Kernels = Kernels()
+    memory: Memory = Memory()
+
+    def effective(self) -> dict[str, Any]:
+        """All values that have an effect, defaults included, as plain values: a preset file's content."""
+        values = self.model_dump(mode="json")
+        for control, keys in CONTROL_KEYS.items():
+            for key in keys if control != self.schedule.control else ():
+                del values["schedule"][key]
+        for key in self.skip.idle_keys():
+            del values["skip"][key]
+        for section in self._unread_sections():
+            del values[section]
+        for key in self._idle_memory_keys():
+            del values["memory"][key]
+        if "blocks" in values and self.model not in _VIDEO_MODELS:
+            del values["blocks"]["token_order"]
+        return values
+
+    def _unread_sections(self) -> tuple[str, ...]:
+        """Sections that have no effect at this scope."""
+        if self.forecast.scope == "head":
+            return ()
+        return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
+
+    def _idle_memory_keys(self) -> dict[str, str]:
+        """Keys of section memory that have no effect, with the reason."""
+        idle = {}
+        if self.forecast.scope == "stack":
+            idle["history_dtype"] = "at scope 'stack' blocks remember nothing"
+        if self.forecast.scope != "head":
+            idle["offload"] = "attention outputs are remembered at scope 'head' only"
+        elif self.forecast.order == 0:
+            idle["offload"] = "with order 0 no attention outputs are remembered"
+        return idle
+
+    def _kernels_refuse(self) -> str | None:
+        """Why no kernel can do what sections skip and kernels ask for together, or None."""
+        kernels = self.kernels
+        if kernels.qk_dtype is None:
+            return None
+        if kernels.attention in ("cuda", "cute"):
+            return f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
+        if any(variant.policy == "static" for variant in self.skip.variants):
+            return (
+                f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
+                "inside them: remove one of them"
+            )
+        return None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Preset:
+        if self.model == "any" and self.forecast.scope != "stack":
+            raise ValueError(
+                f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
+            )
+        if self.model == "any" and self.skip.steps == "all":
+            raise ValueError("skip.steps 'all' needs a model family with an adapter: set model, e.g. flux")
+        touched = [name for name in self._unread_sections() if getattr(self, name).model_fields_set]
+        if touched:
+            skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
+            raise ValueError(
+                f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
+                f"runs no attention: remove it, or set forecast.scope to head{skips}"
+            )
+        if self.blocks.token_order != "raster" and self.model not in _VIDEO_MODELS:
+            raise ValueError(
+                f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
+                f"'{self.model}': set it to raster"
+            )
+        if (refused := self._kernels_refuse()) is not None:
+            raise ValueError(refused)
+        for key, reason in self._idle_memory_keys().items():
+            if getattr(self.memory, key):
+                raise ValueError(f"memory.{key} has no effect, because {reason}: remove it")
+        return self

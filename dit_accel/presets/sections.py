@@ -1,0 +1,118 @@
+"""The sections of a preset whose keys all stand for themselves; ``skip`` has a page of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+CONTROL_KEYS = {"error": ("target_error", "error_in", "max_interval"), "fixed": ("interval",)}  # that it alone reads
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Schedule(Section):
+    """When to compute."""
+
+    control: Literal["fixed", "error"] = "error"
+    """fixed: an UPDATE every `interval` steps (the papers). error: the closed loop, which measures at every UPDATE how
+    wrong the forecast would have been and sets the next gap by it."""
+    warmup: int = Field(default=4, ge=0)
+    """Steps at the start that compute everything."""
+    target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that a forecast step may reach."""
+    error_in: Literal["output", "latents"] = "output"
+    """control error: what target_error bounds. output: the error of the farthest forecast. latents: the errors of all
+    forecasts up to it together, each times how far its step moves in sigma, over the mean of all steps, for by so much
+    it moves the latents; better where sigma falls unevenly."""
+    max_interval: int = Field(default=16, ge=1)
+    """control error: most steps from one UPDATE to the next."""
+    interval: int | None = Field(default=None, ge=1)
+    """control fixed: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+    final_full: int = Field(default=1, ge=0)
+    """Steps at the end that compute everything."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Schedule:
+        if self.control == "error" and self.target_error is None:
+            raise ValueError("control 'error' needs target_error, e.g. 0.05")
+        if self.control == "fixed" and self.interval is None:
+            raise ValueError("control 'fixed' needs interval, e.g. 5")
+        for other, keys in CONTROL_KEYS.items():
+            for key in keys:
+                if other != self.control and key in self.model_fields_set and getattr(self, key) is not None:
+                    raise ValueError(f"{key} belongs to control '{other}', and control is '{self.control}': remove it")
+        return self
+
+
+class Forecast(Section):
+    """What a DISPATCH step fills in, and how."""
+
+    scope: Literal["stack", "layer", "head"] = "stack"
+    """stack: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
+    FORA). head: rows of each head, chosen by the symbols (FlashOmni)."""
+    method: Literal["newton", "taylor", "reuse"] = "newton"
+    """newton: polynomial through the recorded values, exact on any spacing. taylor: TaylorSeer's finite differences.
+    reuse: the last value."""
+    order: int = Field(default=1, ge=0, le=4)
+    """Degree D of the polynomial; order + 1 values are remembered. With control error the highest degree: every
+    computed step goes on with the one that would have reached farthest. reuse wants 0."""
+    coordinate: Literal["step", "sigma", "auto"] = "step"
+    """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
+    level falls evenly and the noise level where it does not."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Forecast:
+        if self.method == "reuse" and self.order != 0:
+            raise ValueError("method 'reuse' repeats the last value: set order to 0")
+        return self
+
+
+class Reuse(Section):
+    """Scope head: which rows a DISPATCH step takes from the cache."""
+
+    policy: Literal["flashomni"] = "flashomni"
+    """How row-blocks are scored: FlashOmni, equation 1; without joint text (Wan), by the attention they receive."""
+    tau_q: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of the cumulative score, lowest first, that is reused (FlashOmni's τ_q)."""
+    ramp: float = Field(default=2.0, gt=0.0)
+    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp; 2.0 for images, 1.7 for video."""
+    degrade_below: float = Field(default=0.0, ge=0.0, le=1.0)
+    """A layer whose computed fraction falls below this is forecast whole until the next UPDATE (FlashOmni's S_q)."""
+
+
+class Blocks(Section):
+    """How the sequence is cut."""
+
+    size: Literal[64, 128] = 128
+    """Tokens in a block."""
+    token_order: Literal["raster", "hilbert", "tiles"] = "raster"
+    """How a clip's tokens run through the blocks, so that neighbours share one. raster: frame by frame, row by row.
+    hilbert: along a Hilbert curve (SpargeAttn, section 3.7). tiles: box by box, each of about `size` tokens."""
+
+
+class Kernels(Section):
+    """Which implementation runs each op; auto picks by device, anything else must be able to run."""
+
+    attention: Literal["auto", "reference", "triton", "cuda", "cute"] = "auto"
+    """Sparse attention."""
+    gemm: Literal["auto", "reference", "triton", "cuda"] = "auto"
+    """GEMM-Q and GEMM-O."""
+    qk_dtype: Literal["int8", "int8+fp8"] | None = None
+    """Sparse attention multiplies queries and keys in 8 bits (int8), and probabilities and values too (int8+fp8);
+    null = in their own dtype. Calls that leave no tile out keep the model's own attention."""
+
+
+class Memory(Section):
+    """How much the caches of a run may hold, and how they are kept."""
+
+    budget_gib: float | None = Field(default=None, gt=0.0)
+    """Most GiB on the device for histories, symbols and cached biases of all branches together; null = no limit. What
+    it takes is done, in this order and no more than needed: attention outputs of text blocks left out, float8, host
+    memory, lower orders. A run that does not fit then is refused."""
+    history_dtype: Literal["float8"] | None = None
+    """float8: what blocks remember is kept as e4m3 with a scale per 128 values; null = as computed."""
+    offload: bool = False
+    """Scope head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""

@@ -1,0 +1,161 @@
+"""Section ``skip``: one policy for all blocks, with keys of its own, and what single blocks change."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from dit_accel.presets.complaints import explain
+from dit_accel.presets.sections import Section
+
+POLICY_KEYS = {  # that it alone reads
+    "none": (),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold"),
+    "sla": ("critical", "negligible", "feature_map", "projection"),
+    "fg_attn": ("mask", "key_threshold"),
+    "static": ("pattern", "window"),
+}
+_EXCLUSIVE = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
+_WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
+
+
+class Skip(Section):
+    """Which attention tiles are left out of rows that compute."""
+
+    policy: Literal["none", "sparge", "sla", "fg_attn", "static"] = "none"
+    """sparge: per row, the tiles of least probability in the pooled map (SpargeAttn). sla: critical tiles attend,
+    marginal ones go through linear attention, negligible ones are left out (SLA). fg_attn: single keys for each row of
+    tiles (FG-Attn). static: a pattern that no query or key changes (OmniAttention)."""
+    steps: Literal["dispatch", "all"] = "dispatch"
+    """dispatch: tiles are left out of DISPATCH steps only, which attend at scope head alone. all: of every step after
+    the warm-up, at any scope; a computed step then chooses its tiles by its own queries and keys."""
+    refresh: int = Field(default=1, ge=1)
+    """steps all: a computed step keeps the masks of an earlier one until so many steps have passed since they were
+    drawn; 1 = they are drawn at each computed step."""
+    layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What single blocks change: block name, as in the report, to changed keys of this section."""
+
+    tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
+    """sparge: probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv).
+    At scope head it grows as reuse.ramp says."""
+    top_k: float | None = Field(default=None, gt=0.0, le=1.0)
+    """sparge: share of a row's tiles that is kept, instead of tau_kv. At scope head what is left out grows likewise."""
+    similarity: float | None = Field(default=None, ge=0.0, le=1.0)
+    """sparge: blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, for their
+    mean does not stand for them (SpargeAttn's θ); null = no block is judged."""
+    sinks: bool = False
+    """sparge: the first block of keys is always attended to."""
+    pv_threshold: float | None = Field(default=None, lt=0.0)
+    """sparge: within attention, 64 queries leave out a tile whose best score lies further than this below their best
+    so far, in units of the scaled scores (SpargeAttn's λ); null = none is."""
+
+    critical: float = Field(default=0.05, gt=0.0, le=1.0)
+    """sla: share of a row's tiles, of most probability, that attend."""
+    negligible: float = Field(default=0.10, ge=0.0, lt=1.0)
+    """sla: share of a row's tiles, of least probability, that are left out of everything."""
+    feature_map: Literal["softmax", "elu", "relu"] = "softmax"
+    """sla: what linear attention makes of queries and keys."""
+    projection: str | None = None
+    """sla: safetensors file with one matrix ``[D, D]`` a block, by its name, which linear attention goes through; null
+    = without linear attention."""
+
+    mask: Literal["exact", "average_query"] = "exact"
+    """fg_attn: whether a key stays is decided by its scores with all queries of a row, or with their mean."""
+    key_threshold: float = Field(default=0.5, gt=0.0)
+    """fg_attn: probability from which on a key stays, in units of 1 / N, the mean over N keys."""
+
+    pattern: Literal["causal", "sliding"] = "sliding"
+    """static: causal: keys up to the query. sliding: keys within half a window on either side."""
+    window: int | None = Field(default=None, ge=1)
+    """static: width of the sliding window in tokens."""
+
+    _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
+
+    def at(self, name: str) -> Skip:
+        """The section as it is for one block; ``name`` is the block's name in the report."""
+        return self._by_layer.get(name, self)
+
+    def ramped(self, growth: float) -> Skip:
+        """The section with what sparge may leave out taken times ``growth``, 0..1, as scope head does early in a run.
+
+        Shares of other policies do not grow: SLA's are what its projection was trained for.
+        """
+        if self.policy != "sparge" or growth == 1:
+            return self
+        top_k = None if self.top_k is None else 1 - (1 - self.top_k) * growth
+        return self.model_copy(update={"tau_kv": self.tau_kv * growth, "top_k": top_k})
+
+    @property
+    def variants(self) -> tuple[Skip, ...]:
+        """The section itself, and what it is for each block that changes something."""
+        return (self, *self._by_layer.values())
+
+    @property
+    def skips(self) -> bool:
+        """Whether any block leaves anything out."""
+        return any(variant.policy != "none" for variant in self.variants)
+
+    def idle_keys(self) -> list[str]:
+        """Keys that have no effect beside the others."""
+        idle = [key for policy, keys in POLICY_KEYS.items() if policy != self.policy for key in keys]
+        if self.policy == "sparge" and self.top_k is not None:
+            idle.append("tau_kv")
+        if self.policy == "static" and self.pattern != "sliding":
+            idle.append("window")
+        return idle if self.steps == "all" else [*idle, "refresh"]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Skip:
+        for policy, keys in POLICY_KEYS.items():
+            for key in keys:
+                if policy != self.policy and self._says(key):
+                    raise ValueError(f"{key} belongs to policy '{policy}', and policy is '{self.policy}': remove it")
+        for key, other in _EXCLUSIVE:
+            if self._says(key) and self._says(other):
+                raise ValueError(f"{other} stands instead of {key}: remove one of them")
+        if self.refresh > 1 and self.steps != "all":
+            raise ValueError("refresh says how long computed steps keep their masks: set steps to all, or remove it")
+        if self.critical + self.negligible > 1:
+            raise ValueError(
+                f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
+            )
+        if self.policy == "static" and (self.window is None) != (self.pattern != "sliding"):
+            raise ValueError(f"pattern '{self.pattern}' {'needs' if self.window is None else 'takes no'} window")
+        self._by_layer = {name: self._changed(name, changes) for name, changes in self.layers.items()}
+        if self.steps == "all" and not self.skips:
+            raise ValueError("steps 'all' has no effect with policy 'none': set policy to sparge, or remove steps")
+        return self
+
+    def _says(self, key: str) -> bool:
+        return key in self.model_fields_set and getattr(self, key) not in (None, False)
+
+    def _changed(self, name: str, changes: dict[str, Any]) -> Skip:
+        """The section for one block."""
+        for key in _WHOLE_RUN:
+            if key in changes:
+                raise ValueError(f"layers.{name}: {key} is the same for all blocks: set skip.{key}")
+        values = self.model_dump(exclude_unset=True, exclude={"layers"})
+        drop_foreign_keys(values, changes)
+        values |= changes
+        if values.get("policy", "none") == "none":  # such a block has no masks to draw, whatever the others do
+            values = {key: value for key, value in values.items() if key not in ("steps", "refresh")}
+        try:
+            return Skip.model_validate(values)
+        except ValidationError as failure:
+            complaints = "; ".join(explain(error, Skip) for error in failure.errors())
+            raise ValueError(f"layers.{name}: {complaints}") from None
+
+
+def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Takes out of a section's values what changes to it exclude: keys of other policies, and alternatives."""
+    if (chosen := changes.get("policy")) is not None:
+        for policy, keys in POLICY_KEYS.items():
+            for key in keys if policy != chosen else ():
+                values.pop(key, None)
+    for pair in _EXCLUSIVE:
+        for key, other in (pair, pair[::-1]):
+            if changes.get(key) is not None and other not in changes:
+                values.pop(other, None)
+    if changes.get("pattern") not in (None, "sliding"):
+        values.pop("window", None)

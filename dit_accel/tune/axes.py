@@ -1,0 +1,87 @@
+"""What a tuning may change of a preset as a whole: its run-level thresholds, each as a row of values to choose from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dit_accel.errors import TuningError
+from dit_accel.presets import Preset
+
+# Geometric where a threshold is an error: the next value is as much looser wherever one stands.
+TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(22))  # 0.003 … 0.39
+INTERVALS = tuple(range(2, 13))
+BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
+BOUND_RATIOS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)
+TAU_Q = tuple(round(0.05 * step, 2) for step in range(20))  # 0 … 0.95
+DEGRADE_BELOW = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+ORDERS = (1, 2, 3)
+WARMUPS = (10, 8, 6, 5, 4, 3, 2)
+
+BOUND, BOUND_RATIO = "l1", "l2 / l1"  # not keys of a preset: they choose the thresholds of single layers
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One threshold and its values.
+
+    Args:
+        key: dotted key of a preset, or one of `BOUND` and `BOUND_RATIO`.
+        values: from the closest to the cheapest, where they have such an order.
+        start: index of the value to begin with.
+        closest_first: whether they have.
+    """
+
+    key: str
+    values: tuple[float, ...]
+    start: int
+    closest_first: bool = True
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < len(self.values)
+
+
+Setting = dict[str, float]  # axis key -> value
+
+
+def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
+    """The axes of a preset, the one first that the others are traded against.
+
+    Args:
+        by_layer: whether layers have thresholds of their own to choose, under the bounds l1 and l2.
+
+    Raises:
+        TuningError: the preset has no threshold.
+    """
+    axes = []
+    schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
+    forecasts = schedule.control == "error" or schedule.interval > 1
+    if schedule.control == "error":
+        axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.target_error))
+    elif forecasts:
+        axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
+    if by_layer:
+        axes.append(_axis(BOUND, BOUNDS, 0.05))  # 0.05 and 0.06 are SpargeAttn's for video models
+        if any(variant.pv_threshold is not None for variant in preset.skip.variants):
+            axes.append(_axis(BOUND_RATIO, BOUND_RATIOS, 1.2))
+    if forecasts and forecast.scope == "head":
+        axes.append(_axis("reuse.tau_q", TAU_Q, reuse.tau_q))
+        axes.append(_axis("reuse.degrade_below", DEGRADE_BELOW, reuse.degrade_below))
+    if forecasts and forecast.method != "reuse":
+        axes.append(replace(_axis("forecast.order", ORDERS, forecast.order), closest_first=False))
+    if forecasts or by_layer:
+        axes.append(_axis("schedule.warmup", WARMUPS, schedule.warmup))
+    if not axes:
+        raise TuningError(f"preset {preset.name!r} computes everything: it has no threshold to tune")
+    return axes
+
+
+def overrides_of(setting: Setting) -> dict[str, Any]:
+    """The part of a setting that is keys of a preset, as ``load_preset`` takes them."""
+    return {key: value for key, value in setting.items() if key not in (BOUND, BOUND_RATIO)}
+
+
+def _axis(key: str, values: tuple[float, ...], near: float) -> Axis:
+    """The axis, beginning at the preset's own value, which takes the place of the one that is nearest to it."""
+    start = min(range(len(values)), key=lambda index: abs(values[index] - near))
+    return Axis(key, (*values[:start], near, *values[start + 1 :]), start)

@@ -1,0 +1,111 @@
+"""What attention loses without part of its (query, key) pairs: relative L1 error against sparsity, many masks at once.
+
+With ``P = softmax(q kᵀ / √D)`` of the dense attention, attention over the kept pairs M is ``O' = (P∘M) V / (P∘M) 1``.
+Both sums are made tile by tile once, for ``[V, 1]``; then each mask of whole tiles costs one small product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+from torch.nn import functional
+
+from dit_accel.layout import TokenLayout, block_count
+
+SMALLEST_MASS = 1e-30  # a query that keeps less attends to nothing, and gives 0
+
+
+class DenseAttention:
+    """One attention in full, in float32; what others are measured by.
+
+    Args:
+        q, k, v: ``[B, S, H, D]``.
+        layout: which tokens are vision; errors and pairs of their queries count, those of text do not.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        kv_len: torch.Tensor | None = None,
+    ) -> None:
+        self.q, self.k, self.layout, self.kv_len = q.float(), k.float(), layout, kv_len
+        batch, tokens, _, head_dim = q.shape
+        token = torch.arange(tokens, device=q.device)
+        lengths = torch.full((batch,), tokens, device=q.device) if kv_len is None else kv_len
+        self._is_key = token < lengths[:, None]  # [B, S]
+        self.keys = lengths[:, None, None, None]  # N, how many a query may attend to
+        self._is_vision = (token >= layout.vision_start) & (token < layout.vision_start + layout.vision)
+        scores = torch.einsum("bqhd,bkhd->bhqk", self.q, self.k) * head_dim**-0.5
+        self.probabilities = scores.masked_fill_(~self._is_key[:, None, None], -torch.inf).softmax(-1)  # [B, H, S, S]
+        self._values = functional.pad(v.float().transpose(1, 2), (0, 1), value=1.0)  # [B, H, S, D + 1]
+        self._output = (self.probabilities @ self._values)[..., :-1]
+
+    @cached_property
+    def _size(self) -> torch.Tensor:
+        return self._output[:, :, self._is_vision].abs().sum()
+
+    def maxima(self, block_q: int, block_k: int) -> torch.Tensor:
+        """The largest probability of each tile of ``block_q`` queries × ``block_k`` keys: ``[B, H, Tq, Tk]``."""
+        return _tiles(self.probabilities, block_q, block_k).amax((-2, -1))
+
+    def masses(self, block: int) -> torch.Tensor:
+        """Share of a query block's probability that each key block holds, float32 ``[B, H, T, T]``; rows sum to 1."""
+        masses = _tiles(self.probabilities, block, block).sum((-2, -1))
+        return masses / masses.sum(-1, keepdim=True)
+
+    def by_tiles(self, kept: torch.Tensor, block: int) -> torch.Tensor:
+        """Sparsity and error of masks of square tiles.
+
+        Args:
+            kept: bool ``[n, B, H, T, T]``, tiles of ``block`` × ``block`` tokens.
+            block: any number of tokens.
+
+        Returns:
+            float32 ``[n, 2]``: share of vision's pairs left out; ``Σ|O' − O| / Σ|O|`` over vision's rows.
+        """
+        tiles = _tiles(self.probabilities, block, block)  # [B, H, Tq, Tk, block, block]
+        values = _blocks(self._values, block, 2)[:, :, None]
+        sums = (tiles @ values).flatten(-2)  # [B, H, Tq, Tk, block (D + 1)]
+        weights = kept.to(sums.dtype).movedim(0, -2)  # [B, H, Tq, n, Tk]
+        sums = (weights @ sums).unflatten(-1, (block, -1)).movedim(-3, 0)  # [n, B, H, Tq, block, D + 1]
+        keys = _blocks(self._is_key.float(), block, 1).sum(-1)
+        return torch.stack([self._sparsity(kept, block, keys), self._error(sums)], -1)
+
+    def by_slices(self, masks: Iterable[torch.Tensor], block: int) -> torch.Tensor:
+        """The same of masks of single keys, bool ``[B, H, Tq, S]`` each, for blocks of ``block`` queries."""
+        rows = _blocks(self.probabilities, block, 2)  # [B, H, Tq, block, S]
+        listed = []
+        for kept in masks:
+            sums = (rows * kept[:, :, :, None]).flatten(2, 3) @ self._values
+            error = self._error(sums.unflatten(2, (-1, block))[None])
+            listed.append(torch.cat([self._sparsity(kept[None], block, self._is_key.float()), error]))
+        return torch.stack(listed)
+
+    def _sparsity(self, kept: torch.Tensor, block_q: int, keys: torch.Tensor) -> torch.Tensor:
+        """float32 ``[n]`` from masks ``[n, B, H, Tq, Tk]``; ``keys`` ``[B, Tk]`` = valid keys of each column."""
+        queries = _blocks(self._is_vision.float(), block_q, 0).sum(-1)  # [Tq]
+        pairs = (queries[:, None] * keys[:, None])[:, None]  # [B, 1, Tq, Tk]
+        return 1 - (kept * pairs).sum((1, 2, 3, 4)) / (pairs.sum() * kept.shape[2])
+
+    def _error(self, sums: torch.Tensor) -> torch.Tensor:
+        """float32 ``[n]`` from sums over the kept keys, ``[n, B, H, Tq, block, D + 1]``."""
+        outputs = (sums[..., :-1] / sums[..., -1:].clamp(min=SMALLEST_MASS)).flatten(3, 4)[..., : self.layout.tokens, :]
+        return (outputs - self._output)[..., self._is_vision, :].abs().sum((1, 2, 3, 4)) / self._size
+
+
+def _tiles(x: torch.Tensor, block_q: int, block_k: int) -> torch.Tensor:
+    """``[B, H, S, S]`` -> ``[B, H, Tq, Tk, block_q, block_k]``, padded with zeros."""
+    return _blocks(_blocks(x, block_k, 3), block_q, 2).transpose(3, 4)
+
+
+def _blocks(x: torch.Tensor, block: int, axis: int) -> torch.Tensor:
+    """An axis of tokens cut into blocks, ``[..., S, ...]`` -> ``[..., T, block, ...]``, padded with zeros."""
+    blocks = block_count(x.shape[axis], block)
+    padding = [0, 0] * (x.dim() - 1 - axis) + [0, blocks * block - x.shape[axis]]
+    return functional.pad(x, padding).unflatten(axis, (blocks, block))

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Swaps SLA into a diffusers pipeline and fine-tunes it, on a teacher's velocities or by flow matching on clips.
+
+    python scripts/finetune_sla.py --output TUNED --model demo-wan                       # matches the dense teacher
+    python scripts/finetune_sla.py --output TUNED --model demo-wan --objective flow      # learns from drawn clips
+    python scripts/finetune_sla.py --output TUNED --model PATH --prompts PROMPTS.txt --call '{"num_frames": 81}'
+    accelerate launch scripts/finetune_sla.py --output TUNED ...                         # on several GPUs
+    python scripts/finetune_sla.py --table --output docs/results/sla-demo-wan            # SLA's table 2, on one GPU
+
+Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
+
+    pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", torch_dtype=torch.bfloat16)
+    accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": "TUNED/sla.safetensors"})
+
+The same command goes on where --minutes stopped it. The teacher runs on the prompts first, and some of its calls are
+kept on the device; flow matching is for the demo video models, which draw their own data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from demo_models import clips
+from demo_models.drawing import draw_bank
+from demo_models.hunyuan import Hunyuan
+from demo_models.video_flow import PROMPT_DROPOUT, configure_torch
+from demo_models.wan import Wan
+from diffusers import DiffusionPipeline
+from finetuning.calls import Calls, clip_calls, record_calls
+from finetuning.report import write_report
+from finetuning.table import FULL, PILOT, SMOKE, Experiment
+from finetuning.training import Training, fine_tune
+
+from dit_accel.adapters import denoisers
+from dit_accel.bench.origin import describe_run
+from dit_accel.demo import demo_arguments, demo_path
+from dit_accel.trainable import save_swapped, swap_attention
+
+FAMILIES = {"demo-wan": Wan(), "demo-hunyuan": Hunyuan()}
+
+
+def main() -> None:
+    options, parser = _options()
+    device = PartialState(cpu=options.device == "cpu").device  # of this process, where accelerate launched several
+    if device.type == "cuda":
+        configure_torch()
+        torch.backends.cudnn.benchmark = False  # hardly a shape comes often enough to pay for it
+    if options.table:
+        if options.model not in FAMILIES:
+            parser.error(f"--table needs a demo video model: {', '.join(FAMILIES)}")
+        make_table(options, device)
+        return
+    if options.model not in FAMILIES and options.objective == "flow":
+        parser.error(f"--objective flow needs a model that draws its own data: {', '.join(FAMILIES)}")
+    if options.model not in FAMILIES and options.prompts is None:
+        parser.error(f"--prompts is needed for a model that draws none itself, as {', '.join(FAMILIES)} do")
+    train_one(options, device)
+
+
+def train_one(options: argparse.Namespace, device: torch.device) -> None:
+    """Fine-tune one model and save it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = demo_path(options.model) or options.model
+    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    if len(denoisers(pipe)) != 1:
+        raise SystemExit(f"{type(pipe).__name__} has {len(denoisers(pipe))} transformers; this script trains one")
+    calls = gather_calls(pipe, options).to(device, dtype)
+    print(f"{len(calls)} calls", flush=True)
+    pipe.transformer.requires_grad_(options.train == "all")
+    swap_attention(
+        pipe,
+        critical=options.critical,
+        negligible=options.negligible,
+        feature_map=options.feature_map,
+        block=options.block,
+    )
+    if options.checkpoint:
+        pipe.transformer.enable_gradient_checkpointing()
+    training = Training(options.steps, options.batch, options.rate, options.seed, minutes=options.minutes)
+    log = fine_tune(pipe.transformer, calls, training, options.output)
+    if PartialState().is_main_process:
+        save_swapped(pipe, options.output)
+        print(f"{log['steps']} of {options.steps} steps; wrote {options.output}", flush=True)
+
+
+def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
+    """What the objective trains on."""
+    folder = demo_path(options.model)
+    call = {**(demo_arguments(folder) if folder else {}), **json.loads(options.call)}
+    prompts, numbers = draw_bank(clips.draw_clip, clips.pack, options.clips, options.seed, parallel=False)
+    if options.objective == "flow":
+        dropped = ["" if index % round(1 / PROMPT_DROPOUT) == 0 else prompt for index, prompt in enumerate(prompts)]
+        return clip_calls(FAMILIES[options.model], pipe, dropped, numbers, call)
+    if options.prompts:
+        prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return record_calls(pipe, prompts, call, share=options.share, batch=options.paint_batch, seed=options.seed)
+
+
+def make_table(options: argparse.Namespace, device: torch.device) -> None:
+    """All variants, or one of them in the work folder of an experiment that another process began."""
+    sizes = SMOKE if options.smoke else PILOT if options.pilot else FULL
+    if options.table_steps is not None:
+        sizes = replace(sizes, training=replace(sizes.training, steps=options.table_steps))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        experiment = Experiment(FAMILIES[options.model], demo_path(options.model), sizes, device, work)
+        if options.variant:
+            experiment.run(options.variant)
+            return
+        rows = [experiment.prepare()]
+        print(f"{time.monotonic() - started:4.0f} s  dense model recorded and judged", flush=True)
+        rows += experiment.run_all(options.jobs)
+        seconds = round(time.monotonic() - started, 1)
+        write_report(options.output, rows, experiment, {"seconds": seconds, **describe_run(device)})
+    if len(rows) <= len(sizes.variants):
+        raise SystemExit("some variants failed, see above")
+
+
+def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder; with --table stem of .json, .md and .png")
+    parser.add_argument("--model", default="demo-wan", help="a demo model, or path or id of a pipeline")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    sla = parser.add_argument_group("attention")
+    sla.add_argument("--critical", type=float, default=0.05, help="share of the tiles that attend")
+    sla.add_argument("--negligible", type=float, default=0.10, help="share of the tiles that take no part")
+    sla.add_argument("--feature-map", choices=["softmax", "elu", "relu"], default="softmax")
+    sla.add_argument("--block", type=int, choices=[64, 128], default=64)
+    data = parser.add_argument_group("data")
+    data.add_argument("--objective", choices=["teacher", "flow"], default="teacher")
+    data.add_argument("--prompts", type=Path, help="text file of prompts, one a line; demo video models draw theirs")
+    data.add_argument("--clips", type=int, default=256, help="prompts or clips that a demo video model draws")
+    data.add_argument("--call", default="{}", help="JSON of arguments of the pipeline's call")
+    data.add_argument("--share", type=float, default=0.25, help="of the teacher's calls that is kept")
+    data.add_argument("--paint-batch", type=int, default=16, help="prompts that the teacher paints at once")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=2000)
+    training.add_argument("--batch", type=int, default=16)
+    training.add_argument(
+        "--rate", type=float, default=5e-4, help="of AdamW; orthogonalised steps of matrices take twice it"
+    )
+    training.add_argument("--minutes", type=float, default=float("inf"), help="most of this run; another one goes on")
+    training.add_argument("--train", choices=["all", "projections"], default="all")
+    training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")
+    table = parser.add_argument_group("table")
+    table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
+    table.add_argument("--table-steps", type=int, help="training steps of each variant")
+    table.add_argument("--pilot", action="store_true", help="three variants for a few steps: does it run, how fast")
+    table.add_argument("--smoke", action="store_true", help="two variants for two steps, on any CPU")
+    table.add_argument("--jobs", type=int, default=7, help="variants that train side by side")
+    table.add_argument("--work", type=Path, help="folder for what the variants share, else a temporary one")
+    table.add_argument("--variant", help="train this one, in the --work of an experiment that has begun")
+    return parser.parse_args(), parser
+
+
+if __name__ == "__main__":
+    main()

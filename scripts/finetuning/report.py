@@ -1,0 +1,51 @@
+"""The experiment's results as JSON, as a Markdown table and as a sheet of frames."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .table import Experiment
+
+
+def write_report(stem: Path, rows: list[dict[str, Any]], experiment: Experiment, origin: dict[str, Any]) -> None:
+    """Write STEM.json, STEM.md and STEM.png, and print the table."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    document = {"sizes": asdict(experiment.sizes), "call": experiment.call, **origin, "rows": rows}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
+    experiment.sheet([row["variant"] for row in rows[1:]]).save(stem.with_suffix(".png"), optimize=True)
+    print(table(rows))
+    for row in rows[1:]:
+        print(f"{row['variant']:10s} {row['steps']} steps in {row['seconds']:.0f} s")
+    print(f"all of it took {origin['seconds']} s")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown; the dense model, which nothing is done to, has figures before only."""
+    lines = [
+        "| attention | tiles that attend | PSNR dB before | after | velocity MSE before | after "
+        "| flow loss before | after | all attributes right before | after |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        columns = [(_decibels, "psnr_db"), (_error, "velocity_mse"), (_error, "flow_loss"), (_share, "agreement")]
+        cells = [
+            form(row[when].get(key)) if when in row else "" for form, key in columns for when in ("before", "after")
+        ]
+        lines.append(f"| {row['variant']} | {row['critical']:.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _decibels(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.1f}"
+
+
+def _error(value: float) -> str:
+    return f"{value:.5f}"
+
+
+def _share(value: dict[str, float]) -> str:
+    return f"{value['all']:.0%}"

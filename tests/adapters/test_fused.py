@@ -1,0 +1,98 @@
+"""Fused kernels stand in for modules that they equal, and for nothing else."""
+
+import pytest
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
+from torch import nn
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.adapters import fused
+from dit_accel.adapters.block_adapter import BlockAdapter
+from dit_accel.adapters.hunyuan_video import HunyuanVideoAdapter
+from dit_accel.testing import tiny_flux_lora, tiny_output, tiny_pipeline
+
+FAMILIES = ["flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Blocks run through the fused ops, whose references run on the CPU, and HunyuanVideo's without padding."""
+    monkeypatch.setattr(BlockAdapter, "fuses_kernels", lambda adapter, x: True)
+    monkeypatch.setattr(HunyuanVideoAdapter, "cuts_padding", lambda adapter, device: True)
+
+
+def distance(result, expected):
+    return ((result - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_block_is_what_it_was(name, as_on_a_gpu):
+    """To rounding; and once restored, to the bit."""
+    pipe = tiny_pipeline(name)
+    plain = tiny_output(pipe, name, steps=2)
+    accelerate_pipeline(pipe, "exact")
+    assert distance(tiny_output(pipe, name, steps=2), plain) < 1e-5
+    assert pipe.dit_accel.report().computed_fraction == 1.0
+    restore_pipeline(pipe)
+    assert torch.equal(tiny_output(pipe, name, steps=2), plain)
+
+
+def test_lora_keeps_its_effect(as_on_a_gpu):
+    """Layers that carry an adapter are called, not read."""
+    pipe = tiny_pipeline("flux")
+    plain = tiny_output(pipe, "flux", steps=2)
+    pipe.load_lora_weights(tiny_flux_lora(pipe))
+    adapted = tiny_output(pipe, "flux", steps=2)
+    assert distance(adapted, plain) > 1e-3
+    accelerate_pipeline(pipe, "exact")
+    assert distance(tiny_output(pipe, "flux", steps=2), adapted) < 1e-5
+
+
+def test_a_block_whose_norm_carries_a_hook_runs_as_it_is(as_on_a_gpu):
+    pipe, calls = tiny_pipeline("flux"), []
+    plain = tiny_output(pipe, "flux", steps=2)
+    pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(lambda *_: calls.append(1))
+    accelerate_pipeline(pipe, "exact")
+    assert distance(tiny_output(pipe, "flux", steps=2), plain) < 1e-5
+    assert calls == [1, 1]
+    (fallback,) = pipe.dit_accel.report().fallbacks
+    assert fallback["reason"] == "its norm1 carries hooks"
+
+
+def test_a_hooked_norm_is_called():
+    norm, x, calls = RMSNorm(16, eps=1e-6), torch.randn(1, 5, 2, 16), []
+    expected = norm(x)
+    torch.testing.assert_close(fused.normalise_heads(norm, x), expected)
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    out = torch.empty(1, 5, 2, 16)
+    assert fused.normalise_heads(norm, x, out=out) is out
+    assert calls == [1] and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("width", [16, 32], ids=["per-head", "across-heads"])
+@pytest.mark.parametrize("norm_class", [RMSNorm, nn.RMSNorm, nn.LayerNorm], ids=lambda each: each.__module__)
+def test_norm_and_rope_in_one_equal_the_two(width, norm_class):
+    """Whatever kind of norm it is; those that no kernel knows are called."""
+    norm, x = norm_class(width, eps=1e-6), torch.randn(2, 5, 2, 16)
+    nn.init.normal_(norm.weight)
+    rotary = torch.randn(5, 16), torch.randn(5, 16)
+    normed = norm(x) if width == 16 else norm(x.flatten(2)).view(x.shape)
+    expected = apply_rotary_emb(normed, rotary, sequence_dim=1)
+    torch.testing.assert_close(fused.normalise_heads(norm, x, rotary), expected.detach())
+
+
+@pytest.mark.parametrize("activation", ["gelu-approximate", "gelu", "geglu"])
+def test_every_mlp_gives_what_it_gave(activation):
+    mlp, x = FeedForward(16, activation_fn=activation), torch.randn(2, 5, 16)
+    torch.testing.assert_close(fused.feed_forward(mlp, x), mlp(x))
+
+
+def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
+    """Scope layer gives what it gives without fused kernels."""
+    pipe = tiny_pipeline("flux")
+    accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
+    apart = tiny_output(pipe, "flux", steps=8)
+    monkeypatch.setattr(BlockAdapter, "fuses_kernels", lambda adapter, x: True)
+    assert distance(tiny_output(pipe, "flux", steps=8), apart) < 1e-5

@@ -1,0 +1,233 @@
+"""Gradients of sparse attention equal autograd through dense masked attention in float64."""
+
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels import attention, attention_backward, differentiable_attention, lower, pack_bits
+from tests.kernels.naive_attention import attending
+from tests.kernels.test_lowering import needs_gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
+
+CASES = {
+    "ragged": {"batch": 2, "heads": 2, "tokens": 130},
+    "single-block": {"batch": 1, "heads": 2, "tokens": 40},
+    "block-128": {"batch": 1, "heads": 2, "tokens": 200, "block": 128},
+    "whole-blocks": {"batch": 1, "heads": 2, "tokens": 192},
+    "long-key-blocks-first": {"batch": 1, "heads": 2, "tokens": 64 * 17 - 3, "rows": 0.9, "tiles": 0.03},
+    "few-tiles": {"batch": 1, "heads": 3, "tokens": 200, "rows": 0.8, "tiles": 0.2},  # rows with one, rows with none
+    "everything": {"batch": 1, "heads": 1, "tokens": 130, "rows": 1.1, "tiles": 1.1},
+    "masks": {"batch": 1, "heads": 2, "tokens": 200, "rows": 0.9, "masked": 0.6},
+    "masks-128": {"batch": 1, "heads": 1, "tokens": 200, "block": 128, "tiles": 1.1, "masked": 1.1},
+}
+
+
+def expected_gradients(q, k, v, do, sparsity, scale=None, kv_len=None):
+    """By autograd through dense attention in q's dtype."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    pairs = attending(sparsity)
+    if kv_len is not None:
+        pairs = pairs & (torch.arange(q.shape[1], device=q.device) < kv_len[:, None, None, None])
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = scores.masked_fill(~pairs & pairs.any(-1, keepdim=True), -math.inf)  # no row of nothing but -inf
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * pairs, v)
+    counted = torch.where(sparsity.tokens_computed()[..., None], do, 0)
+    return torch.autograd.grad((out * counted).sum(), leaves)
+
+
+def poisoned(x, sparsity):
+    """NaN in rows that do not compute."""
+    return torch.where(sparsity.tokens_computed()[..., None], x, math.nan)
+
+
+def check(q, k, v, do, sparsity, backend, assert_no_worse, **options):
+    """Compares all three gradients, with NaN wherever nothing may be read, and returns them."""
+    expected = expected_gradients(*(x.double() for x in (q, k, v, do)), sparsity, **options)
+    low = expected_gradients(q, k, v, do, sparsity, **options)
+    if "kv_len" in options:
+        k, v = k.clone(), v.clone()
+        for b, length in enumerate(options["kv_len"].tolist()):
+            k[b, length:] = v[b, length:] = math.nan
+    o, lse = attention(q, k, v, sparsity.plan, return_lse=True, backend="reference", **options)
+    o, do = poisoned(o, sparsity), poisoned(do, sparsity)
+    actual = attention_backward(q, k, v, o, lse, do, sparsity.plan, backend=backend, **options)
+    for gradient, exact, dense in zip(actual, expected, low, strict=True):
+        assert gradient.is_contiguous()
+        assert_no_worse(gradient, exact, dense)
+    return actual
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_autograd_through_dense_attention(case, backend, make_tensor, make_sparsity, assert_no_worse):
+    shape = (case["batch"], case["tokens"], case["heads"], 16)
+    tensors = [make_tensor(*shape, dtype=torch.float16) for _ in range(4)]
+    check(*tensors, make_sparsity(**case), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("masked", [None, 0.6], ids=["plain", "masks"])
+def test_precisions(masked, implementation, make_tensor, make_sparsity, assert_no_worse):
+    backend, dtype = implementation
+    tensors = [make_tensor(1, 100, 1, 16, dtype=dtype) for _ in range(4)]
+    check(*tensors, make_sparsity(1, 1, 100, rows=1.1, tiles=0.8, masked=masked), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_no_worse):
+    tensors = [make_tensor(1, 100, 1, head_dim, dtype=torch.float16) for _ in range(4)]
+    check(*tensors, make_sparsity(1, 1, 100, rows=1.1, tiles=0.8), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("masked", [None, 0.5], ids=["plain", "masks"])
+@pytest.mark.parametrize("lengths", [(130, 0), (128, 1)], ids=str)
+def test_keys_beyond_kv_len_take_no_part(lengths, masked, backend, device, make_tensor, make_sparsity, assert_no_worse):
+    """Even where they hold NaN; their own gradients are 0."""
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tensors = [make_tensor(2, 200, 1, 16, dtype=torch.float16) for _ in range(4)]
+    sparsity = make_sparsity(2, 1, 200, rows=0.9, masked=masked)
+    _, dk, dv = check(*tensors, sparsity, backend, assert_no_worse, kv_len=kv_len)
+    for b, length in enumerate(lengths):
+        assert not dk[b, length:].any()
+        assert not dv[b, length:].any()
+
+
+def test_scale(backend, make_tensor, make_sparsity, assert_no_worse):
+    tensors = [make_tensor(1, 130, 1, 16, dtype=torch.float16) for _ in range(4)]
+    check(*tensors, make_sparsity(1, 1, 130, rows=1.1), backend, assert_no_worse, scale=0.7)
+
+
+def test_very_negative_scores_in_a_ragged_tail(backend, make_tensor, make_sparsity, assert_no_worse):
+    """Beyond the sequence keys read as 0, whose weight would be infinite: e^100 and more times that of the others."""
+    q = make_tensor(1, 70, 1, 16, dtype=torch.float16).abs() + 5
+    sparsity = make_sparsity(1, 1, 70, rows=1.1, tiles=1.1)
+    check(
+        q, -q, *(make_tensor(1, 70, 1, 16, dtype=torch.float16) for _ in range(2)), sparsity, backend, assert_no_worse
+    )
+
+
+def test_rows_and_keys_without_a_tile_have_no_gradient(backend, device, make_tensor, make_sparsity):
+    """All rows reused, one head without a tile, one key block that nobody attends to."""
+    reused = make_sparsity(1, 2, 130, rows=0.0)
+    o, q, k, v, do = (make_tensor(1, 130, 2, 16) for _ in range(5))
+    lse = torch.full((1, 2, 130), -math.inf, device=device)
+    tiles = torch.ones(1, 2, 3, 3, dtype=torch.bool, device=device)
+    tiles[0, 0], tiles[0, 1, :, 1] = False, False
+    symbols = replace(make_sparsity(1, 2, 130, rows=1.1).symbols, skip_bits=pack_bits(tiles))
+    assert not any(x.any() for x in attention_backward(q, k, v, o, lse, do, reused.plan, backend=backend))
+    plan = lower(symbols)
+    o, lse = attention(q, k, v, plan, return_lse=True, backend=backend)
+    dq, dk, dv = attention_backward(q, k, v, o, lse, do, plan, backend=backend)
+    assert not any(x[:, :, 0].any() for x in (dq, dk, dv))
+    assert not any(x[:, 64:128, 1].any() for x in (dk, dv))
+    assert all(x[:, :64, 1].all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("views", ["fused", "narrow", "expanded"])
+def test_strides(views, backend, make_tensor, make_sparsity, assert_no_worse):
+    """Views of a fused projection; rows of 17 half-precision numbers, which no descriptor takes; equal gradients."""
+    if views == "fused":
+        tensors = make_tensor(1, 130, 4, 2, 16, dtype=torch.float16).unbind(2)
+    elif views == "narrow":
+        tensors = [make_tensor(1, 130, 2, 17, dtype=torch.float16)[..., :16] for _ in range(4)]
+    else:
+        tensors = [*(make_tensor(1, 130, 2, 16, dtype=torch.float16) for _ in range(3))]
+        tensors.append(make_tensor(16, dtype=torch.float16).expand(1, 130, 2, 16))
+    check(*tensors, make_sparsity(1, 2, 130, rows=1.1), backend, assert_no_worse)
+
+
+@pytest.mark.parametrize("case", ["block-128", "masks"])
+def test_gpus_without_tensor_descriptors(case, monkeypatch, make_tensor, make_sparsity, assert_no_worse):
+    """Other GPUs than Hopper read tiles by pointers, in other sizes."""
+    implementation = importlib.import_module("dit_accel.kernels._triton.attention_backward")
+    monkeypatch.setattr(implementation, "hopper_limit", lambda tensor: "it is not a Hopper GPU")
+    case = CASES[case]
+    tensors = [make_tensor(1, case["tokens"], case["heads"], 16, dtype=torch.float16) for _ in range(4)]
+    check(*tensors, make_sparsity(**case), "triton", assert_no_worse)
+
+
+def test_gradients_flow_through_differentiable_attention(implementation, make_tensor, make_sparsity, assert_no_worse):
+    """Its output is attention's, and 0 where rows do not compute; the gradient of a sum is a view of one number."""
+    backend, dtype = implementation
+    sparsity = make_sparsity(1, 2, 130)
+    q, k, v = (make_tensor(1, 130, 2, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    out = differentiable_attention(q, k, v, sparsity.plan, scale=0.3, backend=backend)
+    assert torch.equal(out, attention(q, k, v, sparsity.plan, scale=0.3, out=torch.zeros_like(q), backend=backend))
+    out.sum().backward()
+    ones = torch.ones_like(q)
+    expected = expected_gradients(*(x.double() for x in (q, k, v, ones)), sparsity, scale=0.3)
+    low = expected_gradients(q, k, v, ones, sparsity, scale=0.3)
+    for leaf, exact, dense in zip((q, k, v), expected, low, strict=True):
+        assert_no_worse(leaf.grad, exact, dense)
+
+
+def test_only_what_wants_a_gradient_gets_one(make_tensor, make_sparsity):
+    q, k, v = (make_tensor(1, 130, 2, 16) for _ in range(3))
+    plan = make_sparsity(1, 2, 130).plan
+    assert not differentiable_attention(q, k, v, plan).requires_grad
+    differentiable_attention(q, k.requires_grad_(), v, plan).sum().backward()
+    assert k.grad.any()
+    assert q.grad is v.grad is None
+
+
+@needs_gpu
+def test_equal_in_every_run_and_without_waiting_for_the_gpu(make_tensor, make_sparsity):
+    """It can be captured in a CUDA graph, which a synchronisation would break."""
+    q, k, v, do = (make_tensor(2, 1000, 3, 64, dtype=torch.float16) for _ in range(4))
+    plan = make_sparsity(2, 3, 1000).plan
+    o, lse = attention(q, k, v, plan, return_lse=True, backend="triton")
+    expected = attention_backward(q, k, v, o, lse, do, plan, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = attention_backward(q, k, v, o, lse, do, plan, backend="triton")
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(1, 130, 1, 16), "v": torch.zeros(1, 130, 1, 16)}, "k and v must have q's 2 heads .* got 1"),
+        ({"o": torch.zeros(1, 129, 2, 16)}, r"o must have shape \[1, 130, 2, 16\], got \[1, 129, 2, 16\]"),
+        ({"do": torch.zeros(1, 130, 2, 16).half()}, "do must have q's dtype and device"),
+        ({"do": torch.zeros(1, 130, 16, 2).transpose(2, 3)}, "do must have stride 1 along its last axis"),
+        ({"lse": torch.zeros(1, 130, 2)}, r"lse must have shape \[1, 2, 130\], got \[1, 130, 2\]"),
+        ({"lse": torch.zeros(1, 2, 130).half()}, "lse must have dtype torch.float32, got torch.float16"),
+        ({"scale": 0.0}, "scale must be positive, got 0.0"),
+    ],
+    ids=["grouped-heads", "o", "do-dtype", "do-stride", "lse", "lse-dtype", "scale"],
+)
+def test_bad_arguments(change, message, device, make_tensor, make_sparsity):
+    arguments = {name: make_tensor(1, 130, 2, 16) for name in ("q", "k", "v", "o", "do")}
+    arguments |= {"lse": make_tensor(1, 2, 130), "plan": make_sparsity(1, 2, 130).plan}
+    change = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    with pytest.raises(ShapeError, match=message):
+        attention_backward(**(arguments | change))
+
+
+def test_differentiable_attention_refuses_grouped_heads_at_once(make_tensor, make_sparsity):
+    q, k = make_tensor(1, 130, 2, 16), make_tensor(1, 130, 1, 16)
+    with pytest.raises(ShapeError, match="k and v must have q's 2 heads where gradients are wanted, got 1; repeat"):
+        differentiable_attention(q, k, k, make_sparsity(1, 2, 130).plan)
+
+
+def test_slices_are_refused(device, make_tensor, make_sparsity):
+    q, lse = make_tensor(1, 130, 2, 16), make_tensor(1, 2, 130)
+    slice_bits = torch.zeros(1, 2, 3, 24, dtype=torch.uint8, device=device)
+    plan = lower(replace(make_sparsity(1, 2, 130).symbols, slice_bits=slice_bits))
+    with pytest.raises(UnsupportedError, match="plan must have no slices where gradients are wanted"):
+        attention_backward(q, q, q, q, lse, q, plan)
+
+
+@pytest.mark.parametrize(("head_dim", "block"), [(24, 64), (16, 32)], ids=["head-dim", "block"])
+def test_triton_says_what_it_cannot_take(head_dim, block, make_tensor, make_sparsity):
+    q, lse = make_tensor(1, 130, 2, head_dim), make_tensor(1, 2, 130)
+    plan = make_sparsity(1, 2, 130, block=block).plan
+    with pytest.raises(UnsupportedError, match=r"backend 'triton' can't take this call: .* must be one of"):
+        attention_backward(q, q, q, q, lse, q, plan, backend="triton")
+    attention_backward(q, q, q, q, lse, q, plan)  # auto takes the reference

@@ -1,0 +1,83 @@
+"""The three classes of each row: their sizes, their order, and the bits of every backend."""
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import classify_tiles, unpack_bits
+
+NO_BLOCKS = slice(0, 0)
+CASES = {  # blocks, critical, negligible, always, valid_blocks
+    "paper": (40, 0.05, 0.10, NO_BLOCKS, None),
+    "single-block": (1, 0.05, 0.10, NO_BLOCKS, None),
+    "halves-round-up": (10, 0.25, 0.25, NO_BLOCKS, None),
+    "text-first": (19, 0.2, 0.3, slice(0, 3), None),
+    "text-last-and-padding": (19, 0.2, 0.3, slice(17, 19), (18, 7)),
+    "no-valid-key": (9, 0.5, 0.5, NO_BLOCKS, (0, 1)),
+    "nothing-critical": (9, 0.0, 0.4, NO_BLOCKS, None),
+    "all-critical": (9, 1.0, 0.0, NO_BLOCKS, (9, 4)),
+    "all-negligible": (9, 0.0, 1.0, NO_BLOCKS, None),
+    "all-marginal": (9, 0.0, 0.0, NO_BLOCKS, (5, 9)),
+}
+
+
+def pooled(blocks: int) -> torch.Tensor:
+    """A map of two samples and two heads with many equal probabilities, zeros among them."""
+    probabilities = torch.randn(2, 2, blocks, blocks, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    return (probabilities * 32).round() / 32
+
+
+def classes_by_definition(row, i, critical, negligible, always, valid):
+    """Critical and marginal columns of one row, by sorting it."""
+    text = set(range(len(row))[always])
+    candidates = sorted(set(range(valid)) - text, key=lambda j: (-row[j], j))
+    if i in text:
+        return set(range(valid)), set()
+    count = len(candidates)
+    most = min(max(int(critical * count + 0.5), 1), count) if critical else 0
+    least = min(int(negligible * count + 0.5), count - most)
+    return set(candidates[:most]) | (text & set(range(valid))), set(candidates[most : count - least])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_rows_fall_into_classes_by_rank(case, backend, device):
+    """The highest are critical and the lowest negligible, the earlier first where they are equal; text is critical."""
+    blocks, critical, negligible, always, valid_blocks = case
+    probabilities = pooled(blocks)
+    valid = (blocks, blocks) if valid_blocks is None else valid_blocks
+    lengths = None if valid_blocks is None else torch.tensor(valid_blocks, dtype=torch.int32, device=device)
+    bits = classify_tiles(
+        probabilities.to(device), critical, negligible, always=always, valid_blocks=lengths, backend=backend
+    )
+    classes = [unpack_bits(each.cpu(), blocks, backend="reference") for each in bits]
+    for b, h, i in torch.ones(probabilities.shape[:3]).nonzero().tolist():
+        row = probabilities[b, h, i].tolist()
+        expected = classes_by_definition(row, i, critical, negligible, always, valid[b])
+        assert tuple(set(tiles[b, h, i].nonzero().flatten().tolist()) for tiles in classes) == expected
+
+
+def test_bits_beyond_the_last_block_are_0(backend, device):
+    bits = classify_tiles(pooled(9).to(device), 0.2, 0.0, backend=backend)
+    assert all((each[..., 1] <= 1).all() for each in bits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"probabilities": torch.zeros(1, 1, 4, 5)},
+            r"probabilities must have shape \[B, H, 4, 4\], got \[1, 1, 4, 5\]",
+        ),
+        ({"probabilities": torch.zeros(1, 1, 4, 4).half()}, "probabilities must have dtype torch.float32"),
+        ({"critical": -0.1}, "critical must be between 0 and 1, got -0.1"),
+        ({"negligible": 1.5}, "negligible must be between 0 and 1, got 1.5"),
+        ({"critical": 0.6, "negligible": 0.5}, r"critical and negligible must sum to at most 1, got 0.6 \+ 0.5"),
+        ({"valid_blocks": torch.zeros(2, dtype=torch.int32)}, r"valid_blocks must have shape \[1\], got \[2\]"),
+        ({"valid_blocks": torch.zeros(1)}, "valid_blocks must have dtype torch.int32"),
+    ],
+    ids=["not-square", "dtype", "critical", "negligible", "sum", "batch", "lengths-dtype"],
+)
+def test_bad_arguments(changes, message):
+    arguments = {"probabilities": torch.zeros(1, 1, 4, 4), "critical": 0.05, "negligible": 0.1}
+    with pytest.raises(ShapeError, match=message):
+        classify_tiles(**(arguments | changes))

@@ -1,0 +1,113 @@
+"""The keys that stay are those of a float64 softmax, query by query, but for keys right at the threshold."""
+
+import math
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels import select_keys, unpack_bits
+from tests.kernels.conftest import DEVICE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # numpy on a sample without a key
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+]
+CASES = {
+    "row-blocks": {"group": 64, "block": 64, "queries": 200},
+    "row-blocks-128": {"group": 128, "block": 128, "queries": 200},
+    "single-queries": {"group": 1, "block": 128, "queries": 5},
+    "many-single-queries": {"group": 1, "block": 64, "queries": 70},
+}
+ROUNDING = 1.02  # of half-precision scores, in a probability
+
+
+def kept_and_dropped(q, k, threshold, group, kv_len=None):
+    """Keys that must stay and keys that must not, bool ``[B, H, rows, S]``; those within rounding are in neither."""
+    batch, queries, heads, head_dim = q.shape
+    tokens = k.shape[1]
+    rows = -(-queries // group)
+    stays = torch.zeros(batch, heads, rows, tokens, dtype=torch.bool)
+    goes = torch.zeros_like(stays)
+    for b in range(batch):
+        length = tokens if kv_len is None else min(int(kv_len[b]), tokens)
+        goes[b, :, :, length:] = True
+        for h in range(heads if length else 0):
+            scores = q[b, :, h].double() @ k[b, :length, h].double().T / math.sqrt(head_dim)
+            share = scores.softmax(-1).cpu() * length  # in units of 1 / N
+            for row in range(rows):
+                best = (share / share.amax(-1, keepdim=True))[row * group : (row + 1) * group]
+                relative = share[row * group : (row + 1) * group] / threshold
+                stays[b, h, row, :length] = ((relative > ROUNDING) | (best == 1)).any(0)
+                goes[b, h, row, :length] = ((relative < 1 / ROUNDING) & (best < 0.99)).all(0)
+    return stays, goes
+
+
+@pytest.mark.parametrize("threshold", [0.5, 20.0])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_keys_stay_that_any_query_of_the_group_needs(case, threshold, backend, make_tensor):
+    """At 20 / N some queries have no key above the threshold: they keep their best."""
+    q = make_tensor(1, case["queries"], 2, 16, dtype=torch.float16) * 2
+    k = make_tensor(1, 150, 2, 16, dtype=torch.float16)
+    bits = select_keys(q, k, threshold, group=case["group"], block=case["block"], backend=backend)
+    padded = -(-150 // case["block"]) * case["block"]
+    selected = unpack_bits(bits, padded).cpu()
+    stays, goes = kept_and_dropped(q, k, threshold, case["group"])
+    assert 0 < stays.sum() < stays.numel() or case["group"] > 1
+    assert selected[..., :150][stays].all()
+    assert not selected[..., :150][goes].any()
+    assert not selected[..., 150:].any()
+
+
+@pytest.mark.parametrize("group", [64, 1])
+def test_keys_beyond_kv_len_are_not_there(group, backend, make_tensor):
+    """They never stay, they weigh nothing, whatever they hold, and N is the number of valid keys."""
+    q, k = (make_tensor(3, 130, 1, 16, dtype=torch.float16) for _ in range(2))
+    kv_len = torch.tensor([100, 0, 500], dtype=torch.int32, device=DEVICE)
+    k[0, 100:], k[1] = math.nan, math.nan
+    selected = unpack_bits(select_keys(q, k, 0.5, group=group, block=64, kv_len=kv_len, backend=backend), 192)
+    alone = select_keys(q[:1], k[:1, :100].contiguous(), 0.5, group=group, block=64, backend=backend)
+    assert torch.equal(selected[:1, ..., :128], unpack_bits(alone, 128))
+    assert not selected[0, ..., 100:].any()
+    assert not selected[1].any()
+    everything = select_keys(q[2:], k[2:], 0.5, group=group, block=64, backend=backend)
+    assert torch.equal(selected[2:], unpack_bits(everything, 192))
+
+
+@pytest.mark.parametrize("threshold", [1.0, 100.0])
+def test_even_attention_keeps_every_key(threshold, backend, make_tensor):
+    """Where all keys are alike and below the threshold, none is better than another: the row is not left empty."""
+    q, k = torch.zeros(1, 70, 1, 16, device=DEVICE), make_tensor(1, 70, 1, 16)
+    selected = unpack_bits(select_keys(q, k, threshold, group=64, block=64, backend=backend), 128)
+    assert selected[..., :70].all()
+
+
+def test_views_of_a_fused_projection(backend, make_tensor):
+    q, k, _ = make_tensor(1, 130, 3, 2, 16, dtype=torch.float16).unbind(2)
+    expected = select_keys(q.contiguous(), k.contiguous(), 0.5, group=64, block=64, backend=backend)
+    assert torch.equal(select_keys(q, k, 0.5, group=64, block=64, backend=backend), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(1, 70, 16)}, r"q must have shape \[B, Q, H, D\], got \[1, 70, 16\]"),
+        ({"k": torch.zeros(1, 70, 3, 16)}, r"k must have shape \[1, S, 2, 16\], got \[1, 70, 3, 16\]"),
+        ({"threshold": 0.0}, "threshold must be positive, in units of 1 / N, got 0.0"),
+        ({"group": 32}, r"group must be one of \(1, 64, 128\), got 32"),
+        ({"block": 32}, r"block must be one of \(64, 128\), got 32"),
+        ({"kv_len": torch.zeros(1)}, "kv_len must have dtype torch.int32"),
+    ],
+    ids=["axes", "heads", "threshold", "group", "block", "kv-len"],
+)
+def test_wrong_arguments_are_named(changes, message):
+    q = torch.zeros(1, 70, 2, 16)
+    with pytest.raises(ShapeError, match=message):
+        select_keys(**({"q": q, "k": q, "threshold": 0.5, "group": 64, "block": 64} | changes))
+
+
+def test_triton_says_what_it_cannot_take():
+    q = torch.zeros(1, 70, 2, 24, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="head_dim must be one of"):
+        select_keys(q, q, 0.5, group=64, block=64, backend="triton")
+    select_keys(q, q, 0.5, group=64, block=64)  # auto takes the reference

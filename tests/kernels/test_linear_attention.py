@@ -1,0 +1,227 @@
+"""Linear attention over marginal tiles, and its gradients, against masks over all pairs of tokens in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import (
+    differentiable_linear_attention,
+    linear_attention,
+    linear_attention_backward,
+    lower,
+    pack_bits,
+)
+
+FEATURES = {"softmax": lambda x: x.softmax(-1), "elu": lambda x: F.elu(x) + 1, "relu": torch.relu}
+CASES = {  # batch, heads, tokens, block, kv_len, feature map
+    "whole-blocks": (1, 3, 192, 64, None, "softmax"),
+    "ragged": (1, 2, 300, 128, None, "softmax"),
+    "single-block": (1, 2, 40, 64, None, "softmax"),
+    "padding": (2, 1, 140, 64, (130, 1), "softmax"),
+    "no-valid-key": (2, 1, 70, 64, (0, 500), "softmax"),
+    "elu": (1, 2, 140, 64, None, "elu"),
+    "elu-padding": (2, 1, 140, 64, (130, 1), "elu"),
+    "relu": (1, 2, 140, 64, None, "relu"),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture
+def make_marginal(make_sparsity):
+    """``make(batch, heads, tokens, block, rows=0.7)``: a sparsity whose plan has marginal tiles too, and these tiles.
+
+    bool ``[B, H, T, T]``, half of those that are skipped; row 0 of head 0 computes and has none.
+    """
+
+    def make(batch, heads, tokens, block, rows=0.7):
+        sparsity = make_sparsity(batch, heads, tokens, block, rows, tiles=0.3)
+        marginal = ~sparsity.tiles & (torch.arange(sparsity.tiles.shape[-1], device=sparsity.tiles.device) % 2 == 0)
+        marginal[:, 0, 0] = False
+        symbols = replace(sparsity.symbols, linear_bits=pack_bits(marginal, backend="reference"))
+        return sparsity._replace(plan=lower(symbols, backend="reference")), marginal & sparsity.rows[..., None]
+
+    return make
+
+
+def lengths_of(kv_len, device):
+    return None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=device)
+
+
+def dense(q, k, v, marginal, block, feature_map, kv_len=None):
+    """Weights of all pairs, masked and divided by their sums, times v; 0 where a query meets no feature."""
+    tokens = q.shape[1]
+    pairs = marginal.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens]
+    if kv_len is not None:
+        pairs = pairs & (torch.arange(tokens, device=q.device) < kv_len[:, None, None, None])
+    features = FEATURES[feature_map]
+    weights = torch.einsum("bihd,bjhd->bhij", features(q), features(k)) * pairs
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total > 0, total, 1.0), v)
+
+
+@every_case
+def test_equals_the_definition(case, implementation, device, make_tensor, make_marginal, assert_no_worse):
+    """Rows that compute, those without a marginal tile among them; the others keep what ``out`` held."""
+    backend, dtype = implementation
+    batch, heads, tokens, block, kv_len, feature_map = case
+    kv_len = lengths_of(kv_len, device)
+    sparsity, marginal = make_marginal(batch, heads, tokens, block)
+    q, k, v = (make_tensor(batch, tokens, heads, 16, dtype=dtype) for _ in range(3))
+    out = torch.full_like(q, math.nan)
+    options = {"feature_map": feature_map, "kv_len": kv_len}
+    assert linear_attention(q, k, v, sparsity.plan, out=out, backend=backend, **options) is out
+    computed = sparsity.tokens_computed()
+    assert torch.equal(out.isnan().all(-1), ~computed) and torch.equal(out.isnan().any(-1), ~computed)
+    exact = dense(*(x.double() for x in (q, k, v)), marginal, block, feature_map, kv_len)
+    low = dense(q, k, v, marginal, block, feature_map, kv_len)
+    assert_no_worse(out[computed], exact[computed], low[computed])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+def test_the_projection_comes_last(accumulate, backend, make_tensor, make_marginal):
+    """``O^l projection^T``, in place of what ``out`` held or on top of it."""
+    sparsity, marginal = make_marginal(1, 2, 200, 64, rows=1.1)
+    q, k, v, held = (make_tensor(1, 200, 2, 16) for _ in range(4))
+    weight = make_tensor(16, 16, dtype=torch.float64)
+    out = held.clone()
+    linear_attention(q, k, v, sparsity.plan, projection=weight, out=out, accumulate=accumulate, backend=backend)
+    expected = dense(*(x.double() for x in (q, k, v)), marginal, 64, "softmax") @ weight.T
+    torch.testing.assert_close(out.double(), expected + held if accumulate else expected, rtol=1e-5, atol=1e-5)
+
+
+@every_case
+def test_gradients_are_those_of_autograd(case, backend, device, make_tensor, make_marginal):
+    """Of the definition in float64. What queries and gradients hold in rows that do not compute plays no part."""
+    batch, heads, tokens, block, kv_len, feature_map = case
+    kv_len = lengths_of(kv_len, device)
+    sparsity, marginal = make_marginal(batch, heads, tokens, block)
+    q, k, v, do = (make_tensor(batch, tokens, heads, 16) for _ in range(4))
+    v = v + 1
+    computed = sparsity.tokens_computed()[..., None]
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out = dense(*leaves, marginal, block, feature_map, kv_len)
+    expected = torch.autograd.grad(out, leaves, do.double() * computed)
+    q, do = (torch.where(computed, x, math.nan) for x in (q, do))
+    options = {"feature_map": feature_map, "kv_len": kv_len, "backend": backend}
+    actual = linear_attention_backward(q, k, v, do, sparsity.plan, **options)
+    for gradient, exact in zip(actual, expected, strict=True):
+        assert gradient.dtype == torch.float32 and gradient.is_contiguous()
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal, assert_no_worse):
+    """Values at 300 make sums that float16 could not hold."""
+    sparsity, marginal = make_marginal(1, 1, 192, 64, rows=1.1)
+    q, k, v, do = (make_tensor(1, 192, 1, 16, dtype=torch.float16) for _ in range(4))
+    v = v + 300
+    exact, low = [], []
+    for dtype, results in ((torch.float64, exact), (torch.float32, low)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = dense(*leaves, marginal, 64, "softmax")
+        results += [out.detach(), *torch.autograd.grad(out, leaves, do.to(dtype))]
+    actual = [linear_attention(q, k, v, sparsity.plan, backend="triton")]
+    actual += linear_attention_backward(q, k, v, do, sparsity.plan, backend="triton")
+    for mine, double, single in zip(actual, exact, low, strict=True):
+        assert_no_worse(mine, double, single.half())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 needs a GPU")
+def test_a_mean_of_the_values_does_not_blur_bfloat16_gradients(device, make_tensor, make_marginal):
+    """What all values share changes neither dq nor dk, however large it is beside the rest."""
+    sparsity, marginal = make_marginal(1, 2, 1000, 64, rows=1.1)
+    q, k, v, do = (make_tensor(1, 1000, 2, 64, dtype=torch.bfloat16) for _ in range(4))
+    v = v + 8
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = torch.autograd.grad(dense(*leaves, marginal, 64, "softmax"), leaves, do.double())
+    for gradient, expected in zip(linear_attention_backward(q, k, v, do, sparsity.plan), exact, strict=True):
+        assert (gradient - expected).norm() < 0.01 * expected.norm()
+
+
+def test_gradients_flow_through_the_differentiable_op(backend, make_tensor, make_marginal):
+    """Its value is linear attention with 0 in rows that do not compute; its gradients are those of the backward op."""
+    sparsity, _ = make_marginal(1, 2, 70, 64)
+    leaves = [make_tensor(1, 70, 2, 16).requires_grad_() for _ in range(3)]
+    out = differentiable_linear_attention(*leaves, sparsity.plan, feature_map="elu", backend=backend)
+    expected = linear_attention(*leaves, sparsity.plan, feature_map="elu", backend=backend)
+    computed = sparsity.tokens_computed()
+    assert torch.equal(out[computed], expected[computed]) and not out[~computed].any()
+    out.sum().backward()
+    gradients = linear_attention_backward(
+        *leaves, torch.ones_like(out), sparsity.plan, feature_map="elu", backend=backend
+    )
+    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True))
+
+
+def test_heads_go_in_groups(monkeypatch, make_tensor, make_marginal):
+    """Where the states of all heads are too large, groups of heads give the same bits."""
+    from dit_accel.kernels._triton import linear_attention as implementation
+
+    sparsity, _ = make_marginal(1, 2, 70, 64)
+    q, k, v, do = (make_tensor(1, 70, 2, 16) for _ in range(4))
+
+    def run():
+        out = linear_attention(q, k, v, sparsity.plan, out=torch.zeros_like(q), backend="triton")
+        return out, *linear_attention_backward(q, k, v, do, sparsity.plan, backend="triton")
+
+    together = run()
+    monkeypatch.setattr(implementation, "GROUP_BYTES", 1)
+    assert list(implementation.head_groups(q, sparsity.plan)) == [slice(0, 1), slice(1, 2)]
+    assert all(torch.equal(one, other) for one, other in zip(run(), together, strict=True))
+
+
+def test_keys_beyond_kv_len_are_not_read(backend, device, make_tensor, make_marginal):
+    sparsity, _ = make_marginal(1, 1, 140, 64)
+    q, k, v, do = (make_tensor(1, 140, 1, 16) for _ in range(4))
+    kv_len = lengths_of((70,), device)
+
+    def run():
+        out = torch.zeros_like(q)
+        linear_attention(q, k, v, sparsity.plan, kv_len=kv_len, out=out, backend=backend)
+        return out, *linear_attention_backward(q, k, v, do, sparsity.plan, kv_len=kv_len, backend=backend)
+
+    clean = run()
+    k[:, 70:], v[:, 70:] = math.nan, math.nan
+    assert all(torch.equal(one, other) for one, other in zip(run(), clean, strict=True))
+
+
+def test_strided_views(backend, make_tensor, make_marginal):
+    """Slices of one projection, and a gradient with other strides, give what copies give."""
+    sparsity, _ = make_marginal(1, 2, 70, 64, rows=1.1)
+    q, k, v = make_tensor(1, 70, 3, 2, 16).unbind(2)
+    do = make_tensor(1, 2, 70, 16).transpose(1, 2)
+    runs = []
+    for inputs in ((q, k, v, do), tuple(x.contiguous() for x in (q, k, v, do))):
+        out = linear_attention(*inputs[:3], sparsity.plan, backend=backend)
+        runs.append((out, *linear_attention_backward(*inputs, sparsity.plan, backend=backend)))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": (1, 130, 16)}, r"q must have shape \[B, S, H, D\], got \[1, 130, 16\]"),
+        ({"k": (1, 130, 1, 16)}, r"k must have shape \[1, 130, 2, 16\], got \[1, 130, 1, 16\]"),
+        ({"projection": (16, 8)}, r"projection must have shape \[16, 16\], got \[16, 8\]"),
+        ({"out": (1, 130, 2, 8)}, r"out must have shape \[1, 130, 2, 16\], got \[1, 130, 2, 8\]"),
+        ({"accumulate": True}, "accumulate adds to what out holds, and out is None"),
+        ({"feature_map": "exp"}, r"feature_map must be one of \('softmax', 'elu', 'relu'\), got 'exp'"),
+        ({"kv_len": (1,)}, "kv_len must have dtype torch.int32, got torch.float32"),
+        ({"plan": "without linear_bits"}, "plan must have linear_bits, got None; lower symbols that policy sla drew"),
+        ({"plan": "of 200 tokens"}, "plan must have q's 130 tokens, got 200"),
+    ],
+    ids=["q", "k", "projection", "out", "accumulate", "feature_map", "kv_len", "no-bits", "tokens"],
+)
+def test_bad_arguments(changes, message, make_tensor, make_marginal, make_sparsity):
+    plans = {
+        "without linear_bits": make_sparsity(1, 2, 130).plan,
+        "of 200 tokens": make_marginal(1, 2, 200, 64)[0].plan,
+    }
+    arguments = {"plan": make_marginal(1, 2, 130, 64)[0].plan} | {x: make_tensor(1, 130, 2, 16) for x in "qkv"}
+    for name, value in changes.items():
+        arguments[name] = make_tensor(*value) if isinstance(value, tuple) else plans.get(value, value)
+    with pytest.raises(ShapeError, match=message):
+        linear_attention(**arguments)

@@ -1,0 +1,108 @@
+"""Gate, residual, LayerNorm and modulation in one pass equal the same formulas in float64, rounded once."""
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
+
+MODULATIONS = {"shared": (1, 1), "per-sample": (2, 1), "per-token": (2, 7)}
+WIDTHS = [48, 128]
+
+
+def exact_norm(x, scale, shift, eps=1e-6):
+    x = x.double()
+    centred = x - x.mean(-1, keepdim=True)
+    unit = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return unit * (1 + scale.double()) + shift.double()
+
+
+def assert_rounded_once(actual, exact, dtype, terms):
+    """Half a unit of the result, and float32 rounding of what it was made of."""
+    allowed = 0.505 * torch.finfo(dtype).eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * terms
+    assert actual.dtype == dtype
+    assert ((actual.double() - exact).abs() <= allowed).all()
+
+
+@pytest.fixture(params=MODULATIONS.values(), ids=MODULATIONS.keys())
+def modulation(request, make_tensor):
+    """``make(width, count)``: so many modulations, float32 as Wan's."""
+    return lambda width, count: [make_tensor(*request.param, width) for _ in range(count)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_and_modulation(width, modulation, implementation, make_tensor):
+    backend, dtype = implementation
+    x, (scale, shift) = make_tensor(2, 7, width, dtype=dtype) * 3 + 1, modulation(width, 2)
+    exact = exact_norm(x, scale, shift)
+    assert_rounded_once(norm_modulate(x, scale, shift, backend=backend), exact, dtype, exact.abs() + 10)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated_sum(width, modulation, implementation, make_tensor):
+    backend, dtype = implementation
+    x, update, (gate,) = (
+        make_tensor(2, 7, width, dtype=dtype),
+        make_tensor(2, 7, width, dtype=dtype),
+        modulation(width, 1),
+    )
+    exact = x.double() + gate.double() * update.double()
+    terms = x.double().abs() + (gate.double() * update.double()).abs()
+    assert_rounded_once(add_gated(x, update, gate, backend=backend), exact, dtype, terms)
+
+
+def test_without_a_gate_the_update_is_added_whole(implementation, make_tensor):
+    backend, dtype = implementation
+    x, update = make_tensor(2, 7, 48, dtype=dtype), make_tensor(2, 7, 48, dtype=dtype)
+    assert torch.equal(add_gated(x, update, None, backend=backend), x + update)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_both_in_one_pass_equal_the_two_one_after_the_other(width, modulation, implementation, make_tensor):
+    """The norm reads the sum as it is written, rounded."""
+    backend, dtype = implementation
+    x, update = make_tensor(2, 7, width, dtype=dtype), make_tensor(2, 7, width, dtype=dtype)
+    gate, scale, shift = modulation(width, 3)
+    summed, normed = add_gated_norm_modulate(x, update, gate, scale, shift, eps=1e-5, backend=backend)
+    assert torch.equal(summed, add_gated(x, update, gate, backend=backend))
+    assert torch.equal(normed, norm_modulate(summed, scale, shift, eps=1e-5, backend=backend))
+
+
+def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
+    """Slices along tokens, whose batch stride is that of the joint sequence."""
+    joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)
+    scale, shift = make_tensor(2, 1, 128).chunk(2, dim=-1)
+    actual = add_gated_norm_modulate(joint[:, 2:], joint[:, :7], gate, scale, shift, backend=backend)
+    expected = add_gated_norm_modulate(joint[:, 2:].contiguous(), joint[:, :7].contiguous(), gate, scale, shift)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_tokens_may_lie_side_by_side(backend, make_tensor):
+    """As a patch embedding leaves them."""
+    x, row = make_tensor(2, 64, 7).transpose(1, 2), make_tensor(1, 1, 64)
+    torch.testing.assert_close(norm_modulate(x, row, row, backend=backend), norm_modulate(x.contiguous(), row, row))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": (2, 3, 32)}, r"scale must have shape \[2 or 1, 7 or 1, 32\], got \[2, 3, 32\]"),
+        ({"update": (2, 7, 16)}, r"update must have shape \[2, 7, 32\]"),
+        ({"gate": (3, 1, 32)}, r"gate must have shape \[2 or 1, 7 or 1, 32\]"),
+        ({"shift": (1, 1, 32)}, r"shift must have shape \[2, 1, 32\], got \[1, 1, 32\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_errors_name_the_argument(change, message, make_tensor):
+    shapes = {"x": (2, 7, 32), "update": (2, 7, 32), "gate": (2, 1, 32), "scale": (2, 1, 32), "shift": (2, 1, 32)}
+    arguments = {name: make_tensor(*shape) for name, shape in (shapes | change).items()}
+    with pytest.raises(ShapeError, match=message):
+        add_gated_norm_modulate(**arguments)
+
+
+def test_rows_that_a_program_cannot_hold_are_refused(make_tensor, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x, row = make_tensor(1, 1, 16385), make_tensor(1, 1, 16385)
+    with pytest.raises(UnsupportedError, match="at most 16384 features, got 16385"):
+        norm_modulate(x, row, row, backend="triton")

@@ -1,0 +1,78 @@
+"""RMSNorm per head or across heads, and RoPE, equal the same formulas in float64, rounded once."""
+
+import math
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import norm_rope
+
+WEIGHTS = {"per-head": lambda heads, dim: dim, "across-heads": lambda heads, dim: heads * dim, "no-norm": None}
+
+
+def exact_norm_rope(x, weight, rope, eps):
+    """One token and head at a time."""
+    batch, tokens, heads, head_dim = x.shape
+    y = x.double().clone()
+    for b in range(batch):
+        for token in range(tokens):
+            if weight is not None and len(weight) == head_dim:
+                for head in range(heads):
+                    row = y[b, token, head]
+                    y[b, token, head] = row / (row.square().mean() + eps).sqrt() * weight.double()
+            elif weight is not None:
+                row = y[b, token].flatten()
+                y[b, token] = (row / (row.square().mean() + eps).sqrt() * weight.double()).view(heads, head_dim)
+            if rope is not None:
+                cos, sin = (table[token].double() for table in rope)
+                row = y[b, token].clone()
+                y[b, token, :, 0::2] = row[:, 0::2] * cos[0::2] - row[:, 1::2] * sin[0::2]
+                y[b, token, :, 1::2] = row[:, 1::2] * cos[1::2] + row[:, 0::2] * sin[1::2]
+    return y
+
+
+def assert_rounded_once(actual, exact, dtype):
+    allowed = 0.505 * torch.finfo(dtype).eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert ((actual.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("rotated", [True, False], ids=["rope", "no-rope"])
+@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (4, 64)], ids=str)
+def test_norm_and_rotation(heads, head_dim, length, rotated, implementation, make_tensor):
+    backend, dtype = implementation
+    x = make_tensor(2, 5, heads, head_dim, dtype=dtype) * 2
+    weight = None if length is None else make_tensor(length(heads, head_dim), dtype=dtype)
+    rope = (make_tensor(5, head_dim), make_tensor(5, head_dim)) if rotated else None
+    actual = norm_rope(x, weight, rope, eps=1e-5, backend=backend)
+    assert actual.dtype == dtype
+    assert_rounded_once(actual, exact_norm_rope(x, weight, rope, 1e-5), dtype)
+
+
+def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
+    """From a slice of a fused projection into a slice of the joint sequence."""
+    fused = make_tensor(2, 5, 3 * 48)
+    x = fused[..., 48:96].unflatten(-1, (3, 16))
+    joint = torch.full((2, 9, 3, 16), math.nan, device=x.device)
+    weight, rope = make_tensor(16), (make_tensor(5, 16), make_tensor(5, 16))
+    out = joint[:, 2:7]
+    assert norm_rope(x, weight, rope, out=out, backend=backend) is out
+    torch.testing.assert_close(out, norm_rope(x.contiguous(), weight, rope))
+    assert joint[:, :2].isnan().all() and joint[:, 7:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(8)}, r"weight must have shape \[16\] or \[48\], got \[8\]"),
+        ({"rope": (torch.ones(4, 16), torch.ones(4, 16))}, r"rope\[0\] must have shape \[5, 16\], got \[4, 16\]"),
+        ({"x": torch.ones(2, 3, 5, 16).transpose(1, 2)}, "x must hold a token's heads side by side"),
+        ({"out": torch.ones(2, 4, 3, 16)}, r"out must have shape \[2, 5, 3, 16\]"),
+    ],
+    ids=["weight", "rope", "strides", "out"],
+)
+def test_errors_name_the_argument(change, message):
+    arguments = {"x": torch.ones(2, 5, 3, 16), "weight": torch.ones(16), "rope": None} | change
+    with pytest.raises(ShapeError, match=message):
+        norm_rope(**arguments)

@@ -1,0 +1,226 @@
+"""Single keys join the softmax of a row's tiles: the same rows, keys and weights as a dense mask, and nothing else."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import attention, lower, pack_bits
+from dit_accel.kernels.backends import hopper_limit
+from dit_accel.symbols import SparseSymbols
+from tests.kernels.conftest import DEVICE
+from tests.kernels.naive_attention import attending, check, dense
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="device memory is a GPU's")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or hopper_limit(torch.zeros(1, device="cuda")) is not None, reason="needs Hopper"
+)
+CASES = {
+    "ragged": {"batch": 2, "heads": 2, "tokens": 130},
+    "block-128": {"batch": 1, "heads": 2, "tokens": 260, "block": 128},
+    "whole-blocks": {"batch": 1, "heads": 2, "tokens": 192},
+    "single-block": {"batch": 1, "heads": 5, "tokens": 40, "tiles": 0.0},
+    "ten-heads": {"batch": 1, "heads": 10, "tokens": 70},
+    "no-tiles": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "tiles": 0.0},
+    "all-tiles": {"batch": 1, "heads": 2, "tokens": 130, "rows": 1.1, "tiles": 1.1},
+}
+
+
+HOPPER_CASES = {
+    "ragged": {"batch": 2, "heads": 5, "tokens": 1000, "keys": 0.3},
+    "no-tiles": {"batch": 1, "heads": 3, "tokens": 900, "tiles": 0.0, "keys": 0.05},
+    "few-keys": {"batch": 1, "heads": 40, "tokens": 700, "keys": 0.005},
+    "every-key": {"batch": 1, "heads": 3, "tokens": 900, "tiles": 0.2, "keys": 1.1},
+    "no-key": {"batch": 1, "heads": 3, "tokens": 900, "keys": 0.0},
+    "more-rows-than-programs": {"batch": 2, "heads": 24, "tokens": 2500, "keys": 0.1},
+}
+
+
+@pytest.fixture
+def make_slices(make_sparsity):
+    """``make(..., keys=0.3)``: tiles of :func:`make_sparsity`, and that share of all other keys, row by row.
+
+    The first row-block of each head has no single key, and where it has no tile either it is empty. Returns the
+    sparsity with the new symbols and plan, and the pairs that attend, bool ``[B, H, S, S]``.
+    """
+    generator = torch.Generator().manual_seed(2)
+
+    def make(keys: float = 0.3, **case):
+        sparsity = make_sparsity(**case)
+        plan = sparsity.plan
+        block, tokens = plan.block, plan.tokens
+        shape = (*sparsity.rows.shape, plan.blocks * block)
+        is_key = torch.rand(shape, generator=generator).to(DEVICE) < keys
+        tiles = (sparsity.tiles | ~sparsity.rows[..., None]).repeat_interleave(block, -1)
+        is_key[:, :, 0] = False
+        slice_bits = pack_bits(is_key & ~tiles)
+        symbols = replace(sparsity.symbols, slice_bits=slice_bits)
+        single = (is_key & ~tiles).repeat_interleave(block, 2)[:, :, :tokens, :tokens]
+        return sparsity._replace(symbols=symbols, plan=lower(symbols)), attending(sparsity) | single
+
+    return make
+
+
+def recovered_pairs(plan, backend, kv_len=None):
+    """Which pairs attend, as the output itself says: values are one-hot, 128 keys a run, and all scores are 0."""
+    batch, tokens, heads = plan.batch, plan.tokens, plan.heads
+    q = torch.zeros(batch, tokens, heads, 128, dtype=torch.float16, device=DEVICE)
+    found = []
+    for first in range(0, tokens, 128):
+        values = torch.eye(tokens, 128, dtype=q.dtype, device=DEVICE).roll(first, 0)
+        values[:first] = 0  # torch.roll brings round what lies beyond the end
+        v = values[None, :, None].expand(batch, -1, heads, -1).contiguous()
+        found.append(attention(q, q, v, plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend))
+    return torch.cat(found, -1).transpose(1, 2)[..., :tokens]  # weights [B, H, S, S]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
+    """Each key that attends has weight 1 / n, and no other key has any."""
+    sparsity, pairs = make_slices(**case)
+    weights = recovered_pairs(sparsity.plan, backend)
+    assert torch.equal(weights > 0, pairs)
+    expected = pairs / pairs.sum(-1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(weights.double(), expected.double(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [(200, 1), (130, 0)], ids=str)
+def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_tensor):
+    """In the mask, and even where they hold NaN."""
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    sparsity, pairs = make_slices(batch=2, heads=1, tokens=200)
+    pairs = pairs & (torch.arange(200, device=DEVICE) < kv_len[:, None, None, None])
+    assert torch.equal(recovered_pairs(sparsity.plan, backend, kv_len) > 0, pairs)
+    q, k, v = (make_tensor(2, 200, 1, 16, dtype=torch.float16) for _ in range(3))
+    clean = attention(q, k, v, sparsity.plan, kv_len=kv_len, out=v.clone(), backend=backend)
+    for b, length in enumerate(lengths):
+        k[b, length:] = math.nan
+        v[b, length:] = math.nan
+    poisoned = attention(q, k, v, sparsity.plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend)
+    computed = sparsity.tokens_computed()
+    assert torch.equal(poisoned[computed], clean[computed])
+
+
+@pytest.mark.parametrize("case", ["ragged", "block-128"])
+def test_equals_dense_masked_attention(case, implementation, make_slices, make_tensor, assert_no_worse):
+    """As exact as the dense computation in its precision; reused rows are untouched, empty ones 0 with lse -inf."""
+    backend, dtype = implementation
+    case = CASES[case]
+    sparsity, pairs = make_slices(**case)
+    q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], 16, dtype=dtype) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_head_dimensions(head_dim, backend, make_slices, make_tensor, assert_no_worse):
+    sparsity, pairs = make_slices(batch=1, heads=2, tokens=130)
+    q, k, v = (make_tensor(1, 130, 2, head_dim, dtype=torch.float16) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs)
+
+
+def test_strides_scale_and_large_scores(backend, make_slices, make_tensor, assert_no_worse):
+    sparsity, pairs = make_slices(batch=1, heads=2, tokens=130)
+    q, k, v = make_tensor(1, 130, 3, 2, 16, dtype=torch.float16).unbind(2)
+    check(q * 10, k, v, sparsity, backend, assert_no_worse, pairs=pairs, scale=0.7)
+
+
+def test_tiles_may_have_masks(backend, make_slices, make_tensor, assert_no_worse):
+    sparsity, pairs = make_slices(batch=1, heads=2, tokens=200, masked=0.6)
+    q, k, v = (make_tensor(1, 200, 2, 16, dtype=torch.float16) for _ in range(3))
+    check(q, k, v, sparsity, backend, assert_no_worse, pairs=pairs)
+
+
+def test_tiles_may_be_multiplied_in_8_bits(make_slices, make_tensor):
+    sparsity, pairs = make_slices(batch=1, heads=2, tokens=200, rows=1.1)
+    q, k, v = (make_tensor(1, 200, 2, 32) + shift for shift in (0, 1, 0))
+    out = attention(q, k, v, sparsity.plan, qk_dtype="int8", backend="reference")
+    exact, _ = dense(*(x.double() for x in (q, k, v)), pairs)
+    assert (out - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("case", ["ragged", "ten-heads", "block-128"])
+def test_lowering_counts_the_keys_of_rows_that_compute(case, backend, make_slices):
+    """Bits beyond the last token are none; rows with a key are listed head by head, those with most keys first."""
+    sparsity, _ = make_slices(**CASES[case])
+    keys = sparsity.symbols.slice_bits.clone()
+    keys[..., -1] |= 0x80  # the last bit of the padding, or the last token's
+    slices = lower(replace(sparsity.symbols, slice_bits=keys), backend=backend).slices
+    batch, heads, blocks = sparsity.rows.shape
+    expected = torch.zeros(batch, heads, blocks, dtype=torch.int32)
+    for b, h, i in sparsity.rows.nonzero().tolist():
+        bits = "".join(f"{byte:08b}"[::-1] for byte in keys[b, h, i].tolist())
+        expected[b, h, i] = bits[: sparsity.plan.tokens].count("1")
+    assert torch.equal(slices.count.cpu(), expected)
+    counts = expected.flatten().tolist()
+    work = slices.work[: slices.work_count.item()].tolist()
+    with_keys = [row for row, count in enumerate(counts) if count]
+    assert work == sorted(with_keys, key=lambda row: (row // blocks, -counts[row], row))
+
+
+def test_scratch_of_other_symbols_is_overwritten(backend, make_slices, make_sparsity):
+    sparsity, _ = make_slices(batch=1, heads=2, tokens=200)
+    plan = lower(sparsity.symbols, scratch=make_sparsity(1, 2, 200).plan, backend=backend)
+    assert torch.equal(plan.slices.count, sparsity.plan.slices.count)
+    held = {tensor.data_ptr() for tensor in plan.tensors()}
+    assert {tensor.data_ptr() for tensor in plan.slices.tensors()} <= held
+    assert lower(replace(sparsity.symbols, slice_bits=None), scratch=plan, backend=backend).slices is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slice_bits": torch.zeros(1, 2, 4, 25, dtype=torch.uint8)}, r"slice_bits must be uint8 \[1, 2, 4, 32\]"),
+        ({"slice_bits": torch.zeros(1, 2, 4, 32)}, r"slice_bits must be uint8 .*, got torch.float32"),
+        ({"skip_bits": None}, "slice_bits must be None where skip_bits is None"),
+    ],
+    ids=["padding", "dtype", "no-skip-bits"],
+)
+def test_wrong_bits_are_refused(changes, message):
+    bits = {
+        "cache_bits": torch.zeros(1, 4, 1, dtype=torch.uint8),
+        "skip_bits": torch.zeros(1, 2, 4, 1, dtype=torch.uint8),
+        "slice_bits": torch.zeros(1, 2, 4, 32, dtype=torch.uint8),
+    }
+    SparseSymbols(**bits, heads=2, tokens=200, block=64)
+    with pytest.raises(ShapeError, match=message):
+        SparseSymbols(**(bits | changes), heads=2, tokens=200, block=64)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", HOPPER_CASES.values(), ids=HOPPER_CASES.keys())
+def test_hopper_equals_dense_masked_attention(case, head_dim, make_slices, make_tensor, assert_no_worse):
+    case = {"block": 128} | case
+    sparsity, pairs = make_slices(**case)
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], head_dim, dtype=dtype) for _ in range(3))
+        check(q, k, v, sparsity, "cuda", assert_no_worse, pairs=pairs)
+
+
+@on_hopper
+def test_hopper_recovers_the_mask_of_one_hot_values(make_slices):
+    """All keys, and those before a limit."""
+    kv_len = torch.tensor([700, 0, 129], dtype=torch.int32, device=DEVICE)
+    sparsity, pairs = make_slices(batch=3, heads=2, tokens=900, block=128)
+    assert torch.equal(recovered_pairs(sparsity.plan, "cuda") > 0, pairs)
+    pairs = pairs & (torch.arange(900, device=DEVICE) < kv_len[:, None, None, None])
+    assert torch.equal(recovered_pairs(sparsity.plan, "cuda", kv_len) > 0, pairs)
+
+
+@needs_gpu
+def test_masks_take_an_eighth_of_the_papers_memory():
+    """Bits, lists and what the kernel takes for the call, beside FG-Attn's int32 lists of a 12-head layer."""
+    heads, tokens, block = 12, 32760, 128
+    blocks = -(-tokens // block)
+    q = torch.randn(1, tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16)
+    out, before = torch.zeros_like(q), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    cache_bits = torch.full((1, blocks, 2), 255, dtype=torch.uint8, device=DEVICE)
+    skip_bits = torch.zeros(1, heads, blocks, blocks // 8, dtype=torch.uint8, device=DEVICE)
+    slice_bits = torch.full((1, heads, blocks, blocks * block // 8), 255, dtype=torch.uint8, device=DEVICE)
+    plan = lower(SparseSymbols(cache_bits, skip_bits, heads, tokens, block, slice_bits=slice_bits))
+    attention(q, q, q, plan, out=out)
+    assert torch.cuda.max_memory_allocated() - before <= heads * blocks * tokens * 4 / 8

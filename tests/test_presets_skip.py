@@ -1,0 +1,188 @@
+"""Section skip: keys that belong to its policy, what single blocks change, and what kernels can't combine."""
+
+from itertools import permutations
+
+import pytest
+
+from dit_accel.errors import PresetError
+from dit_accel.presets import Skip, load_preset
+from dit_accel.presets.skip import POLICY_KEYS
+
+VALUES = {  # valid ones, by policy
+    "sparge": {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0},
+    "sla": {"critical": 0.1, "negligible": 0.2, "feature_map": "elu", "projection": "p.safetensors"},
+    "fg_attn": {"mask": "average_query", "key_threshold": 0.25},
+    "static": {"pattern": "sliding", "window": 256},
+}
+
+
+def wan(**skip):
+    """A closed-loop preset for Wan with this section."""
+    return load_preset("any-video-balanced", model="wan", skip={"steps": "all", **skip})
+
+
+def test_every_key_belongs_to_a_policy_or_to_all():
+    """The table of keys by policy names each once, and leaves out those that all policies have."""
+    keys = [key for own in POLICY_KEYS.values() for key in own]
+    assert len(keys) == len(set(keys))
+    assert set(Skip.model_fields) - set(keys) == {"policy", "steps", "refresh", "layers"}
+    assert all(values.keys() <= {*POLICY_KEYS[policy]} for policy, values in VALUES.items())
+
+
+@pytest.mark.parametrize("policy", VALUES)
+def test_keys_of_a_policy_are_taken_and_kept(policy):
+    """A preset with every key of a policy loads, and what it prints loads again."""
+    preset = wan(policy=policy, **VALUES[policy])
+    section = preset.effective()["skip"]
+    assert VALUES[policy].items() <= section.items()
+    foreign = {key for other, keys in POLICY_KEYS.items() if other != policy for key in keys}
+    assert foreign.isdisjoint(section)
+    assert load_preset(preset, skip=section).effective() == preset.effective()
+
+
+@pytest.mark.parametrize("policy, other", list(permutations(VALUES, 2)))
+def test_key_of_another_policy_is_refused(policy, other):
+    """A key that the policy does not read is an error that names its owner."""
+    own = VALUES[policy] if policy == "static" else {}
+    for key, value in VALUES[other].items():
+        with pytest.raises(PresetError, match=f"{key} belongs to policy '{other}', and policy is '{policy}'"):
+            wan(policy=policy, **own, **{key: value})
+
+
+def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
+    """Over a base of another policy only the keys that the caller asks for count."""
+    base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3)
+    skip = load_preset(base, **{"skip.policy": "fg_attn", "skip.key_threshold": 0.25}).skip
+    assert skip.model_fields_set == {"policy", "steps", "refresh", "key_threshold"}
+    with pytest.raises(PresetError, match="similarity belongs to policy 'sparge'"):
+        load_preset(base, **{"skip.policy": "fg_attn", "skip.similarity": 0.3})
+
+
+@pytest.mark.parametrize(
+    "first, second", [({"tau_kv": 0.05}, {"top_k": 0.3}), ({"top_k": 0.3}, {"tau_kv": 0.05})], ids=["top_k", "tau_kv"]
+)
+def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
+    """Asking for one over a base with the other means the one; asking for both is an error."""
+    base = wan(policy="sparge", **first)
+    skip = load_preset(base, skip=second).skip
+    assert skip.model_fields_set & {"tau_kv", "top_k"} == second.keys()
+    with pytest.raises(PresetError, match="top_k stands instead of tau_kv"):
+        load_preset(base, skip=first | second)
+
+
+@pytest.mark.parametrize(
+    "skip, complaint",
+    [
+        ({"policy": "sparge", "steps": "dispatch", "refresh": 2}, "skip: refresh says how long computed steps keep"),
+        ({"policy": "sla", "critical": 0.7, "negligible": 0.4}, "skip: critical and negligible are shares"),
+        ({"policy": "static"}, "skip: pattern 'sliding' needs window"),
+        ({"policy": "static", "pattern": "causal", "window": 64}, "skip: pattern 'causal' takes no window"),
+        ({"policy": "sparge", "top_k": 0.0}, "skip.top_k: .*got 0.0"),
+        ({"policy": "sparge", "similarity": 1.5}, "skip.similarity: .*got 1.5"),
+        ({"policy": "sparge", "pv_threshold": 0.0}, "skip.pv_threshold: .*got 0.0"),
+        ({"policy": "sparge", "refresh": 0}, "skip.refresh: .*got 0"),
+        ({"policy": "none"}, "skip: steps 'all' has no effect with policy 'none'"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value.split(" ")[1].rstrip(":"),
+)
+def test_contradictions_are_named(skip, complaint):
+    with pytest.raises(PresetError, match=complaint):
+        wan(**skip)
+
+
+# Single blocks
+
+
+def test_blocks_change_what_they_name():
+    """A block takes the section's values but for its own; another policy brings no keys of the first along."""
+    layers = {
+        "a": {"policy": "none"},
+        "b": {"tau_kv": 0.01},
+        "c": {"policy": "fg_attn", "key_threshold": 0.2},
+        "d": {"top_k": 0.4},
+    }
+    skip = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, layers=layers).skip
+    assert skip.at("elsewhere") is skip
+    assert skip.at("b") is skip.at("b")
+    assert (skip.at("a").policy, skip.at("b").tau_kv, skip.at("b").similarity) == ("none", 0.01, 0.4)
+    assert skip.at("c").model_fields_set == {"policy", "steps", "refresh", "key_threshold"}
+    assert (skip.at("d").top_k, skip.at("d").refresh, skip.at("d").layers) == (0.4, 3, {})
+    assert [variant.policy for variant in skip.variants] == ["sparge", "none", "sparge", "fg_attn", "sparge"]
+    assert skip.skips
+
+
+def test_one_block_may_skip_where_all_others_do_not():
+    """With policy none for all, a block may still have one."""
+    skip = wan(policy="none", layers={"a": {"policy": "sparge", "tau_kv": 0.1}}).skip
+    assert (skip.policy, skip.at("a").policy, skip.at("a").steps) == ("none", "sparge", "all")
+    assert skip.skips and not Skip().skips
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"policy": "none", "tau_kv": 0.1}, "tau_kv belongs to policy 'sparge', and policy is 'none'"),
+        ({"critical": 0.1}, "critical belongs to policy 'sla'"),
+        ({"tau_kv": 2.0}, "tau_kv: .*got 2.0"),
+        ({"taukv": 0.1}, "unknown key 'taukv' .did you mean 'tau_kv'"),
+        ({"steps": "dispatch"}, "steps is the same for all blocks"),
+        ({"layers": {}}, "layers is the same for all blocks"),
+    ],
+    ids=["policy-none", "foreign", "range", "unknown", "steps", "nested"],
+)
+def test_mistakes_in_a_block_name_the_block(changes, complaint):
+    with pytest.raises(PresetError, match=rf"layers\.blocks\.3: .*{complaint}"):
+        wan(policy="sparge", layers={"blocks.3": changes})
+
+
+def test_blocks_of_a_base_merge_and_switch_policy():
+    """Overrides of blocks add to the base's; a block that switches its policy drops its earlier keys."""
+    base = wan(policy="sparge", layers={"a": {"tau_kv": 0.1}, "b": {"similarity": 0.3}})
+    layers = {"a": {"policy": "fg_attn"}, "c": {"tau_kv": 0.2}}
+    changed = load_preset(base, **{"skip.layers": layers})
+    assert changed.skip.layers == {"a": {"policy": "fg_attn"}, "b": {"similarity": 0.3}, "c": {"tau_kv": 0.2}}
+    assert layers == {"a": {"policy": "fg_attn"}, "c": {"tau_kv": 0.2}}
+    assert base.skip.layers["a"] == {"tau_kv": 0.1}
+    assert load_preset(changed) == changed
+
+
+def test_ramp_grows_what_sparge_leaves_out():
+    """At growth 0 nothing is left out, at 1 what the section says; shares of SLA stay as they were trained."""
+    skip = Skip(policy="sparge", tau_kv=0.2)
+    assert [skip.ramped(growth).tau_kv for growth in (0.0, 0.5, 1.0)] == [0.0, 0.1, 0.2]
+    assert [Skip(policy="sparge", top_k=0.2).ramped(growth).top_k for growth in (0.0, 0.5, 1.0)] == [1.0, 0.6, 0.2]
+    sla = Skip(policy="sla", critical=0.1)
+    assert sla.ramped(0.5) is sla
+
+
+# Kernels
+
+
+@pytest.mark.parametrize(
+    "skip, kernels, complaint",
+    [
+        ({"policy": "static", "window": 64}, {}, "multiplies whole tiles, and skip.policy 'static' has masks inside"),
+        (
+            {"policy": "none", "layers": {"a": {"policy": "static", "window": 64}}},
+            {},
+            "skip.policy 'static' has masks inside",
+        ),
+        ({"policy": "sparge"}, {"attention": "cuda"}, "runs on triton: set kernels.attention to auto"),
+    ],
+    ids=["masks", "masks-of-a-block", "backend"],
+)
+def test_what_8_bits_can_not_be_combined_with_is_refused(skip, kernels, complaint):
+    preset = wan(**skip)
+    with pytest.raises(PresetError, match=complaint):
+        load_preset(preset, kernels={"qk_dtype": "int8", **kernels})
+
+
+@pytest.mark.parametrize("name", ["flux-sparge", "hunyuan-sparge", "wan21-sparge"])
+def test_presets_of_spargeattn_alone_compute_every_step(name):
+    """They forecast nothing, judge blocks, and order clips along Hilbert's curve."""
+    preset = load_preset(name)
+    schedule, skip = preset.schedule, preset.skip
+    assert (schedule.control, schedule.interval, schedule.warmup, schedule.final_full) == ("fixed", 1, 0, 0)
+    assert (skip.policy, skip.steps) == ("sparge", "all")
+    assert skip.similarity is not None
+    assert preset.blocks.token_order == ("raster" if preset.model == "flux" else "hilbert")
