@@ -128,3 +128,23 @@ def test_a_plan_holds_its_masks_and_the_count_of_full_tiles():
 def test_a_plan_with_wrong_masks_is_refused(changes, complaint):
     with pytest.raises(ShapeError, match=complaint):
         replace(lower(symbols()), **changes)
+
+
+def test_marginal_tiles_go_from_symbols_to_their_plan():
+    """Lowering passes their bits on, into a plan of its own and into scratch that had none or others."""
+    held = symbols(linear_bits=bits(2, 3, 9, 2))
+    assert held.tensors()[-1] is held.linear_bits
+    plan = lower(held)
+    assert plan.linear_bits is held.linear_bits
+    assert lower(symbols(), scratch=plan).linear_bits is None
+    assert lower(held, scratch=lower(symbols())).linear_bits is held.linear_bits
+
+
+@pytest.mark.parametrize(
+    "wrong", [bits(2, 3, 9, 1), bits(1, 3, 9, 2), bits(2, 3, 9, 2, dtype=torch.bool)], ids=["bytes", "batch", "dtype"]
+)
+def test_wrong_marginal_tiles_are_refused(wrong):
+    with pytest.raises(ShapeError, match=r"linear_bits must be uint8 \[2, 3, 9, 2\]"):
+        symbols(linear_bits=wrong)
+    with pytest.raises(ShapeError, match=r"linear_bits must be uint8 \[2, 3, 9, 2\]"):
+        replace(lower(symbols()), linear_bits=wrong)

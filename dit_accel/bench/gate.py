@@ -215,7 +215,7 @@ CHECKS: dict[str, tuple[Callable[[Inputs, str], Checks], ...]] = {  # a benchmar
     "sparge": (check_symbols, check_attention, check_pooling, check_selection),
     "forecast": (check_symbols, check_forecast),
     "slices": (check_symbols, check_attention),
-    "sla": (check_symbols, check_attention, check_linear_attention, check_pooling, check_selection),
+    "sla": (check_symbols, check_attention, check_linear_attention, check_pooling),
 }
 
 

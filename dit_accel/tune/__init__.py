@@ -153,14 +153,15 @@ class _Tuner:
         for index in range(len(prompts)):
             runs.plain(index)
 
-        tried: list[Evaluation] = []
+        tried: dict[str, Evaluation] = {}
         caution = 0.0
-        for _ in range(CONFIRMATIONS):
+        scores: list[Score] = []  # of the confirmations
+        while len(scores) < CONFIRMATIONS:
             told.phase = "search"
 
             def evaluate(setting: Setting, caution: float = caution) -> Score:
                 evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(len(tuning))))
-                tried.append(evaluation)
+                tried[str(setting)] = evaluation
                 slack = self._target.slack(evaluation.figures, cautious=True)
                 return Score(slack - caution, computed_fraction(evaluation.figures))
 
@@ -169,10 +170,10 @@ class _Tuner:
             setting = search.setting(found.places)
             told.phase = "confirmation"
             confirmed = runs.figures(self._preset_of(setting), range(len(tuning), len(prompts)))
-            score = Score(self._target.slack(confirmed), computed_fraction(confirmed))
-            if score.meets or not found.score.meets:
+            scores.append(Score(self._target.slack(confirmed), computed_fraction(confirmed)))
+            if scores[-1].meets or not found.score.meets:
                 break
-            caution += self._target.least - score.slack
+            caution += self._target.least - scores[-1].slack
         name = self.preset.name if self._base is not None else "custom"
         changes = {**self._overrides, **self._changes(setting), "description": f"{name}, tuned for {self._target}"}
         return TuneResult(
@@ -180,13 +181,16 @@ class _Tuner:
             base=self._base,
             changes=changes,
             target=self._target,
-            met=score.meets,
+            met=scores[-1].meets,
             setting=setting,
             held_out=confirmed,
-            evaluations=tried,
+            evaluations=list(tried.values()),
             curves=self._curves,
             chosen=self._chosen(setting) if self._by_layer else {},
-            circumstances=self._circumstances(runs.plain(0)["frames"].shape, seed),
+            circumstances={
+                "confirmations": str(len(scores)) + (", tightened in between" if len(scores) > 1 else ""),
+                **self._circumstances(runs.plain(0)["frames"].shape, seed),
+            },
         )
 
     def _calibrate(self, runs: Runs, store: Store, prompts: int, told: _Told) -> None:

@@ -24,7 +24,7 @@ TARGETS = (0.01, 0.03, 0.05)  # relative L1 errors at which methods are compared
 LOST = (0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.7, 0.9)  # mass that a row may lose
 KEPT = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)  # share of a row's tiles
 LEVELS = tuple(2.0 ** (half / 2) for half in range(-10, 15))  # probabilities, in units of 1/N
-SLICE_LEVELS = LEVELS[:14]  # beyond, slices err by more than any target
+SLICE_LEVELS = LEVELS[:14]  # up to 2.8 / N; beyond, queries lose their best keys
 BLOCKS = (128, 64)
 SMALL_BLOCKS = (32, 16)  # of FG-Attn's table 1; no policy cuts so finely
 JUDGES = (None, 0.3, 0.4, 0.5)  # theta, the mean pairwise cosine that a block needs to be stood for by its mean
@@ -189,7 +189,7 @@ def levels(dense: DenseAttention, block_q: int, block_k: int) -> torch.Tensor:
     """The level c up to which a tile of ``block_q`` × ``block_k`` stays: ``[B, H, Tq, Tk]``.
 
     It is N times the tile's largest probability; keys of blocks that hold text stay at any level, as in the policies.
-    For single keys, tiles above a level are FG-Attn's exact mask.
+    Single keys above a level are FG-Attn's exact mask; from level 1 on the policy keeps each query's best key as well.
     """
     block, text = dense.layout.block, dense.layout.text_blocks
     maxima = dense.maxima(block_q, block_k) * dense.keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from .table import Experiment
 def write_report(stem: Path, rows: list[dict[str, Any]], experiment: Experiment, origin: dict[str, Any]) -> None:
     """Write STEM.json, STEM.md and STEM.png, and print the table."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    document = {"sizes": asdict(experiment.sizes), "call": experiment.call, **origin, "rows": rows}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sizes = asdict(experiment.sizes)
+    sizes["training"] = {key: value for key, value in sizes["training"].items() if value != math.inf}  # JSON has none
+    document = {"sizes": sizes, "call": experiment.call, **origin, "rows": rows}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
     experiment.sheet([row["variant"] for row in rows[1:]]).save(stem.with_suffix(".png"), optimize=True)
     print(table(rows))
@@ -26,16 +29,16 @@ def write_report(stem: Path, rows: list[dict[str, Any]], experiment: Experiment,
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown; the dense model, which nothing is done to, has figures before only."""
     lines = [
-        "| attention | tiles that attend | PSNR dB before | after | velocity MSE before | after "
+        "| attention | tiles that attend | steps | PSNR dB before | after | velocity MSE before | after "
         "| flow loss before | after | all attributes right before | after |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         columns = [(_decibels, "psnr_db"), (_error, "velocity_mse"), (_error, "flow_loss"), (_share, "agreement")]
         cells = [
             form(row[when].get(key)) if when in row else "" for form, key in columns for when in ("before", "after")
         ]
-        lines.append(f"| {row['variant']} | {row['critical']:.0%} | {' | '.join(cells)} |")
+        lines.append(f"| {row['variant']} | {row['critical']:.0%} | {row.get('steps', '')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

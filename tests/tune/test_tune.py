@@ -240,6 +240,8 @@ def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
     lost = statistics.fmean(each.psnr for each in easy.held_out) - 12 < 30
     assert lost, "the case must be one where confirmation first falls short"
     assert computed_fraction(hard.held_out) > computed_fraction(easy.held_out)
+    assert easy.circumstances["confirmations"] == "1"
+    assert "tightened in between" in hard.circumstances["confirmations"]
 
 
 def test_an_accelerated_pipeline_keeps_its_preset():

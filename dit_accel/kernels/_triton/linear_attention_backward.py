@@ -18,6 +18,7 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels._triton.linear_attention import (
+    as_operand,
     head_groups,
     load_state,
     load_tokens,
@@ -65,13 +66,13 @@ def _row_gradients(
         query, _ = load_tokens(q, q_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
         gradient, _ = load_tokens(do, do_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
         exact_features = map_features(query, FEATURES)
-        features = exact_features.to(element)
-        state = load_state(sums, slot, HEAD_DIM)
+        features = as_operand(exact_features, element, PRECISION)
+        state = load_state(sums, slot, HEAD_DIM, PRECISION)
         denominator = tl.sum(features.to(tl.float32) * feature_sum[None, :], 1)
         inverse = tl.where(denominator > 0, 1.0 / denominator, 0.0)
         numerator = tl.dot(features, state, input_precision=PRECISION)
         d_denominator = -tl.sum(gradient * numerator, 1) * inverse * inverse
-        d_numerator = (gradient * inverse[:, None]).to(element)
+        d_numerator = as_operand(gradient * inverse[:, None], element, PRECISION)
         d_features = tl.dot(d_numerator, tl.trans(state), input_precision=PRECISION)
         d_features += d_denominator[:, None] * feature_sum[None, :]
         d_query = _features_backward(d_features, exact_features, FEATURES)
@@ -101,10 +102,12 @@ def _key_gradients(
     value = load_values(v, shared_value, v_strides, batch, head, heads, first_token, stop, True, TOKENS, HEAD_DIM)
     exact_features = tl.where(is_valid, map_features(key, FEATURES), 0.0)
     element = d_states.dtype.element_ty
-    d_value = tl.dot(exact_features.to(element), load_state(d_states, slot, HEAD_DIM), input_precision=PRECISION)
+    features = as_operand(exact_features, element, PRECISION)
+    d_value = tl.dot(features, load_state(d_states, slot, HEAD_DIM, PRECISION), input_precision=PRECISION)
     store_tokens(dv, dk_strides, batch, head, first_token, tokens, d_value, TOKENS, HEAD_DIM)
     # loaded anew, for the other order: both at once would take 144 KiB in float32
-    d_features = tl.dot(value.to(element), tl.trans(load_state(d_states, slot, HEAD_DIM)), input_precision=PRECISION)
+    by_value = tl.trans(load_state(d_states, slot, HEAD_DIM, PRECISION))
+    d_features = tl.dot(as_operand(value, element, PRECISION), by_value, input_precision=PRECISION)
     d_features += tl.load(d_feature_sums + slot * HEAD_DIM + tl.arange(0, HEAD_DIM))[None, :]
     d_key = _features_backward(d_features, exact_features, FEATURES)
     store_tokens(dk, dk_strides, batch, head, first_token, tokens, d_key, TOKENS, HEAD_DIM)
