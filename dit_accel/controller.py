@@ -66,8 +66,13 @@ class Controller:
         return self.report
 
     def release(self) -> None:
-        """Frees the caches of a finished run and keeps its report."""
+        """Frees the caches of a finished run; its report stays, and its symbols, on the host."""
         self._forget()
+        self._unload_symbols()
+
+    def _unload_symbols(self) -> None:
+        """Those of FG-Attn take gigabytes where clips are long."""
+        self.last_symbols = {name: symbols.to("cpu") for name, symbols in self.last_symbols.items()}
 
     @contextmanager
     def calling(
@@ -233,7 +238,10 @@ class Controller:
         if key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
             at_work = {name for name, _ in self._called}
-            self._branches = {known: branch for known, branch in self._branches.items() if known[0] in at_work}
+            at_rest = [known for known in self._branches if known[0] not in at_work]
+            if at_rest:
+                self._unload_symbols()
+            self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
             self._branches[key] = self._new_branch(shapes, size())
         return self._branches[key]
 

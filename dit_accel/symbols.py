@@ -9,7 +9,7 @@ Symbols are canonical and small; :func:`dit_accel.kernels.lowering.lower` turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -116,6 +116,12 @@ class SparseSymbols:
 
     def tensors(self) -> list[torch.Tensor]:
         return _tensors_of(self)
+
+    def to(self, device: torch.device | str) -> SparseSymbols:
+        """The same symbols on a device."""
+        held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        masks = self.masks and TileMasks(self.masks.codes.to(device), self.masks.pool.to(device))
+        return replace(self, **held, masks=masks)
 
 
 @dataclass(frozen=True)

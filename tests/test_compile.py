@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from dit_accel import accelerate_pipeline
+from dit_accel.adapters.block_adapter import BlockAdapter
 from dit_accel.errors import UnsupportedError
 from dit_accel.testing import tiny_output, tiny_pipeline
 
@@ -54,3 +55,14 @@ def test_a_transformer_compiled_whole_is_refused(pipe):
     wrapped.transformer = torch.compile(wrapped.transformer, backend="eager")
     with pytest.raises(UnsupportedError, match="FluxTransformer2DModel is compiled whole"):
         accelerate_pipeline(wrapped, "flux-balanced")
+
+
+def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
+    """Whatever would run in their place."""
+    monkeypatch.setattr(BlockAdapter, "fuses_kernels", lambda adapter, x: True)
+    plain = tiny_output(pipe, "flux", steps=2)
+    blocks = pipe.transformer.transformer_blocks
+    for index, block in enumerate(blocks):
+        blocks[index] = torch.compile(block, backend="eager")
+    accelerate_pipeline(pipe, "exact")
+    torch.testing.assert_close(tiny_output(pipe, "flux", steps=2), plain)

@@ -50,10 +50,10 @@ def test_key_of_another_policy_is_refused(policy, other):
 
 
 def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
-    """Over a base of another policy only the keys that the caller asks for count."""
+    """Over a base of another policy only the keys that the caller asks for count, and those that all share."""
     base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3)
     skip = load_preset(base, **{"skip.policy": "fg_attn", "skip.key_threshold": 0.25}).skip
-    assert skip.model_fields_set == {"policy", "steps", "refresh", "key_threshold"}
+    assert skip.model_fields_set == {"policy", "steps", "key_threshold"}
     with pytest.raises(PresetError, match="similarity belongs to policy 'sparge'"):
         load_preset(base, **{"skip.policy": "fg_attn", "skip.similarity": 0.3})
 
@@ -186,3 +186,21 @@ def test_presets_of_spargeattn_alone_compute_every_step(name):
     assert (skip.policy, skip.steps) == ("sparge", "all")
     assert skip.similarity is not None
     assert preset.blocks.token_order == ("raster" if preset.model == "flux" else "hilbert")
+
+
+def test_another_policy_takes_nothing_over_from_the_first(tmp_path):
+    """Neither what single blocks change, nor how long masks last."""
+    file = tmp_path / "tuned.yaml"
+    file.write_text(
+        "base: wan21-sparge\nskip: {refresh: 5, layers: {transformer.blocks.0: {tau_kv: 0.01}}}\n", encoding="utf-8"
+    )
+    skip = load_preset(file, **{"skip.policy": "fg_attn"}).skip
+    assert (skip.policy, skip.layers, skip.refresh, skip.steps) == ("fg_attn", {}, 1, "all")
+
+
+def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
+    """In a file; an override's is the caller's own."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
+    assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
+    assert load_preset("wan21-sla", **{"skip.projection": "sla.safetensors"}).skip.projection == "sla.safetensors"

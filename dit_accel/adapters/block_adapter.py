@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from dit_accel.adapters.block_hook import BlockHook
-from dit_accel.adapters.generic import GenericAdapter, register_hook, remove_hook
+from dit_accel.adapters.generic import GenericAdapter, is_compiled, register_hook, remove_hook
 from dit_accel.adapters.projections import Projections
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.layout import TokenLayout, block_count
 from dit_accel.schedule import StepMode
 from dit_accel.state import Call
@@ -81,14 +82,21 @@ class BlockAdapter(GenericAdapter, ABC):
         return preset.forecast.scope != "stack" or preset.skip.steps == "all"
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
-        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU, and not under autocast."""
-        head_dim = self.transformer.config.attention_head_dim
-        is_half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled("cuda")
-        return is_half and head_dim in KERNEL_HEAD_DIMS
+        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
+
+        Not under autocast, which casts what modules get, and not where gradients are wanted.
+        """
+        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
+        can_run = resolve_backend("auto", x) == "triton"
+        return is_plain and can_run and self.transformer.config.attention_head_dim in KERNEL_HEAD_DIMS
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
-        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel, where that is the fastest."""
-        return self.fuses and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
+        chosen, _ = _AttentionBackendRegistry.get_active_backend()
+        told = chosen != AttentionBackendName.NATIVE or self.controller.preset.kernels.attention == "reference"
+        return self.fuses and not told and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
 
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call, with fused kernels where they can run.
@@ -96,7 +104,7 @@ class BlockAdapter(GenericAdapter, ABC):
         Raises:
             UnsupportedError: blocks are compiled that the preset works inside of.
         """
-        compiled = next((name for name, block in self.blocks().items() if block._compiled_call_impl is not None), None)
+        compiled = next((name for name, block in self.blocks().items() if is_compiled(block)), None)
         if compiled is not None and self.works_inside:
             raise UnsupportedError(
                 f"block {compiled} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: "

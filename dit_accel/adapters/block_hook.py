@@ -16,8 +16,8 @@ from diffusers.hooks import ModelHook
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
-from dit_accel.adapters.fused import why_norms_must_be_called, why_not_sliceable
-from dit_accel.adapters.generic import why_not_replaceable
+from dit_accel.adapters.fused import why_not_sliceable, why_parts_must_be_called
+from dit_accel.adapters.generic import is_compiled, why_not_replaceable
 from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.controller import Controller
 from dit_accel.kernels import attention
@@ -73,10 +73,11 @@ class BlockHook(ModelHook, ABC):
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, as the call in progress wants it."""
         call, scope = self.controller.call, self.controller.preset.forecast.scope
-        if torch.compiler.is_compiling() or call is None or not self.stands_in():
+        is_ours = call is not None and not is_compiled(module) and not torch.compiler.is_compiling()
+        if not is_ours or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         arguments = self._bind(args, kwargs)
-        reason = why_not_replaceable(module) or why_norms_must_be_called(module)
+        reason = why_not_replaceable(module) or why_parts_must_be_called(module)
         forecasts_whole = reason is None and scope == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, arguments)

@@ -35,10 +35,10 @@ def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
     return reason and f"a projection can't be sliced: {reason}"
 
 
-def why_norms_must_be_called(block: nn.Module) -> str | None:
-    """Why a block's norms and modulations can't run as fused kernels, or None."""
+def why_parts_must_be_called(block: nn.Module) -> str | None:
+    """Why a block's norms, modulations and attention must not be replaced, or None."""
     parts = block._modules.items()
-    hooked = next((name for name, part in parts if name.startswith("norm") and _is_hooked(part)), None)
+    hooked = next((name for name, part in parts if name.startswith(("norm", "attn")) and _is_hooked(part)), None)
     return hooked and f"its {hooked} carries hooks"
 
 
@@ -62,7 +62,8 @@ def normalise_heads(
 
 def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """``activation(linear(x))``; GELU's tanh approximation runs in the product's epilogue where the layer is plain."""
-    if x.is_cuda and getattr(activation, "approximate", "none") == "tanh" and not why_not_sliceable(linear, x.device):
+    is_gelu = getattr(activation, "approximate", "none") == "tanh" and not _is_hooked(activation)
+    if x.is_cuda and is_gelu and why_not_sliceable(linear, x.device) is None:
         return linear_gelu(x, linear.weight, linear.bias)
     return activation(linear(x))
 

@@ -162,6 +162,11 @@ def find_hook(module: torch.nn.Module) -> TransformerHook | None:
     return registry.hooks.get(HOOK_NAME) if registry is not None else None
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled, in either way in which PyTorch does it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def why_not_replaceable(module: torch.nn.Module) -> str | None:
     """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
     beneath = module._diffusers_hook._hook_order[0]

@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
-from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, project_gelu, why_not_sliceable
+from dit_accel.adapters.fused import (
+    Rotary,
+    feed_forward,
+    normalise_heads,
+    project_gelu,
+    why_not_plain,
+    why_not_sliceable,
+)
 from dit_accel.adapters.hunyuan_video_modulation import by_frame, modulations
 from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
@@ -79,7 +86,8 @@ class _HunyuanBlockHook(BlockHook):
             rotary: tables of the joint sequence.
             out: ``[B, T, H, D]`` of the joint sequence, whose first S tokens are written.
         """
-        if self.adapter.fuses and norm.weight.dtype == x.dtype and why_not_sliceable(linear, x.device) is None:
+        is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
+        if self.adapter.fuses and is_plain and norm.weight.dtype == x.dtype:
             plan = self.adapter.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)

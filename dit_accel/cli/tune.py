@@ -79,6 +79,8 @@ def command(
     Target.of(target_psnr, target_error)
     if output.suffix not in (".yaml", ".yml"):
         raise options.OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
+    if preset is not None and Path(preset).resolve() == output.resolve():
+        raise options.OptionError("--output", f"{output} is the preset to start from, which it would replace")
     options.require_writable(output, "--output")
     overrides = options.parse_overrides(settings)
     preset = preset or model_preset(model)

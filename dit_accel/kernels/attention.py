@@ -207,7 +207,7 @@ def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # cuDNN takes no rows of odd strides
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 

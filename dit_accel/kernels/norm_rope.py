@@ -36,7 +36,7 @@ def norm_rope(
     Args:
         x: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides of batch and token, heads and features in order.
         weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: of all heads of a token together; None = no norm.
-        rope: ``(cos, sin)``, float32 ``[S, D]``, of interleaved pairs; None = no rotation.
+        rope: ``(cos, sin)``, float32 ``[S, D]``, of interleaved pairs, the last stride being 1; None = no rotation.
         eps: added to the mean square.
         out: ``[B, S, H, D]`` like x, e.g. the stream's tokens of a joint sequence; None = allocated.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
@@ -93,6 +93,7 @@ def _require_arguments(x, weight, rope, out) -> None:
             )
     if weight is not None:
         require_dtype("weight", weight, FLOAT_DTYPES)
+        require_unit_stride("weight", weight)
         if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
             raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
         if weight.device != x.device:
@@ -100,5 +101,6 @@ def _require_arguments(x, weight, rope, out) -> None:
     for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
         require_shape(name, table, (tokens, head_dim))
         require_dtype(name, table, (torch.float32,))
+        require_unit_stride(name, table)
         if table.device != x.device:
             raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")

@@ -68,6 +68,10 @@ def select_tiles(
         if blocks_kept is not None:
             require_shape(name, blocks_kept, tuple(probabilities.shape[:3]))
             require_dtype(name, blocks_kept, (torch.bool,))
+            if blocks_kept.device != probabilities.device:
+                raise ShapeError(
+                    f"{name} must be on probabilities's device {probabilities.device}, got {blocks_kept.device}"
+                )
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)

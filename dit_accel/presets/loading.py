@@ -96,6 +96,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise PresetError(f"preset file {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise PresetError(f"preset file {path} must hold a mapping of sections, got {type(values).__name__}")
+    (skip,) = _sections("skip", values)
+    if isinstance(projection := skip.get("projection"), str):
+        skip["projection"] = str(path.parent / projection)
     base = values.pop("base", None)
     if base is None:
         return values
@@ -114,6 +117,9 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
             for key in keys:
                 section.pop(key, None)
     section, chosen = _sections("skip", values, changes)
+    if chosen.get("policy") not in (None, section.get("policy")):
+        for key in ("layers", "refresh"):  # what single blocks changed, and how long masks last, was the other policy's
+            section.pop(key, None)
     drop_foreign_keys(section, chosen)
     layers, changed_layers = _sections("layers", section, chosen)
     for name in changed_layers:

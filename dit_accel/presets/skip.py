@@ -58,7 +58,7 @@ class Skip(Section):
     """sla: what linear attention makes of queries and keys."""
     projection: str | None = None
     """sla: safetensors file with one matrix ``[D, D]`` a block, by its name, which linear attention goes through; null
-    = without linear attention."""
+    = without linear attention. In a preset file the path begins at the file's folder."""
 
     mask: Literal["exact", "average_query"] = "exact"
     """fg_attn: whether a key stays is decided by its scores with all queries of a row, or with their mean."""

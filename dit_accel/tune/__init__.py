@@ -199,6 +199,7 @@ class _Tuner:
             recorder = calibration.Recorder(self.preset, self._arguments["num_inference_steps"], prompts)
             for index in range(prompts):
                 runs.plain(index, recorder.tap(self._pipe, index))
+            recorder.require_every_block()
             curves = {}
             for block, candidates in calibration.measure(recorder, self.preset, self._pipe._execution_device):
                 curves[block] = candidates

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dit_accel.errors import TuningError
 from dit_accel.kernels import attention, linear_attention
 from dit_accel.policies import flashomni, plan
 from dit_accel.presets import Preset, Skip
@@ -96,14 +97,30 @@ class Recorder:
         self._chosen = [set(places[prompt::prompts]) for prompt in range(prompts)]
         self._share = count  # samples of a block
         self._wanted: set[int] = set()
+        self._names: list[str] = []
         self._blocks = 1
 
     def tap(self, pipe: Any, prompt: int) -> AttentionTap:
         """The tap for the plain run of one prompt."""
         tap = AttentionTap(pipe, self._visit, block=self._preset.blocks.size)
-        self._wanted, self._blocks = set(self._chosen[prompt]), len(tap.blocks)
+        self._wanted, self._blocks, self._names = set(self._chosen[prompt]), len(tap.blocks), tap.blocks
         self._seen: set[tuple[str, int]] = set()
         return tap
+
+    def require_every_block(self) -> None:
+        """Each block that may leave something out was seen at some of the chosen steps.
+
+        Raises:
+            TuningError: one was not.
+        """
+        skipping = [block for block in self._names if self._preset.skip.at(block).policy != "none"]
+        missing = [block for block in skipping if block not in self.samples]
+        if missing:
+            steps = sorted(set().union(*self._chosen))
+            raise TuningError(
+                f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: pass as "
+                "num_inference_steps what the pipeline really makes, or set skip.layers to policy none there"
+            )
 
     def _visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if site.step not in self._wanted or self._preset.skip.at(site.block).policy == "none":

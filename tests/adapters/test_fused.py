@@ -50,15 +50,17 @@ def test_lora_keeps_its_effect(as_on_a_gpu):
     assert distance(tiny_output(pipe, "flux", steps=2), adapted) < 1e-5
 
 
-def test_a_block_whose_norm_carries_a_hook_runs_as_it_is(as_on_a_gpu):
+@pytest.mark.parametrize("part", ["norm1", "attn"])
+def test_a_block_whose_parts_carry_hooks_runs_as_it_is(part, as_on_a_gpu):
     pipe, calls = tiny_pipeline("flux"), []
     plain = tiny_output(pipe, "flux", steps=2)
-    pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(lambda *_: calls.append(1))
+    block = pipe.transformer.transformer_blocks[0]
+    block.get_submodule(part).register_forward_hook(lambda *_: calls.append(1))
     accelerate_pipeline(pipe, "exact")
     assert distance(tiny_output(pipe, "flux", steps=2), plain) < 1e-5
     assert calls == [1, 1]
     (fallback,) = pipe.dit_accel.report().fallbacks
-    assert fallback["reason"] == "its norm1 carries hooks"
+    assert fallback["reason"] == f"its {part} carries hooks"
 
 
 def test_a_hooked_norm_is_called():

@@ -63,7 +63,8 @@ def test_both_in_one_pass_equal_the_two_one_after_the_other(modulation, implemen
     gate, scale, shift = modulation(WIDTH, 3)
     summed, normed = add_gated_norm_modulate(x, update, gate, scale, shift, eps=1e-5, backend=backend)
     assert torch.equal(summed, add_gated(x, update, gate, backend=backend))
-    assert torch.equal(normed, norm_modulate(summed, scale, shift, eps=1e-5, backend=backend))
+    expected = norm_modulate(summed, scale, shift, eps=1e-5, backend=backend)
+    torch.testing.assert_close(normed, expected)  # another compilation, whose sums may run in another order
 
 
 def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):

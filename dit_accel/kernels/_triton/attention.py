@@ -125,7 +125,7 @@ def _attention(
         slot = _slot(0, full, visible_full)
     key_block = tl.load(key_blocks + slot, steps > 0, other=0)
     if HAS_MASKS:
-        codes_of_row = codes + batch * codes_batch + head * codes_head + query_block * blocks
+        codes_of_row = codes + batch.to(tl.int64) * codes_batch + head * codes_head + query_block * blocks
         code = tl.load(codes_of_row + key_block)
     for step in tl.range(0, steps, num_stages=STAGES):
         this_block, key_in_block = key_block, step % TILES * KEY_TILE

@@ -139,7 +139,9 @@ def _query_gradient(
             value_gradient = tl.dot(gradient, values.T, input_precision=PRECISION)
             scores = tl.where((tl.arange(0, TILE) < left)[None, :], scores, float("-inf"))
             if HAS_MASKS:
-                code = tl.load(codes + batch * codes_batch + head * codes_head + query_block * blocks + key_block)
+                code = tl.load(
+                    codes + batch.to(tl.int64) * codes_batch + head * codes_head + query_block * blocks + key_block
+                )
                 attends = pairs_that_attend(
                     code, pool, query_block, key_block, query_in_block, key_in_block, QUERIES, TILE, BLOCK
                 )
@@ -209,7 +211,9 @@ def _key_gradients(
         value_gradient = tl.dot(values, gradients.T, input_precision=PRECISION)
         probabilities = tl.math.exp2(scores * scale_log2 - tile_shift)
         if HAS_MASKS:
-            code = tl.load(codes + batch * codes_batch + head * codes_head + this_block * blocks + key_block)
+            code = tl.load(
+                codes + batch.to(tl.int64) * codes_batch + head * codes_head + this_block * blocks + key_block
+            )
             attends = pairs_that_attend(
                 code, pool, this_block, key_block, query_in_block, key_in_block, TILE, KEYS, BLOCK
             )

@@ -65,7 +65,7 @@ def rows_into(
     with on_device(x):
         launch(
             _gate_norm_modulate, batch * tokens, (x, update, gate, scale, shift, summed, normed),
-            (*strides, tokens, width, eps),
+            (*strides, tokens, width, float(eps)),
             HAS_UPDATE=update is not None, HAS_GATE=gate is not None, HAS_NORM=scale is not None, FEATURES=features,
             num_warps=min(max(features // 512, 1), 8),
         )  # fmt: skip

@@ -47,7 +47,7 @@ def norm_rope_into(
     strides = (*x.stride()[:2], *out.stride()[:2], *(0 if table is None else table.stride(0) for table in (cos, sin)))
     with on_device(x):
         launch(
-            _norm_rope, batch * tokens, (x, weight, cos, sin, out), (*strides, tokens, heads, eps),
+            _norm_rope, batch * tokens, (x, weight, cos, sin, out), (*strides, tokens, heads, float(eps)),
             NORM=norm, HAS_ROPE=rope is not None, HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
             num_warps=min(max(tile // 512, 1), 8),
         )  # fmt: skip
