@@ -16,7 +16,7 @@ from diffusers.hooks import ModelHook
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
-from dit_accel.adapters.fused import why_not_sliceable, why_parts_must_be_called
+from dit_accel.adapters.fused import why_called, why_not_sliceable
 from dit_accel.adapters.generic import is_compiled, why_not_replaceable
 from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.controller import Controller
@@ -77,7 +77,7 @@ class BlockHook(ModelHook, ABC):
         if not is_ours or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         arguments = self._bind(args, kwargs)
-        reason = why_not_replaceable(module) or why_parts_must_be_called(module)
+        reason = why_not_replaceable(module) or why_called(module, "norm")
         forecasts_whole = reason is None and scope == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, arguments)
@@ -105,7 +105,9 @@ class BlockHook(ModelHook, ABC):
 
     def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
-        return self.attends or (self.adapter.fuses and self.why_dense(block, **arguments) is None)
+        if self.attends or not self.adapter.fuses:
+            return self.attends
+        return why_called(block, "attn") is None and self.why_dense(block, **arguments) is None
 
     def attend_densely(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None
@@ -147,6 +149,8 @@ class BlockHook(ModelHook, ABC):
         call, device = self.controller.call, arguments["hidden_states"].device
         if torch.is_autocast_enabled(device.type):  # it casts what modules get, and sites call no modules
             return "autocast"
+        if (reason := why_called(module, "attn")) is not None:
+            return reason
         if (reason := self.why_dense(module, **arguments)) is not None:
             return reason
         if self.controller.preset.forecast.scope != "head":

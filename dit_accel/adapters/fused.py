@@ -35,10 +35,10 @@ def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
     return reason and f"a projection can't be sliced: {reason}"
 
 
-def why_parts_must_be_called(block: nn.Module) -> str | None:
-    """Why a block's norms, modulations and attention must not be replaced, or None."""
+def why_called(block: nn.Module, prefix: str) -> str | None:
+    """Why those parts of a block whose names begin so must be called, and not be replaced, or None."""
     parts = block._modules.items()
-    hooked = next((name for name, part in parts if name.startswith(("norm", "attn")) and _is_hooked(part)), None)
+    hooked = next((name for name, part in parts if name.startswith(prefix) and _is_hooked(part)), None)
     return hooked and f"its {hooked} carries hooks"
 
 

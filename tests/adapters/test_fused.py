@@ -50,8 +50,9 @@ def test_lora_keeps_its_effect(as_on_a_gpu):
     assert distance(tiny_output(pipe, "flux", steps=2), adapted) < 1e-5
 
 
-@pytest.mark.parametrize("part", ["norm1", "attn"])
-def test_a_block_whose_parts_carry_hooks_runs_as_it_is(part, as_on_a_gpu):
+@pytest.mark.parametrize("part, reasons", [("norm1", ["its norm1 carries hooks"]), ("attn", [])], ids=["norm", "attn"])
+def test_parts_that_carry_hooks_are_called(part, reasons, as_on_a_gpu):
+    """Without its norms a block has nothing left to fuse; without its attention it has."""
     pipe, calls = tiny_pipeline("flux"), []
     plain = tiny_output(pipe, "flux", steps=2)
     block = pipe.transformer.transformer_blocks[0]
@@ -59,8 +60,17 @@ def test_a_block_whose_parts_carry_hooks_runs_as_it_is(part, as_on_a_gpu):
     accelerate_pipeline(pipe, "exact")
     assert distance(tiny_output(pipe, "flux", steps=2), plain) < 1e-5
     assert calls == [1, 1]
-    (fallback,) = pipe.dit_accel.report().fallbacks
-    assert fallback["reason"] == f"its {part} carries hooks"
+    assert [fallback["reason"] for fallback in pipe.dit_accel.report().fallbacks] == reasons
+
+
+def test_hooked_attention_is_not_made_sparse():
+    pipe, calls = tiny_pipeline("flux"), []
+    pipe.transformer.transformer_blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    preset = load_preset("flux-flashomni", schedule={"warmup": 1, "interval": 2}, blocks={"size": 64})
+    accelerate_pipeline(pipe, preset)
+    tiny_output(pipe, "flux", steps=4)
+    assert calls == [1] * 4
+    assert [each["reason"] for each in pipe.dit_accel.report().fallbacks] == ["its attn carries hooks"]
 
 
 def test_a_hooked_norm_is_called():
