@@ -84,7 +84,14 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     )
     if options.checkpoint:
         pipe.transformer.enable_gradient_checkpointing()
-    training = Training(options.steps, options.batch, options.rate, options.seed, minutes=options.minutes)
+    training = Training(
+        options.steps,
+        options.batch,
+        options.rate,
+        projection_rate=options.projection_rate,
+        seed=options.seed,
+        minutes=options.minutes,
+    )
     log = fine_tune(pipe.transformer, calls, training, options.output)
     if PartialState().is_main_process:
         save_swapped(pipe, options.output)
@@ -149,6 +156,7 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     training.add_argument(
         "--rate", type=float, default=5e-4, help="of AdamW; orthogonalised steps of matrices take twice it"
     )
+    training.add_argument("--projection-rate", type=float, default=10.0, help="of projections, times that of matrices")
     training.add_argument("--minutes", type=float, default=float("inf"), help="most of this run; another one goes on")
     training.add_argument("--train", choices=["all", "projections"], default="all")
     training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")

@@ -21,16 +21,23 @@ class MasterWeights:
     """
 
     def __init__(
-        self, model: nn.Module, masters: list[torch.Tensor], *, average_decay: float, matrix_rate: float = 2.0
+        self,
+        model: nn.Module,
+        masters: list[torch.Tensor],
+        *,
+        average_decay: float,
+        matrix_rate: float = 2.0,
+        rates: dict[str, float] | None = None,
     ) -> None:
         """Own `masters`, float32 and in the order of `trained_weights(model)`; the model holds their bf16 rounding.
 
-        `matrix_rate` multiplies the rate of the orthogonalised steps.
+        `matrix_rate` multiplies the rate of the orthogonalised steps, and `rates`, by the names of weights, once more
+        that of single matrices.
         """
         names, self.live = zip(*trained_weights(model), strict=True)
         self.masters = masters
         self.averages = [weight.clone() for weight in masters]
-        self.average_decay, self.matrix_rate = average_decay, matrix_rate
+        self.average_decay = average_decay
         self.steps = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # indices of matrices by rows and columns
         others = []
@@ -40,8 +47,11 @@ class MasterWeights:
                 self.groups.setdefault(tuple(weight.flatten(1).shape), []).append(index)
             else:
                 others.append(masters[index])
-        self.momenta = {
-            shape: torch.zeros(len(held), *shape, device=masters[0].device) for shape, held in self.groups.items()
+        device = masters[0].device
+        self.momenta = {shape: torch.zeros(len(held), *shape, device=device) for shape, held in self.groups.items()}
+        self.rates = {
+            shape: torch.tensor([matrix_rate * (rates or {}).get(names[index], 1.0) for index in held], device=device)
+            for shape, held in self.groups.items()
         }
         groups = [{"params": others}]  # in a group it may be empty
         self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=masters[0].is_cuda)
@@ -60,7 +70,8 @@ class MasterWeights:
         for shape, held in self.groups.items():
             gradient = torch.stack([gradients[index].flatten(1) for index in held])
             momentum = self.momenta[shape].mul_(0.95).add_(gradient)
-            steps = orthogonalise(gradient + 0.95 * momentum) * (-0.2 * max(shape) ** 0.5 * self.matrix_rate * rate)
+            steps = orthogonalise(gradient + 0.95 * momentum) * (-0.2 * max(shape) ** 0.5 * rate)
+            steps *= self.rates[shape].view(-1, 1, 1)
             for index, change in zip(held, steps, strict=True):
                 self.masters[index].add_(change.view(self.masters[index].shape))
         self.adamw.param_groups[0]["lr"] = rate

@@ -62,7 +62,7 @@ FULL = Sizes(
     share=0.5,
     held_out=24,
     changes={"num_inference_steps": 25},
-    training=Training(steps=1000, batch=16, rate=5e-4, seconds=95),
+    training=Training(steps=2000, batch=16, rate=5e-4, seconds=150),
 )
 PILOT = Sizes(
     prompts=32,

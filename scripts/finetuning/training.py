@@ -32,6 +32,7 @@ class Training:
         steps: of the whole training; the rate rises at first and then falls to 2% by the last of them.
         batch: calls in each step and process.
         rate: of AdamW, at its peak; orthogonalised steps of matrices take it as `MasterWeights` says.
+        projection_rate: times which SLA's projections are faster than other matrices, for they begin at zero.
         seed: of the rows and the noise of each step.
         seconds: within which the training ends whatever steps are left, the rate having fallen.
         minutes: after so many this run stops, and another one with the same settings goes on.
@@ -40,6 +41,7 @@ class Training:
     steps: int
     batch: int
     rate: float
+    projection_rate: float = 10.0
     seed: int = 0
     seconds: float = math.inf
     minutes: float = math.inf
@@ -80,7 +82,9 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
     """
     accelerator = Accelerator(mixed_precision="no", cpu=transformer.device.type == "cpu")
     masters = [weight.detach().clone().float() for _, weight in trained_weights(transformer)]
-    weights = MasterWeights(transformer, masters, average_decay=AVERAGE)
+    names = [name for name, _ in trained_weights(transformer) if name.endswith("projection.weight")]
+    rates = dict.fromkeys(names, training.projection_rate)
+    weights = MasterWeights(transformer, masters, average_decay=AVERAGE, rates=rates)
     student = accelerator.prepare(transformer.train())
     accelerator.register_for_checkpointing(weights)
     settings = _settings(transformer, calls, training)
