@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
 from dit_accel import timing
-from dit_accel.forecast import History, forecast_weights
+from dit_accel.batch import Rows, join_rows, take_rows
+from dit_accel.forecast import History, corrector_weights, forecast_weights
 from dit_accel.kernels import weighted_sum
 from dit_accel.layout import TokenLayout
 from dit_accel.memory import GIB, ModelSize, plan_memory
 from dit_accel.presets import Preset
-from dit_accel.report import RunReport, StepRecord
+from dit_accel.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.schedule import ErrorControl, FixedControl, SchedulerClock, StepMode, Tick, TimestepClock, make_control
-from dit_accel.state import BranchState, Call
+from dit_accel.state import BranchState, Call, PromptState
 from dit_accel.symbols import SparseSymbols
 
 _MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
+WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples as one prompt
 
 
 class Controller:
@@ -82,6 +85,7 @@ class Controller:
         timestep: torch.Tensor | float,
         shapes: tuple,
         size: Callable[[], ModelSize] = ModelSize,
+        prompts: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
     ) -> Iterator[Call]:
         """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
 
@@ -91,6 +95,7 @@ class Controller:
             timestep: what the pipeline passes to the transformer.
             shapes: shapes of the call's tensors; a change within a run ends that run.
             size: what they make the transformer remember; asked for at a branch's first call.
+            prompts: rows of each prompt whose steps are decided apart; asked for likewise.
 
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
@@ -98,7 +103,7 @@ class Controller:
         on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
         elapsed = timing.gpu_stopwatch(timestep.device) if on_gpu else timing.stopwatch()
         try:
-            self.call = self._open(transformer, context, timestep, shapes, size)
+            self.call = self._open(transformer, context, timestep, shapes, size, prompts)
             yield self.call
         except BaseException:
             self._forget()
@@ -114,57 +119,133 @@ class Controller:
         weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate, order)
         return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
 
+    def forecast_output(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """The transformer's output, forecast for every prompt."""
+        prompts = call.branch.prompts
+        return _joined(prompts, [self._forecast_prompt(call, prompt) for prompt in prompts])
+
+    def _forecast_prompt(self, call: Call, prompt: PromptState) -> tuple[torch.Tensor, ...]:
+        prompt.forecast_steps.append(call.tick.step)
+        return self.forecast(prompt.outputs, call.coordinate, prompt.order)
+
     def observe(
         self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    ) -> tuple[torch.Tensor, ...]:
         """Records the transformer's output and, in the closed loop, judges what the forecast would have been.
 
         Args:
-            output: the tensors of the output; batch first.
+            output: the tensors of the output, batch first: of ``call.computed_rows``.
             judged: selects the tokens of an output tensor that the pipeline uses.
+
+        Returns:
+            What the pipeline is to go on with, for the whole batch: the output itself, corrected for what forecasts
+            before it missed if the preset says so, and forecasts for prompts that don't compute.
         """
         if call.tick.repeats is not None:
-            return
-        history = call.branch.outputs
-        if self.preset.schedule.control == "error":
-            control = self._controls[call.transformer]
-            # A branch's first output judges nothing, so the next step is computed too.
-            order, error, previous = 0, math.inf, call.coordinate
-            if len(history):
-                errors = self._errors(call, output, judged)
-                call.branch.order = order = control.best_order(errors)
-                error, previous = errors[order], history.coordinates[0]
-                self._step_record.error = max(error, self._step_record.error or 0.0)
-            control.observe(call.tick.step, call.coordinates, self._error_weights, previous, order, error)
-        if self.preset.schedule.control == "error" or self.preset.forecast.scope == "stack":
+            return output
+        prompts, rows = call.branch.prompts, call.computed_rows
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for place, prompt in enumerate(prompts):
+            if place not in call.computing:
+                parts.append(self._forecast_prompt(call, prompt))
+                continue
+            own = prompt.rows if rows is None or prompt.rows is None else [rows.index(row) for row in prompt.rows]
+            part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
+            parts.append(self._observe_prompt(call, place, part, judged))
+        return _joined(prompts, parts)
+
+    def _observe_prompt(
+        self,
+        call: Call,
+        place: int,
+        output: tuple[torch.Tensor, ...],
+        judged: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        prompt = call.branch.prompts[place]
+        result = self._corrected(call, prompt, output)
+        closed_loop = self.preset.schedule.control == "error"
+        if closed_loop:
+            call.errors[place] = prompt.outputs.coordinates, self._errors(call, prompt.outputs, output, judged)
+        if closed_loop or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
-            history.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
+            prompt.outputs.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
+        return result
+
+    def _corrected(self, call: Call, prompt: PromptState, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The output of a computed step that also makes good what the forecasts before it missed."""
+        steps, prompt.forecast_steps = prompt.forecast_steps, []
+        moves = call.tick.moves
+        if not self.preset.forecast.corrector or not steps or moves is None or moves[call.tick.step] == 0.0:
+            return output
+        history = prompt.outputs
+        forecasts = [(call.coordinates[step], moves[step] / moves[call.tick.step]) for step in steps]
+        weights = corrector_weights(
+            self.preset.forecast.method, history.coordinates, prompt.order, call.coordinate, forecasts
+        )
+        return tuple(weighted_sum(parts, weights) for parts in zip(output, *history.values, strict=True))
 
     def _errors(
-        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[int, float]:
-        """For each degree that the history allows, the error that its forecast of ``output`` would have had.
-
-        The host reads them all at once, the one synchronisation of a computed step.
-        """
-        history = call.branch.outputs
+        self,
+        call: Call,
+        history: History,
+        output: tuple[torch.Tensor, ...],
+        judged: Callable[[torch.Tensor], torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """For each degree that the history allows, the error that its forecast of ``output`` would have had."""
         errors = {}
-        for order in range(min(1, history.order), history.order + 1):
+        for order in range(min(1, history.order), history.order + 1) if len(history) else ():
             forecast = self.forecast(history, call.coordinate, order)
             parts = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
             errors[order] = torch.stack(parts).max()  # unlike Python's max, it lets what is no number through
-        return dict(zip(errors, torch.stack(list(errors.values())).tolist(), strict=True))
+        return errors
 
-    def read_densities(self, call: Call) -> None:
-        """Moves the densities of new symbols to the host, all layers at once, and decides which layers degrade."""
-        if not call.densities:
-            return
-        values = torch.stack(list(call.densities.values())).tolist()
-        for name, (rows, row_blocks, tiles, attended, projected) in zip(call.densities, values, strict=True):
+    def read(self, call: Call) -> None:
+        """Moves what a call has measured to the host, all of it at once, and decides by it what later calls do.
+
+        This is the one synchronisation of a computed step.
+        """
+        errors = [error for _, by_order in call.errors.values() for error in by_order.values()]
+        measured = [*(error.view(1) for error in errors), *call.densities.values()]
+        values = torch.cat(measured).tolist() if measured else []
+        self._take_errors(call, values[: len(errors)])
+        self._take_densities(call, values[len(errors) :])
+
+    def _take_errors(self, call: Call, values: list[float]) -> None:
+        """Lets the closed loop set each prompt's degree and its next computed step."""
+        remaining = iter(values)
+        for place, (nodes, by_order) in call.errors.items():
+            prompt, control = call.branch.prompts[place], self._controls[call.transformer, place]
+            errors = {degree: next(remaining) for degree in by_order}
+            # A branch's first output judges nothing, so the next step is computed too.
+            order, error = 0, math.inf
+            if errors:
+                prompt.order = order = control.best_order(errors)
+                error = errors[order]
+                self._step_record.error = max(error, self._step_record.error or 0.0)
+            control.observe(call.tick.step, call.coordinates, self._error_weights, nodes, order, error)
+
+    def _take_densities(self, call: Call, values: list[float]) -> None:
+        """Decides by the densities of new symbols and the guard's errors which layers degrade, and how much their
+        attention may leave out from now on.
+        """
+        each = iter(values)
+        for name, measured in call.densities.items():
+            rows, row_blocks, tiles, attended, projected, error = islice(each, len(measured))
             site = call.site(name)
             site.row_density, site.row_block_density = rows, row_blocks
             site.tile_density, site.attended, site.bias_density = tiles, attended, projected
             site.degraded = rows < self.preset.reuse.degrade_below
+            guard = error if name in call.guarded else None
+            if call.skips:
+                self.report.attentions.append(AttentionRecord(name, call.tick.step, attended, guard))
+            target = self.preset.skip.at(name).guard_error
+            if guard is not None and target is not None:
+                site.tighten(guard, target)
+
+    def note(self, remark: str) -> None:
+        """A remark on the run as a whole, once."""
+        if remark not in self.report.notes:
+            self.report.notes.append(remark)
 
     def fall_back(self, site: str, reason: str) -> None:
         """Notes that a site ran densely though the preset asked for less."""
@@ -178,9 +259,10 @@ class Controller:
         if note and note not in self.report.notes:
             self.report.notes.append(note)
         self._branches: dict[tuple[str, str], BranchState] = {}
-        self._controls: dict[str, FixedControl | ErrorControl] = {}
-        self._decisions: dict[str, StepMode] = {}
-        self._computed_steps: dict[str, int] = {}  # latest step of each transformer that was decided to compute
+        # By transformer and place of the prompt in its branches:
+        self._controls: dict[tuple[str, int], FixedControl | ErrorControl] = {}
+        self._decisions: dict[tuple[str, int], StepMode] = {}
+        self._computed_steps: dict[tuple[str, int], int] = {}  # the latest that was decided to compute
 
     def _open(
         self,
@@ -189,6 +271,7 @@ class Controller:
         timestep: torch.Tensor | float,
         shapes: tuple,
         size: Callable[[], ModelSize],
+        prompts: Callable[[], Sequence[Rows]],
     ) -> Call:
         tick = self._clock.read(timestep)
         if self._tick is None or tick.run is not self._tick.run:
@@ -198,11 +281,14 @@ class Controller:
             self._error_weights = tick.latent_weights() if in_latents else None
             if tick.repeats is not None:
                 self.report.notes.append(f"every step computed: {tick.repeats}")
+            elif self.preset.forecast.corrector and tick.moves is None:
+                self.report.notes.append("nothing corrected: the scheduler is not known to take plain Euler steps")
         if self._tick is None or tick.step != self._tick.step:
             self._start_step(tick)
         self._tick = tick
-        branch = self._branch(transformer, context, shapes, size)
-        mode = self._mode(transformer, tick, branch)
+        branch = self._branch(transformer, context, shapes, size, prompts)
+        modes = tuple(self._mode(transformer, tick, branch, place) for place in range(len(branch.prompts)))
+        mode = max(modes, key=_MODES_BY_WORK.index)
         schedule = self.preset.schedule
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
@@ -211,7 +297,7 @@ class Controller:
         skips = computes and self.preset.skip.steps == "all"
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
-        return Call(transformer, mode, tick, self._coordinates, branch, records, skips)
+        return Call(transformer, mode, modes, tick, self._coordinates, branch, records, skips)
 
     def _start_step(self, tick: Tick) -> None:
         self._decisions.clear()
@@ -224,7 +310,12 @@ class Controller:
             layer.append(None)
 
     def _branch(
-        self, transformer: str, context: str | None, shapes: tuple, size: Callable[[], ModelSize]
+        self,
+        transformer: str,
+        context: str | None,
+        shapes: tuple,
+        size: Callable[[], ModelSize],
+        prompts: Callable[[], Sequence[Rows]],
     ) -> BranchState:
         if context is None:
             count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
@@ -242,40 +333,41 @@ class Controller:
             if at_rest:
                 self._unload_symbols()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
-            self._branches[key] = self._new_branch(shapes, size())
+            self._branches[key] = self._new_branch(shapes, size(), prompts())
         return self._branches[key]
 
-    def _new_branch(self, shapes: tuple, size: ModelSize) -> BranchState:
+    def _new_branch(self, shapes: tuple, size: ModelSize, prompts: Sequence[Rows]) -> BranchState:
         """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
         memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
         for branch in self._branches.values():
             branch.adopt(memory)
         self.report.estimated_bytes = memory.device_bytes
         self.report.memory_measures = list(memory.measures)
-        return BranchState(shapes, size, memory)
+        return BranchState(shapes, size, memory, [PromptState(memory.order, rows) for rows in prompts])
 
-    def _mode(self, transformer: str, tick: Tick, branch: BranchState) -> StepMode:
-        """The step's mode, decided once a step and transformer; a branch that can't forecast yet computes."""
+    def _mode(self, transformer: str, tick: Tick, branch: BranchState, place: int) -> StepMode:
+        """A prompt's mode, decided once a step and transformer; a branch that can't forecast yet computes."""
         if tick.repeats is not None:
             return StepMode.FULL
-        if transformer not in self._controls:
-            self._controls[transformer] = make_control(self.preset.schedule)
-        if transformer not in self._decisions:
-            self._decisions[transformer] = self._controls[transformer].mode(tick.step, tick.steps)
-            if self._decisions[transformer] is not StepMode.DISPATCH:
-                self._computed_steps[transformer] = tick.step
-        mode = self._decisions[transformer]
-        ready = len(branch.outputs) if self.preset.forecast.scope == "stack" else branch.updated
+        key, prompt = (transformer, place), branch.prompts[place]
+        if key not in self._controls:
+            self._controls[key] = make_control(self.preset.schedule)
+        if key not in self._decisions:
+            self._decisions[key] = self._controls[key].mode(tick.step, tick.steps)
+            if self._decisions[key] is not StepMode.DISPATCH:
+                self._computed_steps[key] = tick.step
+        mode = self._decisions[key]
+        ready = len(prompt.outputs) if self.preset.forecast.scope == "stack" else branch.updated
         # A branch that was not called then, as where guidance was off, has older records than the gap was chosen for.
-        stale = branch.computed_step < self._computed_steps.get(transformer, -1)
+        stale = prompt.computed_step < self._computed_steps.get(key, -1)
         return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
 
     def _close(self, call: Call) -> None:
         if call.densities and call.branch is next(iter(self._branches.values())):
             drawn = {name: call.site(name).symbols for name in call.densities}
             self.last_symbols |= {name: symbols for name, symbols in drawn.items() if symbols is not None}
-        if call.mode is not StepMode.DISPATCH:
-            call.branch.computed_step = call.tick.step
+        for place in call.computing:
+            call.branch.prompts[place].computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.scope == "layer")
         work_rank = _MODES_BY_WORK.index
         if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
@@ -285,7 +377,8 @@ class Controller:
     def _account(self, call: Call) -> None:
         report = self.report
         rows = dict(zip(report.layers, report.density, strict=True))
-        for layer, (computed, plain) in call.work.items():
+        for layer, (of_batch, plain) in call.work.items():
+            computed = of_batch * call.computed_share
             self._computed += computed
             self._plain += plain
             shares = self._step_work.setdefault(layer, [])
@@ -301,6 +394,14 @@ class Controller:
             note = "caches took more than was expected, and more than memory.budget_gib"
             if budget is not None and device > budget * GIB and note not in report.notes:
                 report.notes.append(note)
+
+
+def _joined(prompts: Sequence[PromptState], parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """The output of the whole batch from those of its prompts."""
+    if len(prompts) == 1:
+        return parts[0]
+    rows = [prompt.rows for prompt in prompts]
+    return tuple(join_rows(tensors, rows) for tensors in zip(*parts, strict=True))
 
 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -31,3 +31,7 @@ class KernelError(DitAccelError, RuntimeError):
 
 class TuningError(DitAccelError, ValueError):
     """There is nothing to tune, or what a tuning has found so far belongs to another one."""
+
+
+class ComparisonError(DitAccelError, ValueError):
+    """What a comparison has measured so far belongs to another one."""

@@ -67,6 +67,37 @@ def forecast_weights(method: str, coordinates: Sequence[float], target: float, o
     return weights + [0.0] * (len(coordinates) - len(used))
 
 
+def corrector_weights(
+    method: str,
+    coordinates: Sequence[float],
+    order: int,
+    here: float,
+    forecasts: Sequence[tuple[float, float]],
+) -> list[float]:
+    """Weights by which a computed output also makes good what the forecasts before it missed.
+
+    With the output at ``here`` known, the steps before it lie between records, and the polynomial through all of these
+    tells what their outputs would have been far better than the extrapolation did. So the latents are off by
+    ``Σ_i m_i · (F̂_i − F̄_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far step i moved the latents; the
+    output that makes it good is ``F + Σ_i (m_i / m) · (F̄_i − F̂_i)``, m the move of the computed step itself.
+
+    Args:
+        method, order: of the forecasts.
+        coordinates: of the records that they used, newest first.
+        here: where the output was computed.
+        forecasts: coordinate of each, and its ``m_i / m``.
+
+    Returns:
+        Weights over the computed output and then the records; they sum to one.
+    """
+    weights = [1.0] + [0.0] * len(coordinates)
+    for coordinate, share in forecasts:
+        better = newton_weights([here, *coordinates], coordinate)
+        made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
+        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
+    return weights
+
+
 class History:
     """The newest values of one feature, which may consist of several tensors.
 

@@ -161,6 +161,8 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
             device += count * kept(values * site.stream, plan.biases)
         if scope == "head" or preset.skip.steps == "all":
             device += count * _symbol_bytes(preset, size)
+        if preset.skip.keeps_residuals:
+            device += count * kept(layout.tokens, plan.features)
     if scope == "head":
         start, stop = _reusable(layout) if plan.rows else (0, layout.tokens)
         attention = len(size.sites) * plan.order * kept(stop - start, plan.attention(layout))
@@ -173,7 +175,8 @@ def _plans(preset: Preset) -> Iterator[MemoryPlan]:
     memory, scope = preset.memory, preset.forecast.scope
     plan = MemoryPlan(preset.forecast.order, float8=memory.history_dtype == "float8", offload=memory.offload)
     yield plan
-    measures = {"stack": (), "layer": ("float8",), "head": ("rows", "float8", "offload")}[scope]
+    whole = ("float8",) if preset.skip.keeps_residuals else ()
+    measures = {"stack": whole, "layer": ("float8",), "head": ("rows", "float8", "offload")}[scope]
     for measure in measures:
         if not getattr(plan, measure):
             plan = replace(plan, **{measure: True})

@@ -144,6 +144,8 @@ def _blur(image: np.ndarray) -> np.ndarray:
     weights = np.exp(-(offsets**2) / (2 * SSIM_SIGMA**2))
     weights /= weights.sum()
     for axis in (0, 1):
-        windows = np.lib.stride_tricks.sliding_window_view(image, SSIM_WINDOW, axis=axis)
-        image = windows @ weights
+        lines = np.moveaxis(image, axis, 0)
+        inside = len(lines) - SSIM_WINDOW + 1
+        blurred = sum(weight * lines[offset : offset + inside] for offset, weight in enumerate(weights))
+        image = np.moveaxis(blurred, 0, axis)
     return image

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dit_accel.adapters import TRANSFORMER_NAMES, adapter_class, denoisers
-from dit_accel.adapters.generic import GenericAdapter, find_hook
+from dit_accel.adapters.control_net import control_net, defer_calls
+from dit_accel.adapters.generic import GenericAdapter, find_hook, remove_hook
 from dit_accel.controller import Controller
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.layout import TokenLayout
@@ -27,12 +28,20 @@ class Acceleration:
         controller: of this denoising loop.
         adapters: one a transformer.
         owner: the pipeline that carries this object, or None.
+        net: control net whose calls are deferred, or None.
     """
 
-    def __init__(self, controller: Controller, adapters: list[GenericAdapter], owner: Any = None) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        adapters: list[GenericAdapter],
+        owner: Any = None,
+        net: torch.nn.Module | None = None,
+    ) -> None:
         self._controller = controller
         self._adapters = adapters
         self._owner = owner
+        self._control_net = net
 
     @property
     def preset(self) -> Preset:
@@ -69,6 +78,8 @@ class Acceleration:
         """Takes the acceleration off, exactly; restoring twice does nothing."""
         for adapter in self._adapters:
             adapter.detach()
+        if self._control_net is not None:
+            remove_hook(self._control_net)
         self._controller.reset()
         if self._owner is not None and vars(self._owner).get("dit_accel") is self:
             del self._owner.dit_accel
@@ -102,7 +113,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
             f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
-    pipe.dit_accel = _attach(transformers, settings, SchedulerClock(lambda: pipe.scheduler), owner=pipe)
+    clock = SchedulerClock(lambda: pipe.scheduler)
+    pipe.dit_accel = _attach(transformers, settings, clock, control_net(pipe), owner=pipe)
     return pipe
 
 
@@ -135,6 +147,7 @@ def accelerate_transformer(
     transformer: torch.nn.Module,
     preset: str | Path | Preset,
     timesteps: Sequence[float] | torch.Tensor,
+    control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
     """Makes a diffusers transformer faster in a caller's own denoising loop.
@@ -146,6 +159,8 @@ def accelerate_transformer(
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.
+        control_net: that the loop calls before the transformer, if there is one; at scope ``stack`` it then runs in
+            those steps only whose transformer reads its output.
         overrides: preset keys to change.
 
     Returns:
@@ -155,11 +170,16 @@ def accelerate_transformer(
         PresetError: unknown preset, key or value.
         UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
     """
-    return _attach({"transformer": transformer}, load_preset(preset, **overrides), TimestepClock(timesteps))
+    settings = load_preset(preset, **overrides)
+    return _attach({"transformer": transformer}, settings, TimestepClock(timesteps), control_net)
 
 
 def _attach(
-    transformers: dict[str, torch.nn.Module], preset: Preset, clock: SchedulerClock | TimestepClock, owner: Any = None
+    transformers: dict[str, torch.nn.Module],
+    preset: Preset,
+    clock: SchedulerClock | TimestepClock,
+    net: torch.nn.Module | None,
+    owner: Any = None,
 ) -> Acceleration:
     classes = {name: adapter_class(transformer) for name, transformer in transformers.items()}
     for name, cls in classes.items():
@@ -173,10 +193,13 @@ def _attach(
         hook = find_hook(transformer)
         if hook is not None:
             hook.acceleration.restore()
-    acceleration = Acceleration(controller, adapters, owner)
+    net = net if preset.forecast.scope == "stack" else None  # at others every step runs blocks, which read it
+    acceleration = Acceleration(controller, adapters, owner, net)
     for adapter in adapters:
         controller.add_transformer(adapter.name, adapter.layers())
         adapter.attach(acceleration)
+    if net is not None:
+        defer_calls(net)
     return acceleration
 
 

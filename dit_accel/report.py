@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 
@@ -27,6 +28,24 @@ class StepRecord:
 
 
 @dataclass
+class AttentionRecord:
+    """Attention of one block in a computed step that leaves something out; one record a branch.
+
+    Args:
+        layer: the block's name.
+        step: its index in the run.
+        density: share of the scores that it computes without the guard; above 1 where it attends densely beside the
+            sparse attention, to keep a residual.
+        error: ‖O' − O‖/‖O‖ of its output on the guard's rows, O dense; None without a guard, and where it is dense.
+    """
+
+    layer: str
+    step: int
+    density: float
+    error: float | None = None
+
+
+@dataclass
 class RunReport:
     """The last (or current) run of an accelerated transformer or pipeline.
 
@@ -38,7 +57,8 @@ class RunReport:
         density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None where its
             transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
             than 1.
-        computed_fraction: FLOPs that the blocks did over those of a plain run.
+        computed_fraction: FLOPs that the blocks did over those of a plain run, the guard's among them.
+        attentions: what attention left out of computed steps, and its error on the guard's rows, in order of calls.
         fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
         seconds: time inside the transformer.
         cache_bytes: most device memory held in histories, symbols and cached biases.
@@ -54,6 +74,7 @@ class RunReport:
     steps: list[StepRecord] = field(default_factory=list)
     density: list[list[float | None]] = field(default_factory=list)
     computed_fraction: float = 1.0
+    attentions: list[AttentionRecord] = field(default_factory=list)
     fallbacks: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
     cache_bytes: int = 0
@@ -66,6 +87,11 @@ class RunReport:
     def steps_by_mode(self) -> dict[str, int]:
         """Number of steps in each mode that occurred."""
         return dict(Counter(step.mode for step in self.steps))
+
+    @property
+    def left_out(self) -> float:
+        """Share of the scores that attention left out of computed steps behind the warm-up, mean over them."""
+        return 1 - fmean(each.density for each in self.attentions) if self.attentions else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, ready for ``json.dump``."""
@@ -85,6 +111,13 @@ class RunReport:
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
+        if self.attentions:
+            lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
+        if guarded := [each for each in self.attentions if each.error is not None]:
+            worst = max(guarded, key=lambda each: each.error)
+            mean = fmean(each.error for each in guarded)
+            where = f"{worst.layer}, step {worst.step}"
+            lines.append(f"  attention error    {mean:.4f} on the guard's rows, {worst.error:.4f} at most ({where})")
         lines += [f"  note               {note}" for note in self.notes]
         by_reason: dict[str, list[str]] = {}
         for fallback in self.fallbacks:

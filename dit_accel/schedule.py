@@ -20,6 +20,7 @@ from dit_accel.presets import Schedule
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
+EULER = "FlowMatchEulerDiscreteScheduler"
 ABOUT = 0.9  # 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 
 
@@ -43,6 +44,8 @@ class Tick:
         sigmas: its noise levels, one a step, 0 to 1 where the model predicts a flow, else as the angle between picture
             and noise, ``atan σ``, for σ itself grows without bounds; the timesteps where it has none.
         repeats: why the run's timesteps repeat and nothing may be forecast, or None.
+        moves: what each step's output is multiplied with when it is added to the latents, where the scheduler does no
+            more than that; None where it does, or where that is not known.
     """
 
     run: object
@@ -51,6 +54,7 @@ class Tick:
     timesteps: Sequence[float]
     sigmas: Sequence[float]
     repeats: str | None = None
+    moves: Sequence[float] | None = None
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """What forecasts run over, for every step of the run.
@@ -95,7 +99,7 @@ class SchedulerClock:
             self._start(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts to it.
         step = min(self._index(scheduler, timestep) - self._first, len(self._values) - 1)
-        return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats)
+        return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats, self._moves)
 
     def _start(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
         self._timesteps = scheduler.timesteps
@@ -111,6 +115,7 @@ class SchedulerClock:
         has_sigmas = sigmas is not None and len(sigmas) >= len(values)
         self._values = values[self._first :]
         self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :] if has_sigmas else self._values
+        self._moves = _euler_moves(scheduler)[self._first :] if _takes_euler_steps(scheduler) else None
         self._count = self._first
         self._previous: float | None = None
         order = getattr(scheduler, "order", 1)
@@ -170,6 +175,16 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     return sigmas if max(map(abs, sigmas)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in sigmas]
 
 
+def _takes_euler_steps(scheduler: Any) -> bool:
+    """Whether the latents after a step are those before it plus a multiple of the output, and nothing else."""
+    is_euler = any(cls.__name__ == EULER for cls in type(scheduler).__mro__)
+    return is_euler and not scheduler.config.stochastic_sampling
+
+
+def _euler_moves(scheduler: Any) -> list[float]:
+    return [after - before for before, after in pairwise(scheduler.sigmas.tolist())]
+
+
 def _largest(timestep: torch.Tensor | float) -> float:
     """A timestep per token (Wan's ``expand_timesteps``) counts by its maximum."""
     return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
@@ -192,7 +207,7 @@ class FixedControl:
         step: int,
         coordinates: Sequence[float],
         weights: Sequence[float] | None,
-        previous: float,
+        nodes: Sequence[float],
         order: int,
         error: float,
     ) -> None:
@@ -202,11 +217,12 @@ class FixedControl:
 class ErrorControl:
     """The closed loop: every computed step tells how wrong the forecast would have been, and that sets the next gap.
 
-    A forecast of order D whose error is e at a distance g from the newest record errs like ``e · (d / g) ** (D + 1)``
-    at a distance d. Forecasts reach from one computed step to the last before the next, so that one comes after the
-    largest 1 <= n <= max_interval with ``e · (d / g) ** (D + 1) <= target_error``, d the distance from here to step
-    n − 1; or, where errors count in the latents, with the sum over steps 1 to n − 1 of such terms, each times how far
-    its step moves the latents. A heuristic: exact for even spacing.
+    A polynomial of degree D through the outputs at D + 1 nodes errs by ``F^(D+1) / (D+1)! · Π_k (t − t_k)`` (remainder
+    of interpolation). The error e of the forecast of this step, whose nodes are the newest records, tells the first
+    factor; the forecasts to come have this step as a node and lack the oldest, so that at step n they err by
+    ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. They reach to the last step before the next computed one, so that
+    one comes after the largest 1 <= n <= max_interval with ``e_(n−1) <= target_error``; or, where errors count in the
+    latents, with the sum of e_1 to e_(n−1), each times how far its step moves the latents.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -241,7 +257,7 @@ class ErrorControl:
         step: int,
         coordinates: Sequence[float],
         weights: Sequence[float] | None,
-        previous: float,
+        nodes: Sequence[float],
         order: int,
         error: float,
     ) -> None:
@@ -251,15 +267,17 @@ class ErrorControl:
             step: where it was measured.
             coordinates: of all steps of the run.
             weights: how far each of them moves the latents; None = errors count in the output.
-            previous: coordinate of the newest record that the forecast used.
-            order: degree of the forecast.
+            nodes: coordinates of the records, newest first; none = there was no forecast.
+            order: degree of the forecast, which used ``order + 1`` of them.
             error: ‖F − F̂‖ / ‖F‖.
         """
-        gap = abs(coordinates[step] - previous)
+        here = coordinates[step]
+        remainder = math.prod(abs(here - node) for node in nodes[: order + 1]) if nodes else 0.0
+        ahead = [here, *nodes][: order + 1]
         interval, counted = 1, 0.0
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
-            distance = abs(coordinates[step + interval] - coordinates[step])
-            expected = error * (distance / gap) ** (order + 1) if gap else math.inf
+            there = math.prod(abs(coordinates[step + interval] - node) for node in ahead)
+            expected = error * there / remainder if remainder else math.inf
             counted = expected if weights is None else counted + weights[step + interval] * expected
             # Written so that an error that is not a number keeps the interval at 1.
             if not counted <= self._schedule.target_error:

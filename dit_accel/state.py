@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dit_accel.batch import Rows
 from dit_accel.forecast import History
+from dit_accel.guard import adjusted
 from dit_accel.memory import MemoryPlan, ModelSize
 from dit_accel.schedule import StepMode, Tick
 from dit_accel.storage import PLAIN, Kept
@@ -23,6 +25,10 @@ class SiteState:
         attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
         symbols, plan: what a DISPATCH step computes, packed and lowered.
         tiles: symbols of the skip policy, every row computing, drawn at step ``tiles_step`` and kept for later ones.
+        residual: dense attention at step ``tiles_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
+        growth: of what the skip policy may leave out, as the guard has found it; for the next masks.
+        tiles_growth: that under which the latest masks were drawn.
+        guard_turn: how often the guard has measured.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
         bias_density: share of rows that the latest UPDATE projected for each of B_1 and older.
@@ -38,6 +44,10 @@ class SiteState:
     plan: AttentionPlan | None = None
     tiles: SparseSymbols | None = None
     tiles_step: int = -1
+    residual: Kept | None = None
+    growth: float = 1.0
+    tiles_growth: float = 1.0
+    guard_turn: int = 0
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
     bias_mask64: torch.Tensor | None = None
@@ -48,6 +58,12 @@ class SiteState:
     attended: float = 1.0
     degraded: bool = False
 
+    def tighten(self, error: float, target: float) -> None:
+        """Takes the guard's error into account; masks that pass the target are not kept for later steps."""
+        self.growth = adjusted(self.tiles_growth, error, target)
+        if not error <= target:
+            self.tiles = None
+
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
         """Goes on under another memory plan; what is there is converted."""
         values = memory.order + 1
@@ -55,6 +71,8 @@ class SiteState:
             history.adopt(values, memory.features)
         if self.attention is not None:
             self.attention.adopt(memory.order, memory.attention(size.layout))
+        if self.residual is not None:
+            self.residual = memory.features.keep(self.residual.read())
         if self.bias_stack is not None:
             self.bias_stack = memory.biases.keep(self.bias_stack.read()[:values].clone())
             self.bias_coordinates = self.bias_coordinates[:values]
@@ -62,7 +80,7 @@ class SiteState:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
         symbols = self.symbols, self.plan, self.tiles
-        for holder in (*self.features.values(), self.attention, *symbols, self.bias_stack):
+        for holder in (*self.features.values(), self.attention, *symbols, self.residual, self.bias_stack):
             yield from holder.tensors() if holder is not None else ()
         if self.bias_mask64 is not None:
             yield self.bias_mask64
@@ -74,6 +92,28 @@ class SiteState:
 
 
 @dataclass
+class PromptState:
+    """What forecasts of some samples' outputs rest on: of one prompt's, or of a whole batch's.
+
+    Args:
+        order: degree of its forecasts at present.
+        rows: its samples in the batch; None = all of them.
+        outputs: the transformer's outputs.
+        computed_step: the latest that computed.
+        forecast_steps: those since then.
+    """
+
+    order: int
+    rows: Rows = None
+    outputs: History = field(init=False)
+    computed_step: int = -1
+    forecast_steps: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.outputs = History(self.order + 1)
+
+
+@dataclass
 class BranchState:
     """What one CFG stream of one transformer remembers within a run.
 
@@ -81,34 +121,33 @@ class BranchState:
         shapes: of the tensors that its calls get.
         size: what they make the blocks remember.
         memory: how that is kept.
-        outputs: the transformer's outputs.
-        order: degree of its forecasts at present.
+        prompts: what is remembered of outputs, apart for all whose steps are decided apart.
         updated: blocks remember what a DISPATCH call needs.
-        computed_step: the latest that computed.
         structure: how the transformer's output nests its tensors.
     """
 
     shapes: tuple
     size: ModelSize
     memory: MemoryPlan
-    outputs: History = field(init=False)
-    order: int = field(init=False)
+    prompts: list[PromptState]
     sites: dict[str, SiteState] = field(default_factory=dict)
     updated: bool = False
-    computed_step: int = -1
     structure: object = None
 
-    def __post_init__(self) -> None:
-        self.order = self.memory.order
-        self.outputs = History(self.order + 1)
+    @property
+    def order(self) -> int:
+        """Degree of the forecasts inside of blocks, which know of no prompts."""
+        return self.prompts[0].order
 
     def adopt(self, memory: MemoryPlan) -> None:
         """Goes on under another memory plan; what is there is converted."""
         if memory != self.memory:
-            self.outputs.adopt(memory.order + 1, PLAIN)
+            for prompt in self.prompts:
+                prompt.outputs.adopt(memory.order + 1, PLAIN)
+                prompt.order = min(prompt.order, memory.order)
             for site in self.sites.values():
                 site.adopt(memory, self.size)
-            self.memory, self.order = memory, min(self.order, memory.order)
+            self.memory = memory
 
     def fetch_after(self, name: str | None) -> None:
         """Starts to bring the attention history of the site behind ``name`` (None: the first) to the device."""
@@ -120,7 +159,8 @@ class BranchState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
-        yield from self.outputs.tensors()
+        for prompt in self.prompts:
+            yield from prompt.outputs.tensors()
         for site in self.sites.values():
             yield from site.tensors()
 
@@ -135,18 +175,24 @@ class Call:
     """One transformer call: its mode, and the state that its blocks read and write.
 
     Args:
+        modes: the same of each prompt of the branch; ``mode`` is that of the prompt that computes most.
         coordinates: of all steps of the run, on which forecasts run: step indices or sigmas.
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
         skips: attention leaves tiles out though the call computes.
         work: by block, (computed, plain) FLOPs; an adapter fills it.
         dense: blocks that fell back to their own forward.
-        densities: by block, float32 ``[5]`` on the device, read at the end of the call: of new symbols the density of
-            rows, row-blocks and tiles, the share of tiles that this call attends to, and ``bias_density``.
+        densities: by block, float32 ``[6]`` on the device, read at the end of the call: of new symbols the density of
+            rows, row-blocks and tiles, the share of tiles that this call attends to, ``bias_density``, and the guard's
+            error.
+        guarded: by block, the share of queries on which the guard has measured; none where it has not.
+        errors: by prompt, the coordinates that its forecasts rest on, newest first, and by their degree what they would
+            have missed, float32 ``[]`` on the device, read with the densities.
     """
 
     transformer: str
     mode: StepMode
+    modes: tuple[StepMode, ...]
     tick: Tick
     coordinates: Sequence[float]
     branch: BranchState
@@ -154,7 +200,29 @@ class Call:
     skips: bool = False
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
+    guarded: dict[str, float] = field(default_factory=dict)
+    errors: dict[int, tuple[tuple[float, ...], dict[int, torch.Tensor]]] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
+
+    @property
+    def computing(self) -> list[int]:
+        """Places in ``branch.prompts`` of those that compute whole."""
+        return [place for place, mode in enumerate(self.modes) if mode is not StepMode.DISPATCH]
+
+    @property
+    def computed_rows(self) -> tuple[int, ...] | None:
+        """Samples that compute, prompt by prompt; None = the whole batch as it is."""
+        if len(self.computing) == len(self.modes):
+            return None
+        return tuple(row for place in self.computing for row in self.branch.prompts[place].rows)
+
+    @property
+    def computed_share(self) -> float:
+        """Of the samples: those that a call that computes computes; 1 where it forecasts all of them."""
+        rows = self.computed_rows
+        if rows is None or not rows:
+            return 1.0
+        return len(rows) / sum(len(prompt.rows) for prompt in self.branch.prompts)
 
     @property
     def coordinate(self) -> float:

@@ -42,7 +42,9 @@ class FrontierPoint(NamedTuple):
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
-    """Writes when a run computed: seconds of each step coloured by mode, and the forecast errors it measured."""
+    """Writes when a run computed: seconds of each step coloured by mode, and the errors it measured, of
+    forecasts and, with a guard, of attention.
+    """
     figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
     milliseconds = [1000 * step.seconds for step in report.steps]
@@ -56,14 +58,23 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     times.set_ylabel("transformer\ntime (ms)")
     times.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderaxespad=0.1)
     times.set_title(f"{report.preset}: {report.computed_fraction:.0%} of the blocks' FLOPs", loc="left")
-    judged = [(step.index, step.error) for step in report.steps if step.error is not None]
+    judged = {step.index: step.error for step in report.steps if step.error is not None}
+    guarded: dict[int, float] = {}
+    for each in report.attentions:
+        if each.error is not None:
+            guarded[each.step] = max(each.error, guarded.get(each.step, 0.0))
     if judged:
-        errors.plot(*zip(*judged, strict=True), color=ERROR_COLOUR, marker="o", markersize=5, linewidth=1.6)
-    else:
+        style = {"color": ERROR_COLOUR, "marker": "o", "markersize": 5, "linewidth": 1.6}
+        errors.plot(*zip(*judged.items(), strict=True), **style, label="forecast")
+    if guarded:
+        style = {"color": GREY, "marker": "s", "markersize": 4, "linewidth": 1.2}
+        errors.plot(*zip(*guarded.items(), strict=True), **style, label="attention of the worst block (guard)")
+        errors.legend(frameon=False, loc="best", fontsize=8)
+    if not judged and not guarded:
         _note(errors, "no forecast was judged in this run")
-    if any(error > 0 for _, error in judged):
+    if any(error > 0 for error in (*judged.values(), *guarded.values())):
         _log_scale(errors)
-    errors.set_ylabel("measured forecast\nerror (relative L2)")
+    errors.set_ylabel("measured error\n(relative L2)")
     errors.set_xlabel("denoising step")
     errors.set_xlim(-0.6, len(report.steps) - 0.4)
     errors.xaxis.get_major_locator().set_params(integer=True)
@@ -169,31 +180,54 @@ def symbol_map(
     figure.savefig(path)
 
 
-def frontier_plot(points: Sequence[FrontierPoint | tuple[str, float, float]], path: str | Path) -> None:
+def frontier_plot(
+    points: Sequence[FrontierPoint | tuple[str, float, float]],
+    path: str | Path,
+    *,
+    highlight: str | None = None,
+    x_label: str = "computed fraction of FLOPs (less is faster)",
+) -> None:
     """Writes PSNR against computed fraction, one colour a method, in the order in which the methods first occur.
 
     A line joins a method's best settings, those that no setting of it with a smaller fraction reaches; the others are
     pale.
+
+    Args:
+        highlight: the method whose line stands out.
+        x_label: what the points' fractions are.
 
     Raises:
         ShapeError: there are no points.
     """
     if not points:
         raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
-    figure = new_figure(7.2, 4.8)
+    methods = list(dict.fromkeys(point[0] for point in points))
+    crowded = len(methods) > len(SERIES_COLOURS)
+    figure = new_figure(10.4 if crowded else 7.2, 5.6 if crowded else 4.8)
     axes = figure.subplots()
-    for number, method in enumerate(dict.fromkeys(point[0] for point in points)):
+    for number, method in enumerate(methods):
         settings = [(fraction, quality) for name, fraction, quality in points if name == method]
+        turn = number // len(SERIES_COLOURS)  # another marker where a colour comes again
         style = {
             "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
-            "marker": SERIES_MARKERS[number % len(SERIES_MARKERS)],
+            "marker": SERIES_MARKERS[(number + turn) % len(SERIES_MARKERS)],
         }
-        axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=5, alpha=0.3, markeredgewidth=0)
-        axes.plot(*zip(*best_settings(settings), strict=True), **style, label=method, markersize=6, linewidth=1.8)
-    axes.set_xlabel("computed fraction of FLOPs (less is faster)")
+        weight = 2.8 if method == highlight else 1.8 if highlight is None else 1.0
+        axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=4, alpha=0.25, markeredgewidth=0)
+        axes.plot(
+            *zip(*best_settings(settings), strict=True),
+            **style,
+            label=method,
+            markersize=4 + weight,
+            linewidth=weight,
+            linestyle=("-", "--", ":")[turn % 3],
+            zorder=3 if method == highlight else 2,
+        )
+    axes.set_xlabel(x_label)
     axes.set_ylabel("PSNR against all steps computed (dB)")
     axes.set_title("Speed against quality", loc="left")
-    axes.legend(frameon=False, loc="best")
+    outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
+    axes.legend(frameon=False, **outside)
     tidy_axes(axes, grid="both")
     figure.savefig(path)
 

@@ -5,8 +5,11 @@ import os
 import pytest
 import torch
 
+from tests.triton_interpreter import spare_repetition
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    spare_repetition()
 
 
 @pytest.fixture

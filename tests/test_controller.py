@@ -22,6 +22,8 @@ FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
 class FakeClock:
     """Reads the step off the timestep itself."""
 
+    moves = tuple(-(1 + step % 3) / STEPS for step in range(STEPS))
+
     def __init__(self, *, repeats: str | None = None) -> None:
         self.repeats = repeats
         self.start_run()
@@ -30,7 +32,8 @@ class FakeClock:
         self.run = object()
 
     def read(self, timestep: float) -> Tick:
-        return Tick(self.run, int(timestep), STEPS, range(STEPS), [1 - i / STEPS for i in range(STEPS)], self.repeats)
+        sigmas = [1 - i / STEPS for i in range(STEPS)]
+        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
 
 
 class Loop:
@@ -61,10 +64,11 @@ class Loop:
             if error is not None:
                 raise error
             if call.mode is DISPATCH:
-                (output,) = controller.forecast(call.branch.outputs, call.coordinate)
+                (output,) = controller.forecast_output(call)
             else:
                 output = value if isinstance(value, torch.Tensor) else torch.full((1, 4), float(value))
-                controller.observe(call, (output,), lambda tensor: tensor)
+                (output,) = controller.observe(call, (output,), lambda tensor: tensor)
+                controller.read(call)
             call.work.update(work or {})
         return call, output
 
@@ -101,6 +105,34 @@ def test_forecast_runs_on_the_presets_coordinate():
         call, output = loop.call(step, 1 - step / STEPS)
         assert call.coordinate == 1 - step / STEPS
         assert output.unique().item() == pytest.approx(1 - step / STEPS)
+
+
+@pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
+def test_corrector_makes_good_what_forecasts_missed(method, order):
+    """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
+    loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
+    latents = exact = 0.0
+    apart = []
+    for step in range(STEPS):
+        value = (step / 4) ** (order + 1)
+        call, output = loop.call(step, value)
+        latents, exact = latents + loop.clock.moves[step] * output, exact + loop.clock.moves[step] * value
+        error = (latents - exact).abs().max().item()
+        assert call.mode is DISPATCH or error < 1e-5
+        apart.append(error)
+    assert max(apart) > 0.01
+
+
+@pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])
+def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
+    """A computed output goes on untouched, and the report says so where a correction was asked for."""
+    loop = Loop(**{"forecast.corrector": corrector})
+    loop.clock.moves = moves
+    for step in range(STEPS):
+        value = torch.full((1, 4), float(step**3))
+        call, output = loop.call(step, value)
+        assert call.mode is DISPATCH or output is value
+    assert bool(loop.controller.report.notes) == corrector
 
 
 def test_recorded_output_is_a_copy():
@@ -158,6 +190,7 @@ def test_error_that_is_no_number_is_not_hidden():
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             output = (torch.ones(1, 4), torch.full((1, 4), torch.nan))
             loop.controller.observe(call, output, lambda tensor: tensor)
+            loop.controller.read(call)
         assert call.mode is not DISPATCH
     assert loop.call(3, context="cond")[0].mode is UPDATE
 
@@ -169,6 +202,7 @@ def test_judged_tokens_decide():
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             output = torch.tensor([[1.0, 1.0, 100.0 * step]])
             loop.controller.observe(call, (output,), lambda tensor: tensor[:, :2])
+            loop.controller.read(call)
     assert loop.controller.report.steps[1].error == 0.0
 
 
@@ -230,7 +264,7 @@ def test_changed_shape_drops_caches_and_is_noted():
     loop.modes(range(3))
     call, _ = loop.call(3, torch.ones(2, 4), shapes=((2, 4),))
     assert call.mode is UPDATE
-    assert len(call.branch.outputs) == 1
+    assert len(call.branch.prompts[0].outputs) == 1
     assert loop.controller.report.notes == ["shapes changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
 
@@ -254,7 +288,7 @@ def test_exception_drops_caches(error):
     assert loop.controller.call is None
     call, _ = loop.call(4)
     assert call.mode is UPDATE
-    assert len(call.branch.outputs) == 1
+    assert len(call.branch.prompts[0].outputs) == 1
 
 
 def test_new_run_starts_clean():
@@ -288,7 +322,7 @@ def test_release_frees_caches_and_keeps_the_report():
     loop.modes(work={"first": (1.0, 1.0)})
     loop.controller.release()
     assert loop.controller.read_report().steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
-    assert len(loop.call(STEPS - 1)[0].branch.outputs) == 1  # what the call itself recorded
+    assert len(loop.call(STEPS - 1)[0].branch.prompts[0].outputs) == 1  # what the call itself recorded
 
 
 def test_report_adds_up_work():
@@ -340,11 +374,37 @@ def test_layers_degrade_below_their_threshold():
     loop = Loop("flux-flashomni-turbo")  # S_q = 0.3
     for rows, degraded in ((0.25, True), (0.3125, False)):
         with loop.controller.calling("transformer", "cond", 8, ()) as call:
-            call.densities["first"] = torch.tensor([rows, 0.75, 0.125, 0.5, 0.25])
-            loop.controller.read_densities(call)
+            call.densities["first"] = torch.tensor([rows, 0.75, 0.125, 0.5, 0.25, 0.0])
+            loop.controller.read(call)
             site = call.site("first")
         assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
         assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
+
+
+def test_the_guards_errors_reach_report_and_site():
+    """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
+    loop = Loop("wan21-sparge-balanced", **{"skip.guard_rows": 2, "skip.guard_error": 0.04})
+    for context, error in (("cond", 0.16), ("uncond", 0.01)):
+        with loop.controller.calling("transformer", context, 8, ()) as call:
+            site = call.site("first")
+            site.growth = site.tiles_growth = 0.5
+            site.tiles = masks = object()
+            call.skips = True
+            call.densities = {name: torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error]) for name in ("first", "second")}
+            call.guarded["first"] = 0.2
+            loop.controller.read(call)
+            tightened = error > 0.04
+            assert site.growth == pytest.approx(0.25 if tightened else 0.625)
+            assert (site.tiles is masks) != tightened
+            assert call.site("second").growth == 1.0
+            site.tiles = None
+    records = [(each.layer, each.density, each.error) for each in loop.controller.report.attentions]
+    assert records == [
+        ("first", 0.75, pytest.approx(0.16)),
+        ("second", 0.75, None),
+        ("first", 0.75, pytest.approx(0.01)),
+        ("second", 0.75, None),
+    ]
 
 
 def test_latest_symbols_are_the_first_branchs():
@@ -353,7 +413,7 @@ def test_latest_symbols_are_the_first_branchs():
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
             call.site("first").symbols = SimpleNamespace(label=symbols, tensors=list)
-            call.densities["first"] = torch.ones(5)
+            call.densities["first"] = torch.ones(6)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.forecast import History, forecast_weights, newton_weights, taylor_weights
+from dit_accel.forecast import History, corrector_weights, forecast_weights, newton_weights, taylor_weights
 
 UNEVEN = (7.5, 4.0, 3.25, 1.0, -2.0)  # newest first
 METHODS = ("newton", "taylor", "reuse")
@@ -98,3 +98,13 @@ def test_history_keeps_the_newest_records():
 def test_lower_order_uses_the_newest_values_only(method):
     """A forecast of lower degree is that of a shorter history, and the older values weigh nothing."""
     assert forecast_weights(method, UNEVEN[:3], 9.0, order=1) == [*forecast_weights(method, UNEVEN[:2], 9.0), 0.0]
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_corrector_weights_sum_to_one_and_need_forecasts(order):
+    """A linear bias inside the output needs no special case; without forecasts the output stands as it is."""
+    records = [9.0, 5.0, 4.0, 1.0]
+    weights = corrector_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
+    assert len(weights) == 5 and sum(weights) == pytest.approx(1.0)
+    assert weights[0] > 1.0  # forecasts that fell short are made good by more of the new output
+    assert corrector_weights("newton", records, order, 14.0, []) == [1.0, 0.0, 0.0, 0.0, 0.0]

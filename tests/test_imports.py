@@ -19,9 +19,9 @@ every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PA
 
 # Top-level modules and packages of dit_accel; each imports only what stands in an earlier line, or itself.
 LAYERS = [
-    {"errors"},
+    {"errors", "batch"},
     {"presets", "layout", "storage", "token_order"},
-    {"symbols", "schedule", "forecast", "report", "memory"},
+    {"symbols", "schedule", "forecast", "guard", "report", "memory"},
     {"kernels"},
     {"policies"},
     {"state", "timing", "sla"},
@@ -32,10 +32,11 @@ LAYERS = [
     {"metrics", "visualize", "comparison", "video", "demo", "testing"},
     {"bench"},
     {"tune"},
+    {"compare"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"adapters", "patcher", "cli", "testing", "bench", "tune"}
+MAY_IMPORT_DIFFUSERS = {"adapters", "patcher", "cli", "testing", "bench", "tune", "compare"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "layout", "symbols", "kernels"}
 

@@ -350,7 +350,8 @@ def test_effective_values_load_again(name, tmp_path):
 def test_tiles_on_all_steps_have_effect_at_any_scope(scope, tmp_path):
     """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    preset = load_preset("any-balanced", model="hunyuan_video", **sections, **{"forecast.scope": scope})
+    forecast = {"forecast.scope": scope, "forecast.corrector": scope == "stack"}
+    preset = load_preset("any-balanced", model="hunyuan_video", **sections, **forecast)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values

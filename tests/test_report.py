@@ -2,7 +2,7 @@
 
 import json
 
-from dit_accel.report import RunReport, StepRecord
+from dit_accel.report import AttentionRecord, RunReport, StepRecord
 
 
 def report() -> RunReport:
@@ -18,6 +18,11 @@ def report() -> RunReport:
         ],
         density=[[1.0, 1.0, 0.0, 1.0]],
         computed_fraction=0.75,
+        attentions=[
+            AttentionRecord("transformer_blocks.0", 1, 0.5, 0.0625),
+            AttentionRecord("transformer_blocks.0", 3, 0.25, 0.1875),
+            AttentionRecord("transformer_blocks.1", 3, 0.75),
+        ],
         fallbacks=[{"site": f"block.{i}", "reason": "LoRA"} for i in range(5)] + [{"site": "last", "reason": "hooked"}],
         seconds=3.0,
         cache_bytes=3 * 2**19,
@@ -39,7 +44,8 @@ def test_json_holds_every_field():
     values = json.loads(json.dumps(report().to_json()))
     assert values.pop("steps_by_mode") == {"full": 1, "update": 2, "dispatch": 1}
     steps = [StepRecord(**step) for step in values.pop("steps")]
-    assert RunReport(**values, steps=steps) == report()
+    attentions = [AttentionRecord(**each) for each in values.pop("attentions")]
+    assert RunReport(**values, steps=steps, attentions=attentions) == report()
 
 
 def test_text_states_what_ran():
@@ -53,6 +59,8 @@ def test_text_states_what_ran():
         "cache memory 1.5 MiB, 2.0 MiB expected, and 0.5 MiB of the host's",
         "to save memory attention history in host memory",
         "forecast error 0.1250 at the last judged step, 0.2500 at most",
+        "tiles left out 50% on computed steps after the warm-up",
+        "attention error 0.1250 on the guard's rows, 0.1875 at most (transformer_blocks.0, step 3)",
         "note shapes changed at step 2: caches dropped",
         "ran densely block.0, block.1, block.2 and 2 more: LoRA",
         "ran densely last: hooked",
@@ -60,7 +68,9 @@ def test_text_states_what_ran():
 
 
 def test_text_of_a_run_without_steps():
-    """A report before the first call prints, and claims no forecast error."""
-    text = str(RunReport("exact", "any", []))
+    """A report before the first call prints, and claims no errors and no tiles left out."""
+    report = RunReport("exact", "any", [])
+    text = str(report)
     assert "0 (none)" in text
-    assert "forecast error" not in text
+    assert "error" not in text and "tiles" not in text
+    assert report.left_out == 0.0

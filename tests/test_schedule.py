@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.forecast import newton_weights
 from dit_accel.presets import Schedule
 from dit_accel.schedule import (
     ErrorControl,
@@ -62,7 +63,7 @@ def test_fixed_control_repeats_its_interval(keys, sequence):
 def test_fixed_control_ignores_errors():
     """A fixed schedule does not react to what is observed."""
     control = FixedControl(fixed(warmup=0, interval=4, final_full=0))
-    control.observe(0, range(8), None, -1.0, 1, 100.0)
+    control.observe(0, range(8), None, [-1.0, -2.0], 1, 100.0)
     assert modes(control, 8) == "UDDDUDDD"
 
 
@@ -83,11 +84,37 @@ def test_closed_loop_computes_until_it_has_observed():
 @pytest.mark.parametrize("gap", [1, 3])
 @pytest.mark.parametrize("error", [1.0, 0.051, 0.021, 0.0051, 0.0006, 1e-6])
 def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
-    """The next UPDATE comes after ``1 + floor(g · (target / e) ** (1 / (D + 1)))`` steps, at most max_interval."""
+    """The next UPDATE comes after the largest n with ``e · C((n − 1) / g + D, D + 1) <= target``, at most max_interval.
+
+    With nodes g apart the remainder d · (d + g) · … · (d + D g) is that binomial coefficient of real d / g, but for
+    factors that the error has too.
+    """
     control = closed_loop(target_error=0.05, max_interval=12)
-    control.observe(5, range(40), None, 5 - gap, order, error)
-    expected = 1 + math.floor(gap * (0.05 / error) ** (1 / (order + 1)))
-    assert interval_after(control, 5, 40) == min(expected, 12)
+    control.observe(15, range(40), None, [15 - gap * (k + 1) for k in range(3)], order, error)
+
+    def forecast_error(distance: int) -> float:
+        return error * math.prod(distance / gap + k for k in range(order + 1)) / math.factorial(order + 1)
+
+    assert interval_after(control, 15, 40) == max(n for n in range(1, 13) if forecast_error(n - 1) <= 0.05)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_closed_loop_knows_the_errors_of_polynomials(order):
+    """For polynomials one degree higher, on any spacing, what is expected of the farthest forecast comes true."""
+    steps, recorded, here = [0.0, 1.0, 4.0, 5.5, 7.0, 10.0, 11.0, 15.0, 16.0], [2, 1, 0], 3
+    output = [t ** (order + 1) + 1.0 for t in steps]
+
+    def error(at: int, nodes: list[int]) -> float:
+        weights = newton_weights([steps[node] for node in nodes], steps[at])
+        return abs(output[at] - sum(weight * output[node] for weight, node in zip(weights, nodes, strict=True)))
+
+    measured = error(here, recorded[: order + 1])
+    following = error(here + 3, [here, *recorded][: order + 1])
+    for target, interval in ((0.999 * following, 3), (1.001 * following, 4)):
+        scale = 0.5 / target  # a target is below 1
+        control = closed_loop(target_error=0.5)
+        control.observe(here, steps, None, [steps[node] for node in recorded], order, scale * measured)
+        assert interval_after(control, here, len(steps)) == interval
 
 
 @pytest.mark.parametrize(
@@ -98,7 +125,7 @@ def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
 def test_closed_loop_at_extreme_errors(error, interval):
     """What is no number computes the next step; a perfect forecast reaches max_interval; the target itself is met."""
     control = closed_loop(target_error=0.05, max_interval=7)
-    control.observe(5, range(40), None, 4, 1, error)
+    control.observe(5, range(40), None, [4, 3], 1, error)
     assert interval_after(control, 5, 40) == interval
 
 
@@ -107,27 +134,27 @@ def test_worst_error_of_a_step_decides(errors):
     """Branches are judged one after the other at one step; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
     for error in errors:
-        control.observe(5, range(40), None, 4, 1, error)
-    assert interval_after(control, 5, 40) == 1 + math.floor(math.sqrt(0.05 / 0.012))
+        control.observe(5, range(40), None, [4, 3], 1, error)
+    assert interval_after(control, 5, 40) == 3  # 0.012, 0.036, 0.072, … one, two, three steps away
 
 
 def test_each_update_decides_afresh():
     """A bad step shortens the interval after it and no other."""
     control = closed_loop(target_error=0.05, max_interval=7)
-    control.observe(5, range(40), None, 4, 1, 1.0)
-    control.observe(6, range(40), None, 5, 1, 0.0)
+    control.observe(5, range(40), None, [4, 3], 1, 1.0)
+    control.observe(6, range(40), None, [5, 4], 1, 0.0)
     assert interval_after(control, 6, 40) == 7
 
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
 def test_closed_loop_measures_distance_on_the_coordinate(direction):
     """On uneven spacing the forecast may reach as far on the coordinate, not as many steps."""
-    # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g forecasts may reach
-    # √5 g: 2.24, 4.47, 5.37 or all. The step behind the last one in reach computes.
+    # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 forecasts
+    # may reach 5 g: 2.25, 4.5, 5.5 or all. The step behind the last one in reach computes.
     coordinates = [direction * x for x in (0.0, 2.0, 3.0, 5.0, 7.0, 8.0, 17.0, 18.0, 19.0)]
-    for previous, interval in ((2.0, 2), (1.0, 3), (0.6, 4), (-90.0, 7)):
+    for gap, interval in ((0.45, 2), (0.9, 3), (1.1, 4), (90.0, 7)):
         control = closed_loop(target_error=0.05)
-        control.observe(2, coordinates, None, direction * previous, 1, 0.01)
+        control.observe(2, coordinates, None, [direction * (3.0 - gap)], 0, 0.01)
         assert interval_after(control, 2, len(coordinates)) == interval
 
 
@@ -193,17 +220,17 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
 
 
 def test_closed_loop_adds_up_what_forecasts_move_the_latents():
-    """e = 0.01 over one step at order 1: forecasts are off by 0.01, 0.04, 0.09, …, times the weight of their step."""
-    for weight, interval in ((1.0, 3), (0.25, 4), (4.0, 2)):
-        control = closed_loop(target_error=0.055)
-        control.observe(5, range(40), [1.0] * 6 + [weight] * 34, 4, 1, 0.01)
+    """e = 0.01 over one step at order 0: forecasts are off by 0.01, 0.02, 0.03, …, times the weight of their step."""
+    for weight, interval in ((1.0, 3), (0.5, 4), (4.0, 2)):
+        control = closed_loop(target_error=0.045)
+        control.observe(5, range(40), [1.0] * 6 + [weight] * 34, [4], 0, 0.01)
         assert interval_after(control, 5, 40) == interval
 
 
 def test_closed_loop_survives_equal_coordinates():
     """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
     control = closed_loop()
-    control.observe(2, [3.0, 2.0, 2.0, 1.0], None, 2.0, 1, 0.01)
+    control.observe(2, [3.0, 2.0, 2.0, 1.0], None, [2.0, 3.0], 1, 0.01)
     assert interval_after(control, 2, 4) == 1
 
 

@@ -93,7 +93,9 @@ def test_what_is_saved_comes_back(name, tmp_path):
     assert {name: attention.settings for name, attention in loaded.items()} == {
         name: attention.settings for name, attention in swapped_attention(pipe).items()
     }
-    assert torch.equal(paint(other, name), painted)
+    for key, weight in pipe.transformer.state_dict().items():
+        assert torch.equal(other.transformer.state_dict()[key], weight), key
+    torch.testing.assert_close(paint(other, name), painted)  # products may differ by where in memory weights lie
     assert load_file(tmp_path / "sla.safetensors").keys() == loaded.keys()
     assert not any("processor" in key for key in load_file(next(tmp_path.glob("transformer/*.safetensors"))))
 

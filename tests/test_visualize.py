@@ -10,7 +10,7 @@ from PIL import Image
 
 from dit_accel.errors import ShapeError
 from dit_accel.layout import TokenLayout
-from dit_accel.report import RunReport, StepRecord
+from dit_accel.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.symbols import SparseSymbols
 from dit_accel.visualize import (
     FrontierPoint,
@@ -121,6 +121,16 @@ def test_every_run_can_be_drawn(tmp_path, layers, errors):
     for draw, name in ((timeline_figure, "timeline.png"), (density_figure, "density.png")):
         draw(report, tmp_path / name)
         assert np.asarray(Image.open(tmp_path / name)).std() > 5
+
+
+def test_timeline_shows_the_guards_errors(tmp_path):
+    """With a guard there is a second line, and steps without an error have no point on it."""
+    report = _report(12, 2, [None])
+    timeline_figure(report, tmp_path / "without.png")
+    report.attentions = [AttentionRecord("blocks.0", step, 0.5, 0.01 * step or None) for step in range(0, 12, 2)]
+    timeline_figure(report, tmp_path / "with.png")
+    without, shown = (np.asarray(Image.open(tmp_path / name)) for name in ("without.png", "with.png"))
+    assert without.shape == shown.shape and (without != shown).any()
 
 
 def test_frontier_takes_points_and_plain_tuples(tmp_path):

@@ -144,7 +144,6 @@ class BlockAdapter(GenericAdapter, ABC):
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
         """FLOPs of each block, linear layers and attention, from the densities that its site had."""
-        self.controller.read_densities(call)
         if call.densities:
             self.controller.last_layout = self.layout(arguments)
         work = self.work(arguments)
@@ -163,7 +162,8 @@ class BlockAdapter(GenericAdapter, ABC):
         if name not in call.densities:
             return work.plain
         older = len(site.bias_coordinates[1:])
-        return work.plain - work.tiles * (1 - site.attended) + work.bias * site.bias_density * older
+        left_out = 1 - site.attended - call.guarded.get(name, 0.0)
+        return work.plain - work.tiles * left_out + work.bias * site.bias_density * older
 
 
 def joint_work(batch: int, tokens: int, width: int, mlp_ratio: float) -> BlockWork:

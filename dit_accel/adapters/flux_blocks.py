@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
-from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, project_gelu
+from dit_accel.adapters.fused import (
+    Rotary,
+    feed_forward,
+    join_streams,
+    normalise_heads,
+    normalise_pair,
+    project_gelu,
+)
 from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.layout import TokenLayout
@@ -118,14 +125,14 @@ class DoubleBlockHook(_FluxBlockHook):
             q_x, k_x, v_x = _query_key_value(attn, x)
         v = torch.cat([v_c, v_x], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
-        normalise_heads(attn.norm_added_q, q_c, text_rotary, out=q[:, :text])
-        normalise_heads(attn.norm_added_k, k_c, text_rotary, out=k[:, :text])
-        normalise_heads(attn.norm_k, k_x, image_rotary, out=k[:, text:])
+        context_norms = attn.norm_added_q, attn.norm_added_k
+        normalise_pair(context_norms, q_c, k_c, text_rotary, out=(q[:, :text], k[:, :text]))
         if site.dispatches:
+            normalise_heads(attn.norm_k, k_x, image_rotary, out=k[:, text:])
             site.query(x, *_query_weight(attn), attn.norm_q, rotary, out=q, offset=text)
             o = site.attend(q, k, v)
         else:
-            normalise_heads(attn.norm_q, q_x, image_rotary, out=q[:, text:])
+            normalise_pair((attn.norm_q, attn.norm_k), q_x, k_x, image_rotary, out=(q[:, text:], k[:, text:]))
             o = self.attend_computed(site, attn, q, k, v, text)
         if site.caches_bias:
             projected = site.project_out(o, out.weight, out.bias, offset=text)
@@ -150,7 +157,7 @@ class SingleBlockHook(_FluxBlockHook):
         joint_attention_kwargs: dict[str, Any] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         text = encoder_hidden_states.shape[1]
-        residual = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        residual = join_streams(encoder_hidden_states, hidden_states)
         shift, scale, gate = _modulations(block.norm, temb, 3)
         norm_x = norm_modulate(residual, scale, shift)
         mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x)
@@ -175,7 +182,7 @@ class SingleBlockHook(_FluxBlockHook):
         """Attention and MLP from the cache; the gate is fresh."""
         (out,) = self.recall("attention and mlp")
         _, _, gate = _modulations(block.norm, temb, 3)
-        joint = _clip_half(add_gated(torch.cat([encoder_hidden_states, hidden_states], dim=1), out, gate))
+        joint = _clip_half(add_gated(join_streams(encoder_hidden_states, hidden_states), out, gate))
         text = encoder_hidden_states.shape[1]
         return joint[:, :text], joint[:, text:]
 
@@ -196,7 +203,7 @@ class SingleBlockHook(_FluxBlockHook):
             o = site.attend(q, k, v)
         else:
             q, k, v = _query_key_value(attn, x)
-            q, k = normalise_heads(attn.norm_q, q, rotary), normalise_heads(attn.norm_k, k, rotary)
+            q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, rotary)
             o = self.attend_computed(site, attn, q, k, v, text)
         if not site.caches_bias:
             return out(torch.cat([o.flatten(2), mlp], dim=2))

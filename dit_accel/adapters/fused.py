@@ -12,7 +12,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from dit_accel.kernels import linear_gelu, norm_rope
+from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -52,12 +52,40 @@ def normalise_heads(
         x: ``[B, S, H, D]``.
         out: where the result goes, ``[B, S, H, D]``; None = allocated.
     """
-    if isinstance(norm, (nn.RMSNorm, RMSNorm)) and why_not_plain(norm, x.device) is None:
+    if _is_plain_norm(norm, x.device):
         return norm_rope(x, norm.weight, rotary, eps=norm.eps, out=out)
     width = norm.weight.shape[0] if getattr(norm, "weight", None) is not None else x.shape[-1]
     normed = norm(x) if width == x.shape[-1] else norm(x.flatten(2)).view(x.shape)
     turned = normed if rotary is None else apply_rotary_emb(normed, rotary, sequence_dim=1)
     return turned if out is None else out.copy_(turned)
+
+
+def normalise_pair(
+    norms: tuple[nn.Module, nn.Module],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rotary: Rotary | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`normalise_heads` of queries and keys, each with its norm, in one pass where both norms are plain."""
+    norm_q, norm_k = norms
+    if all(_is_plain_norm(norm, q.device) for norm in norms) and norm_q.eps == norm_k.eps:
+        return norm_rope_pair(q, k, (norm_q.weight, norm_k.weight), rotary, eps=norm_q.eps, out=out)
+    out_q, out_k = out or (None, None)
+    return normalise_heads(norm_q, q, rotary, out=out_q), normalise_heads(norm_k, k, rotary, out=out_k)
+
+
+def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``torch.cat([first, second], dim=1)`` of streams ``[B, S, C]``, to be read only.
+
+    Nothing is copied where both are parts of such a sequence, one behind the other, as a single block leaves them.
+    """
+    offset, strides = first.storage_offset() + first.shape[1] * first.stride(1), first.stride()
+    follows = second.storage_offset() == offset and second.stride() == strides
+    if not follows or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return torch.cat([first, second], dim=1)
+    return first.as_strided((first.shape[0], first.shape[1] + second.shape[1], first.shape[2]), strides)
 
 
 def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -78,6 +106,10 @@ def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     for module in rest:
         x = module(x)
     return x
+
+
+def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
+    return isinstance(norm, (nn.RMSNorm, RMSNorm)) and why_not_plain(norm, device) is None
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,10 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import BaseState, StateManager
 from torch.utils import _pytree as pytree
 
-from dit_accel.controller import Controller
+from dit_accel.adapters.deferred import computed
+from dit_accel.adapters.prompts import arguments_of_rows, prompt_rows, why_not_divisible
+from dit_accel.batch import Rows
+from dit_accel.controller import WHOLE_BATCH, Controller
 from dit_accel.errors import UnsupportedError
 from dit_accel.memory import ModelSize
 from dit_accel.schedule import StepMode
@@ -94,22 +97,50 @@ class GenericAdapter:
             )
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         calling = self.controller.calling(
-            self.name, context, arguments["timestep"], shapes, lambda: self.size(arguments)
+            self.name,
+            context,
+            arguments["timestep"],
+            shapes,
+            lambda: self.size(arguments),
+            lambda: self.prompts_in(context, arguments),
         )
         with calling as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
-                forecast = iter(self.controller.forecast(call.branch.outputs, call.coordinate, call.branch.order))
-                spec, leaves = call.branch.structure
-                output = pytree.tree_unflatten([next(forecast) if leaf is TENSOR else leaf for leaf in leaves], spec)
+                output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:
+                if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
+                    args, kwargs = (), self.take_rows(arguments, call.computed_rows)
+                args, kwargs = computed((args, kwargs))
                 output = original(*args, **kwargs)
                 leaves, spec = pytree.tree_flatten(output)
                 tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
                 call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 if call.mode is not StepMode.DISPATCH:
-                    self.controller.observe(call, tensors, lambda tensor: self.judged(tensor, arguments))
+                    going_on = self.controller.observe(call, tensors, lambda tensor: self.judged(tensor, arguments))
+                    output = output if going_on is tensors else _nested(call.branch.structure, going_on)
+            self.controller.read(call)
             self.account(call, arguments)
         return output
+
+    def prompts_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
+        """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
+        if not self.controller.preset.schedule.per_prompt:
+            return WHOLE_BATCH
+        if (reason := why_not_divisible(arguments)) is not None:
+            self.controller.note(f"prompts of a batch computed together: {reason}")
+            return WHOLE_BATCH
+        return prompt_rows(context, arguments["hidden_states"])
+
+    def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+        """The arguments of a call for some samples of its batch."""
+        return arguments_of_rows(arguments, rows)
+
+
+def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
+    """Tensors in the place of those that the transformer's latest output held."""
+    spec, leaves = structure
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
 
 
 class TransformerHook(ModelHook):

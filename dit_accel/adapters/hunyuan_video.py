@@ -11,7 +11,8 @@ Framepack cuts its padding itself, and 1.5 has three kinds of text.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dit_accel.adapters.block_adapter import BlockWork, joint_work
 from dit_accel.adapters.block_hook import BlockHook
 from dit_accel.adapters.hunyuan_video_blocks import DualBlockHook, SingleBlockHook
 from dit_accel.adapters.token_order import ReorderInput, ReorderOutput, TokenOrder, VideoAdapter
+from dit_accel.batch import take_rows
 from dit_accel.controller import Controller
 from dit_accel.layout import TokenLayout
 from dit_accel.memory import ModelSize, SiteSize
@@ -103,6 +105,13 @@ class HunyuanVideoAdapter(VideoAdapter):
             lengths, ends = torch.stack([counts, last]).tolist()
             self._measured[mask] = known = version, Prompts(tuple(lengths), counts, max(*lengths, *ends))
         return known[1]
+
+    def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+        """The lengths of their prompts, too, where padding is cut off."""
+        if self.prompts is not None:
+            lengths = tuple(self.prompts.lengths[row] for row in rows)
+            self.prompts = replace(self.prompts, lengths=lengths, counts=take_rows(self.prompts.counts, rows))
+        return super().take_rows(arguments, rows)
 
     def layout(self, arguments: dict[str, Any]) -> TokenLayout:
         """Tokens of a call: patches of the latents, then text."""

@@ -17,7 +17,9 @@ from dit_accel.adapters.block_hook import BlockHook
 from dit_accel.adapters.fused import (
     Rotary,
     feed_forward,
+    join_streams,
     normalise_heads,
+    normalise_pair,
     project_gelu,
     why_not_plain,
     why_not_sliceable,
@@ -201,8 +203,7 @@ class DualBlockHook(_HunyuanBlockHook):
         rotary = _joint(rotary, context.shape[1])
         v = torch.cat([_heads(attn, attn.to_v(x)), v_c], dim=1)
         q, k = torch.empty_like(v), torch.empty_like(v)
-        normalise_heads(attn.norm_added_q, q_c, out=q[:, vision:])
-        normalise_heads(attn.norm_added_k, k_c, out=k[:, vision:])
+        normalise_pair((attn.norm_added_q, attn.norm_added_k), q_c, k_c, out=(q[:, vision:], k[:, vision:]))
         self.project(attn, x, attn.to_k, attn.norm_k, rotary, out=k)
         if site.dispatches:
             site.query(x, attn.to_q.weight, attn.to_q.bias, attn.norm_q, rotary, out=q, offset=0)
@@ -238,7 +239,7 @@ class SingleBlockHook(_HunyuanBlockHook):
         num_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vision = hidden_states.shape[1]
-        residual = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+        residual = join_streams(hidden_states, encoder_hidden_states)
         shift, scale, gate = modulations(block.norm, temb, token_replace_emb, 3)
         norm_x = by_frame(norm_modulate, (residual,), num_tokens, scale, shift)
         mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x)
@@ -265,7 +266,7 @@ class SingleBlockHook(_HunyuanBlockHook):
         """Attention and MLP from the cache; the gate is fresh."""
         (out,), vision = self.recall("attention and mlp"), hidden_states.shape[1]
         _, _, gate = modulations(block.norm, temb, token_replace_emb, 3)
-        joint = by_frame(add_gated, (torch.cat([hidden_states, encoder_hidden_states], dim=1), out), num_tokens, gate)
+        joint = by_frame(add_gated, (join_streams(hidden_states, encoder_hidden_states), out), num_tokens, gate)
         return joint[:, :vision], joint[:, vision:]
 
     def attend(self, block: nn.Module, x: torch.Tensor, mlp: torch.Tensor, rotary: Rotary, vision: int) -> torch.Tensor:

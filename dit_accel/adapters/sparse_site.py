@@ -11,6 +11,7 @@ from torch import nn
 from dit_accel import policies
 from dit_accel.adapters.projections import Projections
 from dit_accel.forecast import History, forecast_weights
+from dit_accel.guard import attention_error, guarded_rows
 from dit_accel.kernels import (
     PooledMap,
     attention,
@@ -29,6 +30,8 @@ from dit_accel.presets import Preset
 from dit_accel.schedule import StepMode
 from dit_accel.state import Call, SiteState
 from dit_accel.symbols import AttentionPlan, SparseSymbols
+
+_ATTENDED, _ERROR = 3, slice(5, 6)  # places in Call.densities
 
 
 class SparseSite:
@@ -92,9 +95,36 @@ class SparseSite:
         draws = self._skips or self.caches_bias
         plan = self._draw(q, k, layout, kv_len) if draws else None
         o = dense() if plan is None else self._attention(q, k, v, plan, kv_len)
+        is_exact = plan is None
+        if self._skips and self._skip.residual:
+            is_exact = self.state.tiles_step == self._call.tick.step
+            o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
+        if self._skip.guard_rows and not is_exact:
+            self._measure(o, q, k, v, layout, kv_len)
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
         return o
+
+    def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
+        self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
+        self._call.densities[self._name][_ATTENDED] += 1
+        return dense
+
+    def _measure(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        kv_len: torch.Tensor | None,
+    ) -> None:
+        """The guard: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
+        rows = guarded_rows(layout, self._skip.guard_rows, self.state.guard_turn)
+        self.state.guard_turn += 1
+        self._call.densities[self._name][_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
+        self._call.guarded[self._name] = sum(row.stop - row.start for row in rows) / layout.tokens
 
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
@@ -109,7 +139,8 @@ class SparseSite:
         call, reuse = self._call, self._preset.reuse
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
         symbols = self._tiles(q, k, layout, kv_len, pooled)
-        attended, projected = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        projected = torch.zeros_like(error)
         if self.caches_bias:
             every_row = symbols.cache_bits
             tau_rows = flashomni.ramped(reuse.tau_q, call.progress, reuse.ramp)
@@ -120,7 +151,7 @@ class SparseSite:
             self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
         if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
             self.state.symbols = symbols
-        call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected])
+        call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected, error])
         return attended
 
     def _tiles(
@@ -136,6 +167,9 @@ class SparseSite:
         if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
             return state.tiles
         growth = flashomni.ramped(1.0, call.progress, self._preset.reuse.ramp) if self._at_head else 1.0
+        if self._skip.guard_error is not None:
+            growth *= state.growth
+            state.tiles_growth = state.growth
         symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)
         if self._skip.refresh > 1:
             state.tiles, state.tiles_step = symbols, call.tick.step

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.adapters.block_hook import BlockHook
-from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, why_not_plain
+from dit_accel.adapters.fused import Rotary, feed_forward, normalise_heads, normalise_pair, why_not_plain
 from dit_accel.adapters.sparse_site import SparseSite
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.layout import TokenLayout
@@ -100,9 +100,7 @@ class WanBlockHook(BlockHook):
             q = gemm_q(x, *_query_weight(attn), rows, backend=self.controller.preset.kernels.gemm).flatten(2)
             k, v = _key_value(attn, x)
         tables, v = _tables(rotary), _split(attn, v)
-        q, k = (
-            normalise_heads(norm, _split(attn, part), tables) for norm, part in ((attn.norm_q, q), (attn.norm_k, k))
-        )
+        q, k = normalise_pair((attn.norm_q, attn.norm_k), _split(attn, q), _split(attn, k), tables)
         if rows is None:
             layout = TokenLayout(0, x.shape[1], self.controller.preset.blocks.size)
             backend = attn.processor._attention_backend

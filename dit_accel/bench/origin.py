@@ -31,6 +31,8 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "flash-attn-4": _version("flash-attn-4"),
+        "diffusers": _version("diffusers"),
+        "cache-dit": _version("cache-dit"),
         # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
         "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.argv]),

@@ -1,4 +1,4 @@
-"""The command line: ``dit-accel generate | inspect | tune | presets | bench | env``.
+"""The command line: ``dit-accel generate | inspect | tune | compare | presets | bench | env``.
 
 Exit codes: 0 success, 1 failure at run time, 2 a mistake in what was asked for. Commands import torch and diffusers
 when they run, so that help and completion are quick.
@@ -13,13 +13,13 @@ import typer
 from typer.core import TyperGroup
 
 import dit_accel
-from dit_accel.cli import bench, env, generate, inspect, presets, tune
+from dit_accel.cli import bench, compare, env, generate, inspect, presets, tune
 from dit_accel.cli.options import OptionError
-from dit_accel.errors import BackendError, DitAccelError, PresetError, TuningError, UnsupportedError
+from dit_accel.errors import BackendError, ComparisonError, DitAccelError, PresetError, TuningError, UnsupportedError
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same picture."
 
-MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError)
+MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
 
 
 class _Commands(TyperGroup):
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.command("generate")(generate.command)
 app.command("inspect")(inspect.command)
 app.command("tune")(tune.command)
+app.command("compare")(compare.command)
 app.add_typer(presets.app, name="presets")
 app.add_typer(bench.app, name="bench")
 app.command("env")(env.command)

@@ -129,6 +129,19 @@ def _default_preset(pipe: Any) -> str:
     return name if name in preset_names() else "any-balanced"
 
 
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that say something.
+
+    Raises:
+        OptionError: the file is missing or is no text.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError("--prompts", f"{path} can't be read: {error}") from None
+    return [line.strip() for line in lines if line.strip()]
+
+
 def require_writable(path: Path, option: str) -> None:
     """Checks, before anything is computed, that the file ``path`` can be written.
 

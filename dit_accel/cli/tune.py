@@ -88,7 +88,7 @@ def command(
         raise options.OptionError("--preset", "a plain run has no thresholds; choose a preset")
     if preset is not None:
         options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
-    listed = tuning_prompts(model) if prompts is None else _read_prompts(prompts)
+    listed = tuning_prompts(model) if prompts is None else options.read_prompts(prompts)
     split_prompts(listed, tuning_count, held_out_count)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image) if image else None
@@ -125,15 +125,6 @@ def command(
             err=True,
         )
         raise typer.Exit(1)
-
-
-def _read_prompts(path: Path) -> list[str]:
-    """The lines of a file that say something."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise options.OptionError("--prompts", f"{path} can't be read: {error}") from None
-    return [line.strip() for line in lines if line.strip()]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dit_accel.kernels.linear_attention_backward import differentiable_linear_at
 from dit_accel.kernels.linear_gelu import linear_gelu
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.norm_modulate import add_gated, add_gated_norm_modulate, norm_modulate
-from dit_accel.kernels.norm_rope import norm_rope
+from dit_accel.kernels.norm_rope import norm_rope, norm_rope_pair
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.selection import select_rows, select_tiles
@@ -44,6 +44,7 @@ __all__ = [
     "mask_from_plan",
     "norm_modulate",
     "norm_rope",
+    "norm_rope_pair",
     "pack_bits",
     "plan_from_mask",
     "pooled_map",

@@ -31,13 +31,15 @@ def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str
         UnsupportedError: ``backend`` can run here, but can't take these arguments.
     """
     if backend == "auto":
-        able = (name for name, limit in limits.items() if limit is None and _problem(name, tensor) is None)
-        return next(able, "reference") if tensor.is_cuda else "reference"
+        if not tensor.is_cuda:
+            return "reference"
+        able = (name for name, limit in limits.items() if limit is None and _runs_on(name, tensor.device, tensor.dtype))
+        return next(able, "reference")
     if backend == "reference":
         return backend
     if backend not in limits:
         raise BackendError(f"backend must be 'auto' or one of {('reference', *limits)}, got {backend!r}")
-    problem = _problem(backend, tensor)
+    problem = _PROBLEMS[backend](tensor.device, tensor.dtype)
     if problem:
         raise BackendError(f"backend {backend!r} can't run here: {problem}; use backend='auto' or 'reference'")
     if limits[backend]:
@@ -70,8 +72,9 @@ def hopper_limit(tensor: torch.Tensor) -> str | None:
     return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100, H200), got {capability}"
 
 
-def _problem(backend: str, tensor: torch.Tensor) -> str | None:
-    return _PROBLEMS[backend](tensor.device, tensor.dtype)
+@functools.cache  # asked hundreds of times a step
+def _runs_on(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    return _PROBLEMS[backend](device, dtype) is None
 
 
 def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from dit_accel.errors import ShapeError
@@ -11,15 +14,25 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_DIMS = (16, 32, 64, 128)
 
 
+def forward_only(op: Callable) -> Callable:
+    """``torch.no_grad()`` around an op; where gradients are off already, as in pipelines, without its 4 us."""
+    guarded = torch.no_grad()(op)
+
+    @functools.wraps(op)
+    def call(*args, **kwargs):
+        return (guarded if torch.is_grad_enabled() else op)(*args, **kwargs)
+
+    return call
+
+
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     """``shape`` holds a number for an axis of known length and a name for a free one."""
-    if tensor.dim() == len(shape):
-        for required, length in zip(shape, tensor.shape, strict=True):
-            if required != length and not isinstance(required, str):
-                break
-        else:
-            return
-    raise ShapeError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    came = tensor.shape
+    if came == shape:
+        return
+    fits = [required == length or isinstance(required, str) for required, length in zip(shape, came, strict=False)]
+    if len(came) != len(shape) or not all(fits):
+        raise ShapeError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(came)}")
 
 
 def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

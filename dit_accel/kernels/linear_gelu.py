@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dit_accel.kernels.checks import FLOAT_DTYPES, require_dtype, require_same, require_shape
+from dit_accel.kernels.checks import FLOAT_DTYPES, forward_only, require_dtype, require_same, require_shape
 
 
-@torch.no_grad()
+@forward_only
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``GELU(x W^T + b)`` with the tanh approximation. Forward only: no gradient flows.
 

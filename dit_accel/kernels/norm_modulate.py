@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import FLOAT_DTYPES, require_dtype, require_same, require_shape
+from dit_accel.kernels.checks import FLOAT_DTYPES, forward_only, require_dtype, require_same, require_shape
 
 MAX_WIDTH_TRITON = 16384  # features of a row, which one program holds
 
 
-@torch.no_grad()
+@forward_only
 def norm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto"
 ) -> torch.Tensor:
@@ -49,7 +49,7 @@ def norm_modulate(
     return _norm_modulate_reference(x, scale, shift, eps)
 
 
-@torch.no_grad()
+@forward_only
 def add_gated(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -75,7 +75,7 @@ def add_gated(
     return _add_gated_reference(x, update, gate)
 
 
-@torch.no_grad()
+@forward_only
 def add_gated_norm_modulate(
     x: torch.Tensor,
     update: torch.Tensor,
@@ -131,14 +131,15 @@ def _require_rows(x: torch.Tensor, **others: torch.Tensor) -> None:
 
 def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
     """All of one shape that broadcasts to x's, one dtype and x's device."""
+    (first_name, first), *others = values.items()
     batch, tokens, width = x.shape
-    (first_name, first), *_ = values.items()
-    for name, value in values.items():
-        fits = value.dim() == 3 and value.shape[0] in (1, batch) and value.shape[1] in (1, tokens)
-        if not fits or value.shape[2] != width:
-            raise ShapeError(f"{name} must have shape [{batch} or 1, {tokens} or 1, {width}], got {list(value.shape)}")
-        require_dtype(name, value, FLOAT_DTYPES)
-        if value.device != x.device:
-            raise ShapeError(f"{name} must be on x's device {x.device}, got {value.device}")
+    shape = first.shape
+    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, tokens) and shape[2] == width
+    if not fits:
+        raise ShapeError(f"{first_name} must have shape [{batch} or 1, {tokens} or 1, {width}], got {list(shape)}")
+    require_dtype(first_name, first, FLOAT_DTYPES)
+    if first.device != x.device:
+        raise ShapeError(f"{first_name} must be on x's device {x.device}, got {first.device}")
+    for name, value in others:
+        require_shape(name, value, shape)
         require_same(name, value, first_name, first)
-        require_shape(name, value, tuple(first.shape))

@@ -13,6 +13,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
+    forward_only,
     require_dtype,
     require_same,
     require_shape,
@@ -21,7 +22,7 @@ from dit_accel.kernels.checks import (
 )
 
 
-@torch.no_grad()
+@forward_only
 def norm_rope(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -49,15 +50,62 @@ def norm_rope(
         UnsupportedError: the backend does not support the head dimension.
         BackendError: ``backend`` can't run here.
     """
-    _require_arguments(x, weight, rope, out)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    _require_rows(x, weight, out)
+    _require_tables(x, rope)
+    (out,) = _norm_rope([(x, weight, out)], rope, eps, backend)
+    return out
+
+
+@forward_only
+def norm_rope_pair(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    eps: float = 1e-6,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`norm_rope` of queries and of keys, in one launch where both lie alike in memory.
+
+    Args:
+        q, k: ``[B, S, H, D]`` each, of one shape and dtype.
+        weights: of the queries' norm and of the keys'.
+        out: where each goes; None = allocated.
+
+    Returns:
+        Queries and keys, both in ``out``.
+    """
+    out_q, out_k = out or (None, None)
+    require_shape("k", k, tuple(q.shape))
+    require_same("k", k, "q", q)
+    _require_rows(q, weights[0], out_q, "q")
+    _require_rows(k, weights[1], out_k, "k")
+    _require_tables(q, rope)
+    return _norm_rope([(q, weights[0], out_q), (k, weights[1], out_k)], rope, eps, backend)
+
+
+def _norm_rope(
+    parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]],
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    """Of parts ``(x, weight, out)`` that share all else; returns their outputs."""
+    parts = [
+        (x, weight, torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out)
+        for x, weight, out in parts
+    ]
+    x = parts[0][0]
     if resolve_backend(backend, x, {"triton": triton_head_dim_limit(x.shape[-1])}) == "triton":
         from dit_accel.kernels._triton.norm_rope import norm_rope_into
 
-        norm_rope_into(x, weight, rope, eps, out)
+        norm_rope_into(parts, rope, eps)
     else:
-        out.copy_(_norm_rope_reference(x, weight, rope, eps))
-    return out
+        for x, weight, out in parts:
+            out.copy_(_norm_rope_reference(x, weight, rope, eps))
+    return tuple(out for _, _, out in parts)
 
 
 def _norm_rope_reference(
@@ -75,29 +123,37 @@ def _norm_rope_reference(
     return y
 
 
-def _require_arguments(x, weight, rope, out) -> None:
-    require_shape("x", x, ("B", "S", "H", "D"))
-    require_dtype("x", x, FLOAT_DTYPES)
-    _, tokens, heads, head_dim = x.shape
+def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
+    require_shape(name, x, ("B", "S", "H", "D"))
+    require_dtype(name, x, FLOAT_DTYPES)
+    _require_heads_in_order(name, x)
     if out is not None:
         require_shape("out", out, tuple(x.shape))
-        require_same("out", out, "x", x)
-    for name, tensor in (("x", x), ("out", out)):
-        if tensor is None:
-            continue
-        require_unit_stride(name, tensor)
-        if heads > 1 and tensor.stride(2) != head_dim:
-            raise ShapeError(
-                f"{name} must hold a token's heads side by side (stride {head_dim}), got strides "
-                f"{list(tensor.stride())}; call .contiguous()"
-            )
-    if weight is not None:
-        require_dtype("weight", weight, FLOAT_DTYPES)
-        require_unit_stride("weight", weight)
-        if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
-            raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
-        if weight.device != x.device:
-            raise ShapeError(f"weight must be on x's device {x.device}, got {weight.device}")
+        require_same("out", out, name, x)
+        _require_heads_in_order("out", out)
+    if weight is None:
+        return
+    heads, head_dim = x.shape[2:]
+    require_dtype("weight", weight, FLOAT_DTYPES)
+    require_unit_stride("weight", weight)
+    if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
+        raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
+    if weight.device != x.device:
+        raise ShapeError(f"weight must be on {name}'s device {x.device}, got {weight.device}")
+
+
+def _require_heads_in_order(name: str, x: torch.Tensor) -> None:
+    require_unit_stride(name, x)
+    _, _, heads, head_dim = x.shape
+    if heads > 1 and x.stride(2) != head_dim:
+        raise ShapeError(
+            f"{name} must hold a token's heads side by side (stride {head_dim}), got strides {list(x.stride())}; "
+            "call .contiguous()"
+        )
+
+
+def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    _, tokens, _, head_dim = x.shape
     for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
         require_shape(name, table, (tokens, head_dim))
         require_dtype(name, table, (torch.float32,))

@@ -118,7 +118,7 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
                 section.pop(key, None)
     section, chosen = _sections("skip", values, changes)
     if chosen.get("policy") not in (None, section.get("policy")):
-        for key in ("layers", "refresh"):  # what single blocks changed, and how long masks last, was the other policy's
+        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
             section.pop(key, None)
     drop_foreign_keys(section, chosen)
     layers, changed_layers = _sections("layers", section, chosen)

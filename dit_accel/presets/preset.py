@@ -55,7 +55,7 @@ class Preset(Section):
     def _idle_memory_keys(self) -> dict[str, str]:
         """Keys of section memory that have no effect, with the reason."""
         idle = {}
-        if self.forecast.scope == "stack":
+        if self.forecast.scope == "stack" and not self.skip.keeps_residuals:
             idle["history_dtype"] = "at scope 'stack' blocks remember nothing"
         if self.forecast.scope != "head":
             idle["offload"] = "attention outputs are remembered at scope 'head' only"
@@ -75,6 +75,19 @@ class Preset(Section):
                 f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
                 "inside them: remove one of them"
             )
+        return None
+
+    def _outputs_refuse(self) -> str | None:
+        """Why what is done with whole outputs can't be, or None."""
+        whole = {"schedule.per_prompt": self.schedule.per_prompt, "forecast.corrector": self.forecast.corrector}
+        for key, wanted in whole.items():
+            if wanted and self.forecast.scope != "stack":
+                return (
+                    f"{key} works on the transformer's output, which is forecast at scope 'stack' alone, and "
+                    f"forecast.scope is '{self.forecast.scope}': set {key} to false"
+                )
+        if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
+            return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
         return None
 
     @model_validator(mode="after")
@@ -98,6 +111,8 @@ class Preset(Section):
                 f"'{self.model}': set it to raster"
             )
         if (refused := self._kernels_refuse()) is not None:
+            raise ValueError(refused)
+        if (refused := self._outputs_refuse()) is not None:
             raise ValueError(refused)
         for key, reason in self._idle_memory_keys().items():
             if getattr(self.memory, key):

@@ -6,7 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-CONTROL_KEYS = {"error": ("target_error", "error_in", "max_interval"), "fixed": ("interval",)}  # that it alone reads
+CONTROL_KEYS = {
+    "error": ("target_error", "error_in", "max_interval", "per_prompt"),
+    "fixed": ("interval",),
+}  # that it alone reads
 
 
 class Section(BaseModel):
@@ -33,6 +36,9 @@ class Schedule(Section):
     """control fixed: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
     final_full: int = Field(default=1, ge=0)
     """Steps at the end that compute everything."""
+    per_prompt: bool = False
+    """control error, scope stack: the loop runs for each prompt of a batch by itself, and those that need a step are
+    computed as a smaller batch; false = all compute when one needs to."""
 
     @model_validator(mode="after")
     def _complete(self) -> Schedule:
@@ -62,6 +68,10 @@ class Forecast(Section):
     coordinate: Literal["step", "sigma", "auto"] = "step"
     """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
     level falls evenly and the noise level where it does not."""
+    corrector: bool = False
+    """scope stack: a computed step also makes good what the forecasts before it missed, judged by interpolation through
+    its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report
+    says that nothing is corrected."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:

@@ -11,13 +11,19 @@ from dit_accel.presets.sections import Section
 
 POLICY_KEYS = {  # that it alone reads
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "guard_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
 }
 _EXCLUSIVE = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
+_COMPUTED_STEPS = {  # keys of steps 'all', with what they do
+    "refresh": "says how long computed steps keep their masks",
+    "residual": "corrects what computed steps leave out",
+    "guard_rows": "measures what computed steps leave out",
+    "guard_error": "bounds what computed steps leave out",
+}
 
 
 class Skip(Section):
@@ -33,6 +39,13 @@ class Skip(Section):
     refresh: int = Field(default=1, ge=1)
     """steps all: a computed step keeps the masks of an earlier one until so many steps have passed since they were
     drawn; 1 = they are drawn at each computed step."""
+    residual: bool = False
+    """steps all, refresh > 1: a step that draws masks attends densely, and what these leave out of its output is added
+    to the outputs of the steps that keep them (DiTFastAttn's residual sharing); takes memory for one attention output a
+    block and branch."""
+    guard_rows: int = Field(default=0, ge=0)
+    """steps all: so many row-blocks of each computed step that leaves tiles out attend densely as well, and the report
+    has by how much both differ. They are spread over the sequence, and change from step to step."""
     layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """What single blocks change: block name, as in the report, to changed keys of this section."""
 
@@ -49,6 +62,9 @@ class Skip(Section):
     pv_threshold: float | None = Field(default=None, lt=0.0)
     """sparge: within attention, 64 queries leave out a tile whose best score lies further than this below their best
     so far, in units of the scaled scores (SpargeAttn's λ); null = none is."""
+    guard_error: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """sparge: relative L2 error ‖O' − O‖/‖O‖ of attention on the guard's rows that a block is held to: what it may
+    leave out shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
 
     critical: float = Field(default=0.05, gt=0.0, le=1.0)
     """sla: share of a row's tiles, of most probability, that attend."""
@@ -77,7 +93,8 @@ class Skip(Section):
         return self._by_layer.get(name, self)
 
     def ramped(self, growth: float) -> Skip:
-        """The section with what sparge may leave out taken times ``growth``, 0..1, as scope head does early in a run.
+        """The section with what sparge may leave out taken times ``growth``, 0..1: little early in a run at scope head,
+        and where the guard found too large an error.
 
         Shares of other policies do not grow: SLA's are what its projection was trained for.
         """
@@ -96,6 +113,11 @@ class Skip(Section):
         """Whether any block leaves anything out."""
         return any(variant.policy != "none" for variant in self.variants)
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether any block remembers what its masks leave out."""
+        return any(variant.residual for variant in self.variants)
+
     def idle_keys(self) -> list[str]:
         """Keys that have no effect beside the others."""
         idle = [key for policy, keys in POLICY_KEYS.items() if policy != self.policy for key in keys]
@@ -103,7 +125,7 @@ class Skip(Section):
             idle.append("tau_kv")
         if self.policy == "static" and self.pattern != "sliding":
             idle.append("window")
-        return idle if self.steps == "all" else [*idle, "refresh"]
+        return idle if self.steps == "all" else [*idle, *(key for key in _COMPUTED_STEPS if key not in idle)]
 
     @model_validator(mode="after")
     def _complete(self) -> Skip:
@@ -114,8 +136,13 @@ class Skip(Section):
         for key, other in _EXCLUSIVE:
             if self._says(key) and self._says(other):
                 raise ValueError(f"{other} stands instead of {key}: remove one of them")
-        if self.refresh > 1 and self.steps != "all":
-            raise ValueError("refresh says how long computed steps keep their masks: set steps to all, or remove it")
+        for key, meaning in _COMPUTED_STEPS.items():
+            if self.steps != "all" and getattr(self, key) != Skip.model_fields[key].default:
+                raise ValueError(f"{key} {meaning}: set steps to all, or remove it")
+        if self.residual and self.refresh == 1:
+            raise ValueError("residual corrects steps that keep their masks, and refresh is 1: set refresh, e.g. to 4")
+        if self.guard_error is not None and not self.guard_rows:
+            raise ValueError("guard_error bounds an error that is measured on guard_rows: set guard_rows, e.g. to 4")
         if self.critical + self.negligible > 1:
             raise ValueError(
                 f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
@@ -139,7 +166,7 @@ class Skip(Section):
         drop_foreign_keys(values, changes)
         values |= changes
         if values.get("policy", "none") == "none":  # such a block has no masks to draw, whatever the others do
-            values = {key: value for key, value in values.items() if key not in ("steps", "refresh")}
+            values = {key: value for key, value in values.items() if key not in ("steps", *_COMPUTED_STEPS)}
         try:
             return Skip.model_validate(values)
         except ValidationError as failure:

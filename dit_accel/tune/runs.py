@@ -166,21 +166,29 @@ class Runs:
 
     def _call(self, index: int) -> dict[str, torch.Tensor]:
         self._begin()
-        latents: list[torch.Tensor] = []
+        made = run_pipeline(self._pipe, self._arguments, self._prompts[index], self._seed + index)
+        frames = (255 * made["frames"].clamp(0, 1)).round().to(torch.uint8)
+        return {"latents": made["latents"], "frames": frames}
 
-        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            latents[:] = [tensors["latents"]]
-            return tensors
 
-        made = self._pipe(
-            **self._arguments,
-            prompt=self._prompts[index],
-            generator=torch.Generator("cpu").manual_seed(self._seed + index),
-            output_type="pt",
-            callback_on_step_end=keep,
-        )[0][0]
-        frames = (255 * made.float().clamp(0, 1)).round().to(torch.uint8).cpu()
-        return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
+    """What one call makes, float32 on the CPU: its last ``latents``, and ``frames`` ``[frames, 3, height, width]``.
+
+    Args:
+        pipe: the pipeline; of a batch the first picture or clip counts, and a picture is one frame in 0..1.
+        arguments: of its call, without prompt and generator.
+        seed: of the noise, which is drawn on the CPU.
+    """
+    latents: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        latents[:] = [tensors["latents"]]
+        return tensors
+
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)[0][0]
+    frames = made.float().cpu()
+    return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
 
 
 def left_out(plan: AttentionPlan) -> float:

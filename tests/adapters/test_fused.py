@@ -95,6 +95,35 @@ def test_norm_and_rope_in_one_equal_the_two(width, norm_class):
     torch.testing.assert_close(fused.normalise_heads(norm, x, rotary), expected.detach())
 
 
+@pytest.mark.parametrize("eps", [1e-6, 1e-2], ids=["alike", "other-eps"])
+def test_a_pair_of_norms_equals_each(eps):
+    q, k, rotary = torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16), (torch.randn(5, 16), torch.randn(5, 16))
+    norms = RMSNorm(16, eps=1e-6), RMSNorm(16, eps=eps)
+    expected = tuple(fused.normalise_heads(norm, x, rotary) for norm, x in zip(norms, (q, k), strict=True))
+    torch.testing.assert_close(fused.normalise_pair(norms, q, k, rotary), expected)
+    out = torch.empty(2, 5, 2, 16), torch.empty(2, 5, 2, 16)
+    torch.testing.assert_close(fused.normalise_pair(norms, q, k, rotary, out=out), expected)
+    torch.testing.assert_close(out, expected)
+
+
+STREAMS = {
+    "one-sequence": lambda joint: (joint[:, :3], joint[:, 3:]),
+    "gap": lambda joint: (joint[:, :3], joint[:, 4:]),
+    "swapped": lambda joint: (joint[:, 3:], joint[:, :3]),
+    "apart": lambda joint: (joint[:, :3].clone(), joint[:, 3:].clone()),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_are_joined_without_a_copy_where_they_are_one_sequence(name, batch):
+    joint = torch.randn(batch, 8, 4)
+    first, second = STREAMS[name](joint)
+    joined = fused.join_streams(first, second)
+    assert torch.equal(joined, torch.cat([first, second], dim=1))
+    assert (joined.data_ptr() == joint.data_ptr()) == (name == "one-sequence")
+
+
 @pytest.mark.parametrize("activation", ["gelu-approximate", "gelu", "geglu"])
 def test_every_mlp_gives_what_it_gave(activation):
     mlp, x = FeedForward(16, activation_fn=activation), torch.randn(2, 5, 16)

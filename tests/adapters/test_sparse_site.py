@@ -182,6 +182,129 @@ def test_kernel_options_reach_every_step(name, overrides, options, spy):
     assert 0 < (result - exact).norm() < 0.2 * exact.norm()
 
 
+# The residual
+
+
+@every_scope
+@every_pipeline
+def test_residual_stands_for_what_kept_masks_leave_out(name, scope):
+    """Steps that draw are dense, and counted beside their sparse attention; the others come closer to a plain run."""
+    plain, kept = call(name), {"skip.refresh": 3}
+    without, _ = run(name, preset(name, scope, every_step=True, **kept))
+    result, report = run(name, preset(name, scope, every_step=True, **kept, **{"skip.residual": True}))
+    assert 0 < (result - plain).norm() < 0.5 * (without - plain).norm()
+    densities = {step: density for density, step in ((each.density, each.step) for each in report.attentions)}
+    assert all(densities[step] == pytest.approx(1 + densities[step + 1]) for step in (1, 4))
+    assert 0 < report.cache_bytes <= report.estimated_bytes
+
+
+def test_a_step_that_draws_under_a_residual_is_dense():
+    """Where masks are drawn once, at the last step, the result is the plain pipeline's."""
+    plain = call("wan")
+    drawn_last = {"schedule.warmup": STEPS - 1, "skip.refresh": 4, "skip.residual": True}
+    result, report = run("wan", preset("wan", "stack", every_step=True, **drawn_last))
+    assert (result - plain).norm() < 1e-5 * plain.norm()
+    assert len(report.attentions) == len(report.layers)
+
+
+def test_residuals_are_kept_as_float8():
+    """`memory.history_dtype` is theirs too, and what is expected is what they take."""
+    sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
+    _, report = run("wan", preset("wan", "stack", every_step=True, **sections))
+    _, whole = run("wan", preset("wan", "stack", every_step=True, **sections | {"memory.history_dtype": None}))
+    assert report.cache_bytes == report.estimated_bytes < 0.6 * whole.cache_bytes
+
+
+# The guard
+
+GUARD_POLICIES = {
+    "sparge": {"top_k": 0.4},
+    "sla": {"critical": 0.3},
+    "fg_attn": {"key_threshold": 1.0},
+    "static": {"window": 96},
+}
+
+
+def guarded(scope, policy="sparge", **skip):
+    """Wan, whose tokens hold no text: with enough guard rows the guard sees all of them."""
+    section = {"policy": policy, "steps": "all", "guard_rows": 100, **GUARD_POLICIES[policy], **skip}
+    wanted = preset("wan", scope, every_step=scope == "stack")
+    return wanted.model_copy(update={"skip": load_preset("any-video-balanced", model="wan", skip=section).skip})
+
+
+def errors_of(report):
+    return [each.error for each in report.attentions]
+
+
+@pytest.fixture
+def true_errors(monkeypatch):
+    """Relative L2 error of every sparse attention against float64, in the order of calls."""
+    errors, original = [], sparse_site.attention
+
+    def attention(q, k, v, plan, **options):
+        o = original(q, k, v, plan, **options)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5
+        dense = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
+        errors.append(((o - dense).norm() / dense.norm()).item())
+        return o
+
+    monkeypatch.setattr(sparse_site, "attention", attention)
+    return errors
+
+
+@pytest.mark.parametrize("policy", GUARD_POLICIES)
+def test_guard_measures_against_dense_attention(policy, true_errors):
+    """Over all rows its error is that of every computed call against float64; the result is as without a guard."""
+    plain, without = run("wan", guarded("stack", policy, guard_rows=0), height=96, width=96)
+    count = len(true_errors)
+    result, report = run("wan", guarded("stack", policy), height=96, width=96)
+    assert torch.equal(result, plain)
+    assert errors_of(without) == [None] * count
+    assert errors_of(report) == pytest.approx(true_errors[count:], rel=1e-3, abs=1e-5)
+    assert [(each.layer, each.density) for each in report.attentions] == [
+        (each.layer, each.density) for each in without.attentions
+    ]
+    assert max(errors_of(report)) > 0.001
+
+
+@every_pipeline
+def test_guard_rows_are_counted_as_computed(name):
+    """Their dense attention adds their share of all queries to the block's FLOPs."""
+    reports = [run(name, preset(name, "stack", every_step=True, **{"skip.guard_rows": rows}))[1] for rows in (0, 1)]
+    assert reports[1].computed_fraction > reports[0].computed_fraction
+    assert reports[1].left_out == reports[0].left_out
+
+
+@pytest.mark.parametrize("scope", ["stack", "head"])
+def test_guard_tightens_until_the_target_is_met(scope):
+    """Sites begin above their target, and come back under it; tiles are few here, so they swing about it."""
+    target = 0.1
+    wanted = guarded(scope, guard_error=target)
+    with accelerated(pipeline("wan"), wanted) as pipe:
+        first = call("wan", height=96, width=96)
+        report = pipe.dit_accel.report()
+        assert torch.equal(call("wan", height=96, width=96), first)  # the next run starts afresh
+        assert pipe.dit_accel.report().attentions == report.attentions
+    errors, blocks = errors_of(report), len(report.layers)
+    assert min(errors[:blocks]) > target > sum(errors[-blocks:]) / blocks
+
+
+def test_guard_ends_masks_that_pass_its_target():
+    """Under a residual, masks and residual are drawn anew after the first step whose error is too large."""
+    wanted = guarded("stack", refresh=100, residual=True)
+    _, kept = run("wan", wanted, height=96, width=96)
+    target = 0.2 * max(each.error for each in kept.attentions if each.error is not None)
+    _, held = run("wan", guarded("stack", refresh=100, residual=True, guard_error=target), height=96, width=96)
+    drawn = [[each.step for each in report.attentions if each.error is None] for report in (kept, held)]
+    blocks = len(kept.layers)
+    assert drawn[0] == [1] * blocks and len(drawn[1]) > blocks
+    assert all(
+        (block, step + 1) in {(each.layer, each.step) for each in held.attentions if each.error is None}
+        for block, step in ((each.layer, each.step) for each in held.attentions if (each.error or 0.0) > target)
+        if step + 1 < STEPS
+    )
+
+
 @every_pipeline
 def test_unknown_block_is_an_error_before_anything_changes(name):
     """The message lists the pipeline's blocks, and what was accelerated before stays so."""

@@ -36,7 +36,7 @@ def dense(q, k, v, pairs, scale=None, kv_len=None):
 
 
 def check(q, k, v, sparsity, backend, assert_no_worse, pairs=None, pv_threshold=None, **options):
-    """Compares with float64 where rows compute, and requires the poison everywhere else."""
+    """Compares with float64 where rows compute, and requires the poison everywhere else. Returns the output."""
     computed = sparsity.tokens_computed()
     poisoned = torch.full_like(q, math.nan)
     call = {"return_lse": True, "out": poisoned, "pv_threshold": pv_threshold, "backend": backend}
@@ -49,3 +49,4 @@ def check(q, k, v, sparsity, backend, assert_no_worse, pairs=None, pv_threshold=
     low, _ = dense(q, k, v, pairs, **options)
     assert_no_worse(out[computed], exact[computed], low[computed])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)  # -inf in reused and in empty rows
+    return out

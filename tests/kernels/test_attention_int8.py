@@ -117,7 +117,10 @@ def test_float32(qk_dtype, make_tensor, make_sparsity):
 
 
 def check(q, k, v, plan, computed, qk_dtype, **options):
-    """Output and lse against the reference; reused rows keep the poison, and no other row shows any."""
+    """Output and lse against the reference; reused rows keep the poison, and no other row shows any.
+
+    Returns both, by backend.
+    """
     results = {}
     for backend in ("reference", "triton"):
         poisoned = torch.full_like(q, math.nan)
@@ -132,6 +135,7 @@ def check(q, k, v, plan, computed, qk_dtype, **options):
     assert distance <= ROUNDING_OF_PROBABILITIES[qk_dtype] * expected[computed].double().norm()
     # -inf in reused and in empty rows; a sum in another order can turn a tie when an element is rounded to 8 bits
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=5e-3)
+    return results
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -166,19 +170,19 @@ def test_scale(qk_dtype, make_tensor, make_sparsity):
 
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
-def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, backend, device, make_tensor, make_sparsity):
+def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, device, make_tensor, make_sparsity):
     """Neither keys beyond ``kv_len`` nor queries of reused rows, even where they hold NaN."""
     sparsity = make_sparsity(2, 2, 200)
     computed = sparsity.tokens_computed()
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     q, k, v = (make_tensor(2, 200, 2, 32, dtype=torch.float16) for _ in range(3))
-    check(q, k, v, sparsity.plan, computed, qk_dtype, kv_len=kv_len)
-    options = {"kv_len": kv_len, "qk_dtype": qk_dtype, "backend": backend}
-    clean = attention(q, k, v, sparsity.plan, **options)
+    clean = check(q, k, v, sparsity.plan, computed, qk_dtype, kv_len=kv_len)
     for b, length in enumerate(lengths):
         k[b, length:] = v[b, length:] = math.nan
     q[~computed] = math.nan
-    assert torch.equal(attention(q, k, v, sparsity.plan, **options)[computed], clean[computed])
+    for backend, (expected, _) in clean.items():
+        out = attention(q, k, v, sparsity.plan, kv_len=kv_len, qk_dtype=qk_dtype, backend=backend)
+        assert torch.equal(out[computed], expected[computed])
 
 
 def test_keys_all_alike_and_zeros(qk_dtype, backend, make_tensor, make_sparsity):
@@ -220,9 +224,9 @@ def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
     plan = everything(q, block)
     lengths = None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=device)
     computed = torch.ones(q.shape[:3], dtype=torch.bool, device=device)
-    check(q, k, v, plan, computed, qk_dtype, kv_len=lengths, pv_threshold=-3.0)
-    options = {"kv_len": lengths, "qk_dtype": qk_dtype, "return_lse": True, "backend": "triton"}
-    lost = attention(q, k, v, plan, **options)[1] - attention(q, k, v, plan, pv_threshold=-3.0, **options)[1]
+    _, lse = check(q, k, v, plan, computed, qk_dtype, kv_len=lengths, pv_threshold=-3.0)["triton"]
+    _, whole = attention(q, k, v, plan, kv_len=lengths, qk_dtype=qk_dtype, return_lse=True, backend="triton")
+    lost = whole - lse
     assert (lost[0] > 0.005).all()  # e^-1.5 of the 15 that all weights sum to is about 0.015
     if kv_len is not None:
         assert (lost[1].abs() < 1e-4).all()  # the second tile is the last with a key

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels import norm_rope
+from dit_accel.kernels import norm_rope, norm_rope_pair
 
 WEIGHTS = {"per-head": lambda heads, dim: dim, "across-heads": lambda heads, dim: heads * dim, "no-norm": None}
 
@@ -60,6 +60,37 @@ def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
     assert norm_rope(x, weight, rope, out=out, backend=backend) is out
     torch.testing.assert_close(out, norm_rope(x.contiguous(), weight, rope))
     assert joint[:, :2].isnan().all() and joint[:, 7:].isnan().all()
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "apart"])
+@pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
+    """Whether or not queries and keys lie alike in memory; into joint sequences and into new tensors."""
+    projected = make_tensor(2, 5, 3 * 48)
+    q, k = (projected[..., start : start + 48].unflatten(-1, (3, 16)) for start in (0, 48))
+    k = k if alike else k.contiguous()
+    weights = (None, None) if length is None else (make_tensor(length(3, 16)), make_tensor(length(3, 16)))
+    rope = make_tensor(5, 16), make_tensor(5, 16)
+    expected = [norm_rope(x, weight, rope, eps=1e-5) for x, weight in zip((q, k), weights, strict=True)]
+    torch.testing.assert_close(norm_rope_pair(q, k, weights, rope, eps=1e-5, backend=backend), tuple(expected))
+    joint = torch.full((2, 2, 9, 3, 16), math.nan, device=q.device)
+    norm_rope_pair(q, k, weights, rope, eps=1e-5, out=tuple(joint[:, :, 2:7]), backend=backend)
+    torch.testing.assert_close(joint[:, :, 2:7], torch.stack(expected))
+    assert joint[:, :, :2].isnan().all() and joint[:, :, 7:].isnan().all()
+
+
+def test_a_pair_must_be_of_one_shape():
+    with pytest.raises(ShapeError, match=r"k must have shape \[2, 5, 3, 16\], got \[2, 4, 3, 16\]"):
+        norm_rope_pair(torch.ones(2, 5, 3, 16), torch.ones(2, 4, 3, 16), (None, None), None)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no-grad"])
+def test_no_gradient_flows(enabled):
+    """Nor does the op change whether gradients are wanted."""
+    x = torch.ones(1, 2, 3, 16, requires_grad=True)
+    with torch.set_grad_enabled(enabled):
+        assert not norm_rope(x, x[0, 0, 0], None).requires_grad
+        assert torch.is_grad_enabled() == enabled
 
 
 @pytest.mark.parametrize(

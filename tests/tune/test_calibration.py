@@ -129,13 +129,16 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
         assert candidate.sparsity == pytest.approx(sum(sparsities) / 2, abs=1e-6)
 
 
+HEADS = {"forecast.scope": "head", "forecast.corrector": False}
+
+
 def test_at_scope_head_thresholds_are_those_of_the_step():
     """A mass that has grown to a quarter by mid-run leaves out there what a quarter of it does everywhere."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 256, 1, 16, generator=generator) + offset for offset in (0, 0, 3))
     q = q + 6 * torch.randn(1, 4, 1, 16, generator=generator).repeat_interleave(64, 1)
     recorder = recorder_of(sample_of(q, k, v, TokenLayout(0, 256, 64), progress=0.5))
-    head = preset(skip={"policy": "sparge"}, **{"forecast.scope": "head", "reuse.ramp": 2.0})
+    head = preset(skip={"policy": "sparge"}, **{**HEADS, "reuse.ramp": 2.0})
     ramped, plain = (dict(measure(recorder, each, torch.device("cpu")))["blocks.0"] for each in (head, preset()))
     by_tau = {each.changes["tau_kv"]: each for each in plain}
     assert next(each for each in ramped if each.changes["tau_kv"] == 0.2).error == by_tau[0.05].error

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def rows_into(
 ) -> None:
     """Fills ``summed`` where there is an update, and ``normed`` where there is a scale; both ``[B, S, C]`` in order."""
     batch, tokens, width = x.shape
-    features = triton.next_power_of_2(width)
+    features = next_power_of_2(width)
     x, update, gate = (_side_by_side(tensor) for tensor in (x, update, gate))
     scale, shift = (tensor if tensor is None else tensor.contiguous() for tensor in (scale, shift))
     strides = (*x.stride()[:2], *_strides(update), *_strides(gate), *_strides(scale))
@@ -78,4 +78,7 @@ def _side_by_side(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def _strides(x: torch.Tensor | None) -> tuple[int, int]:
     """Of batch and token, 0 along axes that broadcast."""
-    return (0, 0) if x is None else tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in (0, 1))
+    if x is None:
+        return 0, 0
+    (batch, tokens, _), (batch_stride, token_stride, _) = x.shape, x.stride()
+    return batch_stride if batch > 1 else 0, token_stride if tokens > 1 else 0

@@ -1,0 +1,196 @@
+"""``dit-accel compare``: presets beside what else could make one's own model faster, in quality and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dit_accel.cli import options
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.demo import model_preset, tuning_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dit_accel.compare import Bench, Method, Sweep
+
+LEVELS = ("quality", "balanced", "turbo")
+
+
+def command(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What is drawn; or give --prompts.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="File with one prompt a line; figures are means over them.")
+    ] = None,
+    model: options.ModelOption = options.DEFAULT_MODEL,
+    presets: Annotated[
+        str | None,
+        typer.Option(
+            "--presets",
+            help="Names or paths, separated by commas.",
+            show_default="the family's quality, balanced and turbo, and other targets of the balanced one",
+        ),
+    ] = None,
+    peers: Annotated[
+        str, typer.Option("--peers", help="`all`, `none`, or names of these, separated by commas; docs/comparing.md.")
+    ] = "all",
+    settings: Annotated[
+        int,
+        typer.Option("--settings", min=1, help="Most settings of each peer, and targets, spread over their range."),
+    ] = 4,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Stem of NAME.json, from which an interrupted comparison goes on, NAME.md and two plots.",
+        ),
+    ] = Path("comparison"),
+    steps: options.StepsOption = None,
+    seed: options.SeedOption = 0,
+    height: options.HeightOption = None,
+    width: options.WidthOption = None,
+    num_frames: options.FramesOption = None,
+    image: options.ImageOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = None,
+    quiet: options.QuietOption = False,
+) -> None:
+    """Compare presets with other ways to make a pipeline faster: same pipeline, prompts and seeds.
+
+    dit-accel compare --prompt "a red star over the sea"
+
+    dit-accel compare --model black-forest-labs/FLUX.1-dev --prompts mine.txt --peers first-block-cache,dbcache
+    """
+    from rich.console import Console
+
+    from dit_accel.bench.origin import describe_run
+    from dit_accel.compare import Bench, Prompt, Sweep
+
+    console = Console(quiet=quiet)
+    if (prompt is None) == (prompts is None):
+        raise options.OptionError("--prompt", "give either a prompt or --prompts, a file of them")
+    options.require_writable(output.with_name(f"{output.name}.json"), "--output")
+    named_peers = _peers(peers)
+    for name in _names(presets):
+        options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
+    texts = [prompt] if prompts is None else options.read_prompts(prompts)
+    given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
+    picture = read_image(image) if image else None
+
+    load = partial(load_pipeline, model, device=device, dtype=dtype, offload="none")
+    pipe = load(console=console)
+    arguments = call_arguments(pipe, model, {**given, "image": picture})
+    pipe.set_progress_bar_config(disable=True)  # one bar for the whole comparison
+    facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
+    sweep = Sweep(output, {**facts, "prompts": texts})
+    with explained_failures(pipe), _progress_bar(console) as progress:
+        bench = Bench(
+            _first(pipe, lambda: load(console=Console(quiet=True))),
+            arguments,
+            [Prompt(text, seed + index) for index, text in enumerate(texts)],
+            Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
+            progress.begin,
+        )
+        methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
+        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
+        missing = sweep.missing(methods)
+        progress.expect(len(methods), len(methods) - len(missing))
+        for method in missing:
+            sweep.add(bench.measure(method))
+            progress.advance()
+    written = sweep.publish()
+    _print_summary(console, sweep)
+    console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
+
+
+def _names(listed: str | None) -> list[str]:
+    return [name.strip() for name in (listed or "").split(",") if name.strip()]
+
+
+def _peers(listed: str) -> list[str] | None:
+    """Names of peers; None = all."""
+    from dit_accel.compare import PEERS
+
+    if listed in ("all", "none"):
+        return None if listed == "all" else []
+    unknown = [name for name in _names(listed) if name not in PEERS]
+    if unknown:
+        raise options.OptionError("--peers", f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}")
+    return _names(listed)
+
+
+def _methods(
+    bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
+) -> tuple[list[Method], dict[str, str]]:
+    """What is compared, and why some peers are left out."""
+    from dit_accel.compare import our_methods, peer_methods, spread
+
+    targets: list[Method] = []
+    if not presets:
+        base = model_preset(model) or options.choose_preset(None, {}, bench.pipe).name
+        presets = [f"{base.removesuffix('-balanced')}-{level}" for level in LEVELS]
+        targets = spread(our_methods(bench.pipe, [], base), settings)
+    others, left_out = peer_methods(bench.pipe, bench.subject.steps, peers, settings)
+    return [*our_methods(bench.pipe, presets), *targets, *others], left_out
+
+
+def _first(pipe: Any, load: Callable[[], Any]) -> Callable[[], Any]:
+    """Gives the pipeline that there is, and after that freshly loaded ones."""
+    loaded = [pipe]
+
+    def give() -> Any:
+        if loaded:
+            return loaded.pop()
+        fresh = load()
+        fresh.set_progress_bar_config(disable=True)
+        return fresh
+
+    return give
+
+
+class _Progress:
+    """A bar over methods that says what runs."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._task = bar.add_task("plain", total=None)
+
+    def begin(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+
+    def expect(self, total: int, done: int) -> None:
+        self._bar.update(self._task, total=total, completed=done)
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+
+@contextmanager
+def _progress_bar(console: Console) -> Iterator[_Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), "settings", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield _Progress(bar)
+
+
+def _print_summary(console: Console, sweep: Sweep) -> None:
+    from rich.table import Table
+
+    from dit_accel.compare.report import remarks, settings_table
+
+    head, lines = settings_table(sweep.document)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, title in enumerate(head):
+        table.add_column(title, justify="left" if place < 2 else "right")
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
+    for remark in remarks(sweep.document):
+        console.out(f"note: {remark}", highlight=False)

@@ -1,0 +1,88 @@
+"""Fewer steps, with the model's own solver and with solvers of higher order over the same noise levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import diffusers
+import torch
+
+from dit_accel.compare.methods import Method, Subject
+
+SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
+
+
+def fewer_steps(steps: int) -> list[Method]:
+    """The model's own solver with so many of ``steps``."""
+    return [Method("fewer steps", f"{count} steps", partial(_fewer, count=count)) for count in _counts(steps)]
+
+
+def fewer_steps_solved(solver: str, steps: int) -> list[Method]:
+    """One of `SOLVERS` with so many of ``steps``, and with all of them.
+
+    That last one is near the picture that it converges to, which is not quite the plain one: no other of its settings
+    can be expected to come closer to that.
+    """
+    return [
+        Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
+        for count in (*_counts(steps), steps)
+    ]
+
+
+def why_not_solvable(pipe: Any) -> str | None:
+    """Why solvers of flow models can't run a pipeline, or None."""
+    name = type(pipe.scheduler).__name__
+    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not Euler's of flow matching"
+
+
+class _FlowSchedule:
+    """Before a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded."""
+
+    own: Any
+
+    def set_timesteps(
+        self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, mu: float | None = None
+    ) -> None:
+        self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
+        super().set_timesteps(len(self.own.timesteps), device=device)
+        self.timesteps = self.own.timesteps.clone()
+        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # where all is noise the logarithm of the signal is −∞
+
+    def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of picture and noise."""
+        return 1 - sigma, sigma
+
+
+class _DPM(_FlowSchedule, diffusers.DPMSolverMultistepScheduler):
+    pass
+
+
+class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler):
+    pass
+
+
+SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
+
+
+def _counts(steps: int) -> list[int]:
+    return sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+
+
+@contextmanager
+def _fewer(subject: Subject, count: int) -> Iterator[dict[str, Any]]:
+    yield {"num_inference_steps": count}
+
+
+@contextmanager
+def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
+    own = subject.pipe.scheduler
+    scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
+    scheduler.own = own
+    subject.pipe.scheduler = scheduler
+    try:
+        yield {"num_inference_steps": count}
+    finally:
+        subject.pipe.scheduler = own

@@ -1,0 +1,1 @@
+"""The closed loop with knobs, for trying ideas before the package gets them."""

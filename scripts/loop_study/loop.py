@@ -1,0 +1,338 @@
+"""The closed loop once more, on one page and with more knobs than the package has, so that an idea costs a line.
+
+With the knobs as they are by default it computes the same steps as the package (a test holds this).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from dit_accel.forecast import newton_weights
+from dit_accel.schedule import ABOUT
+
+KEPT = 6  # records, enough for every predictor here
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How a forecast is made.
+
+    Args:
+        order: degree of the polynomial.
+        coordinate: that it runs over, step or sigma.
+        quantity: that it goes through: output, F; clean, the picture ``x − σF`` that the output points at; noise,
+            ``x + (1 − σ)F``; scaled, ``σF``.
+        extra: records beyond order + 1, to which it is fitted by least squares.
+    """
+
+    order: int
+    coordinate: str = "step"
+    quantity: str = "output"
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The loop's knobs; the defaults are the loop as it is.
+
+    Args:
+        target_error, error_in, warmup, max_interval, final_full: as in a preset.
+        predictors: a computed step goes on with the one that would have reached farthest.
+        growth: how an error grows with the distance. power: ``(d / g) ** (D + 1 + exponent)``; product: as the
+            remainder of a polynomial through the recorded nodes; fitted: the power that two gaps show.
+        exponent: added to the power.
+        norm: of errors: mean (root mean square over everything), token:q (the q-quantile of tokens), power:p.
+        end: gaps are at most the steps that remain over this; 0 = no bound.
+        span: target times the share of sigma that is left, to this power.
+        rate: the target is what a gap may add for each mean step of sigma that it covers.
+        carry: what a gap left of its allowance goes to the next, this share of it.
+        late: an error is known one step late; the step after a computed one is forecast unseen.
+        blend: of the two best predictors, the mix that would have been best, by its least-squares share in 0..this.
+        residual: share of the last forecast's error, grown to the distance, that is added to forecasts.
+        repay: share of what the forecasts since the last computed step missed, judged by interpolation, that the
+            output of a computed step makes good.
+        repay_degree: of that interpolation, as far as records go.
+    """
+
+    target_error: float
+    error_in: str = "output"
+    warmup: int = 2
+    max_interval: int = 16
+    final_full: int = 1
+    predictors: tuple[Predictor, ...] = (Predictor(0), Predictor(1), Predictor(2))
+    growth: str = "product"
+    exponent: float = 0.0
+    norm: str = "mean"
+    end: float = 0.0
+    span: float = 0.0
+    rate: bool = False
+    carry: float = 0.0
+    late: bool = False
+    blend: float = 0.0
+    residual: float = 0.0
+    repay: float = 1.0
+    repay_degree: int = 3
+
+
+@dataclass(frozen=True)
+class Record:
+    step: int
+    output: torch.Tensor
+    latents: torch.Tensor
+
+
+class Branch:
+    """What one stream of guidance remembers."""
+
+    def __init__(self) -> None:
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.predictor: Predictor | None = None
+        self.second: tuple[Predictor, float] | None = None
+        self.residual: tuple[torch.Tensor, float] | None = None
+        self.forecasts: list[tuple[int, torch.Tensor]] = []
+        self.power: float | None = None
+
+
+class Loop:
+    """Stands in for a transformer's forward: runs it, or forecasts its output.
+
+    Args:
+        forward: of the transformer.
+        scheduler: of its pipeline, which predicts a flow by Euler steps.
+        variant: the knobs.
+    """
+
+    def __init__(self, forward: Callable, scheduler: Any, variant: Variant) -> None:
+        self._forward = forward
+        self._scheduler = scheduler
+        self._variant = variant
+        self.computed: list[int] = []
+        self._step = -1
+        self._next_update = 0
+        self._saved = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        step = self._scheduler.step_index or 0
+        if step != self._step:
+            self._start_step(step)
+        branch = self._branches.setdefault(self._calls, Branch())
+        self._calls += 1
+        latents = kwargs["hidden_states"]
+        if not self._computes:
+            output = self._forecast(branch, step, latents)
+            branch.forecasts.append((step, output))
+            return (output,)
+        output = self._forward(*args, **kwargs)[0]
+        result = self._observe(branch, Record(step, output.clone(), latents.clone()))
+        return (result,)
+
+    @property
+    def fraction(self) -> float:
+        return len(self.computed) / self._steps
+
+    def _start_step(self, step: int) -> None:
+        variant = self._variant
+        if step == 0:
+            self._branches: dict[int, Branch] = {}
+            self._steps = len(self._scheduler.timesteps)
+            self._sigmas = [float(sigma) for sigma in self._scheduler.sigmas]
+            spans = [abs(after - before) for before, after in pairwise(self._sigmas)]
+            inner = [*spans[:-1], spans[-2]]  # as the package has it, where the last step's end is not seen
+            self._shares = [span * self._steps / sum(inner) for span in inner]
+            self._coordinates = {"step": [float(index) for index in range(self._steps)], "sigma": self._sigmas[:-1]}
+        self._step, self._calls = step, 0
+        full = step < variant.warmup or step >= self._steps - variant.final_full
+        self._computes = full or step >= self._next_update
+        if self._computes:
+            self._observed = False
+            self.computed.append(step)
+
+    def _forecast(self, branch: Branch, step: int, latents: torch.Tensor) -> torch.Tensor:
+        output = self._predict(branch.predictor, branch.records, step, latents)
+        if branch.second is not None:
+            other, share = branch.second
+            output = (1 - share) * output + share * self._predict(other, branch.records, step, latents)
+        if branch.residual is not None:
+            residual, gap = branch.residual
+            distance = step - branch.records[0].step
+            output = output + self._variant.residual * residual * (distance / gap) ** (branch.predictor.order + 1)
+        return output
+
+    def _predict(
+        self, predictor: Predictor, records: Sequence[Record], step: int, latents: torch.Tensor
+    ) -> torch.Tensor:
+        """A forecast of the output at ``step``, where the latents are known."""
+        used = list(records)[: predictor.order + 1 + predictor.extra]
+        coordinates = self._coordinates[predictor.coordinate]
+        nodes = [coordinates[record.step] for record in used]
+        if len(used) > predictor.order + 1:
+            powers = np.vander(np.array(nodes) - coordinates[step], predictor.order + 1, increasing=True)
+            weights = np.linalg.pinv(powers)[0].tolist()
+        else:
+            weights = newton_weights(nodes, coordinates[step])
+        values = (self._quantity(predictor, record.output, record.latents, record.step) for record in used)
+        value = sum(weight * each for weight, each in zip(weights, values, strict=True))
+        sigma = self._sigmas[step]
+        match predictor.quantity:
+            case "clean":
+                return (latents - value) / sigma
+            case "noise":
+                return (value - latents) / max(1 - sigma, 1e-6)
+            case "scaled":
+                return value / sigma
+        return value
+
+    def _quantity(self, predictor: Predictor, output: torch.Tensor, latents: torch.Tensor, step: int) -> torch.Tensor:
+        sigma = self._sigmas[step]
+        match predictor.quantity:
+            case "clean":
+                return latents - sigma * output
+            case "noise":
+                return latents + (1 - sigma) * output
+            case "scaled":
+                return sigma * output
+        return output
+
+    def _observe(self, branch: Branch, record: Record) -> torch.Tensor:
+        """Judges the forecasts that there would have been, sets the next update and gives the output to go on with."""
+        variant, step = self._variant, record.step
+        usable = [p for p in variant.predictors if p.order < len(branch.records)]
+        if len(branch.records) > 1:
+            usable = [p for p in usable if p.order > 0] or usable
+        following = step + 1
+        branch.residual = None
+        if usable:
+            forecasts = {p: self._predict(p, branch.records, step, record.latents) for p in usable}
+            errors = {p: self._error(record.output, forecast) for p, forecast in forecasts.items()}
+            chosen = branch.predictor = self._best(errors, branch, step)
+            error = errors[chosen]
+            branch.second = None
+            if variant.blend and len(usable) > 1:
+                other = max((p for p in usable if p is not chosen), key=lambda p: p.order)
+                difference = forecasts[other] - forecasts[chosen]
+                share = ((record.output - forecasts[chosen]) * difference).sum() / difference.square().sum()
+                share = min(max(float(share), 0.0), variant.blend)
+                mixed = forecasts[chosen] + share * difference
+                branch.second, error = (other, share), self._error(record.output, mixed)
+            if variant.residual:
+                branch.residual = record.output - forecasts[chosen], step - branch.records[0].step
+            if variant.growth == "fitted" and len(branch.records) > chosen.order + 1:
+                branch.power = self._fitted_power(chosen, error, branch, record)
+            following = self._reach(chosen, error, branch, step)
+        self._next_update = min(self._next_update, following) if self._observed else following
+        self._observed = True
+        if variant.late and usable:
+            self._next_update = max(self._next_update, step + 2)
+        branch.records.appendleft(record)
+        result = self._repaid(branch, record) if variant.repay and branch.forecasts else record.output
+        branch.forecasts = []
+        return result
+
+    def _fitted_power(self, predictor: Predictor, error: float, branch: Branch, record: Record) -> float:
+        """Of the error's growth from the newest record to the one before, from which the same forecast missed more."""
+        earlier = self._predict(predictor, list(branch.records)[1:], record.step, record.latents)
+        nodes = [self._coordinates[predictor.coordinate][each.step] for each in branch.records]
+        here = self._coordinates[predictor.coordinate][record.step]
+        farther = abs(here - nodes[1]) / abs(here - nodes[0])
+        power = math.log(max(self._error(record.output, earlier) / error, 1e-3)) / math.log(farther)
+        return min(max(power, 0.5), predictor.order + 2.0)
+
+    def _error(self, value: torch.Tensor, forecast: torch.Tensor) -> float:
+        kind, _, parameter = self._variant.norm.partition(":")
+        difference, value = (value - forecast).float(), value.float()
+        if kind == "token":  # tokens are pixels of the latents where these are not packed
+            dimension = -1 if value.ndim == 3 else 1
+            worst = difference.norm(dim=dimension).flatten().quantile(float(parameter))
+            return float(worst / value.norm(dim=dimension).square().mean().sqrt())
+        power = float(parameter or 2)
+        return float(difference.norm(power) / value.norm(power))
+
+    def _best(self, errors: dict[Predictor, float], branch: Branch, step: int) -> Predictor:
+        """As the package chooses the order, or, where coordinates or quantities differ, by the interval they allow."""
+        if len({replace(p, order=0) for p in errors}) > 1:
+            return max(errors, key=lambda p: self._smooth_reach(p, errors[p], branch, step))
+        reaches = {p: (self._variant.target_error / max(e, 1e-12)) ** (1 / (p.order + 1)) for p, e in errors.items()}
+        farthest = max(reaches.values())
+        return max((p for p, reach in reaches.items() if reach >= ABOUT * farthest), key=lambda p: p.order)
+
+    def _smooth_reach(self, predictor: Predictor, error: float, branch: Branch, step: int) -> float:
+        """Steps that a predictor reaches, and by what fraction of a step more."""
+        counted = self._counted(predictor, error, branch, step)
+        reach = 0.0
+        last = 0.0
+        for value in counted:
+            if value > self._variant.target_error:
+                return reach + (self._variant.target_error - last) / (value - last)
+            reach, last = reach + 1, value
+        return reach
+
+    def _counted(self, predictor: Predictor, error: float, branch: Branch, step: int) -> Iterator[float]:
+        """What forecasts up to the 1st, 2nd, … step from here count to, in the terms of the target."""
+        total = share = 0.0
+        for following in range(step + 1, self._steps):
+            expected = error * self._growth(predictor, branch, step, following)
+            if self._variant.error_in == "output" and not self._variant.rate:
+                total = expected
+            else:
+                total += self._shares[following] * expected
+            share += self._shares[following]
+            yield total / share if self._variant.rate else total
+
+    def _growth(self, predictor: Predictor, branch: Branch, step: int, following: int) -> float:
+        coordinates = self._coordinates[predictor.coordinate]
+        here, there = coordinates[step], coordinates[following]
+        nodes = [coordinates[record.step] for record in branch.records]
+        if self._variant.growth == "product":
+            old = math.prod(abs(here - node) for node in nodes[: predictor.order + 1])
+            return math.prod(abs(there - node) for node in [here, *nodes][: predictor.order + 1]) / old
+        power = predictor.order + 1 + self._variant.exponent
+        if branch.power is not None:
+            power = branch.power
+        return (abs(there - here) / abs(here - nodes[0])) ** power
+
+    def _reach(self, predictor: Predictor, error: float, branch: Branch, step: int) -> int:
+        variant = self._variant
+        left = self._sigmas[step] / self._sigmas[0]
+        target = variant.target_error * left**variant.span + self._saved * variant.carry
+        interval, last = 1, 0.0
+        bound = variant.max_interval
+        if variant.end:
+            bound = min(bound, max(1, math.ceil((self._steps - 1 - step) / variant.end)))
+        for counted in self._counted(predictor, error, branch, step):
+            if interval >= bound or not counted <= target:
+                break
+            interval, last = interval + 1, counted
+        if variant.carry:
+            self._saved = max(target - last, 0.0)
+        return step + interval
+
+    def _repaid(self, branch: Branch, record: Record) -> torch.Tensor:
+        """The output, and with it what the forecasts since the last computed step were short of."""
+        order = min(self._variant.repay_degree, len(branch.records) - 1)
+        interpolation = replace(branch.predictor, order=order, quantity="output", extra=0)
+        missed = 0.0
+        for step, forecast in branch.forecasts:
+            better = self._predict(interpolation, branch.records, step, record.latents)
+            missed = missed + (self._sigmas[step + 1] - self._sigmas[step]) * (better - forecast)
+        span = self._sigmas[record.step + 1] - self._sigmas[record.step]
+        return record.output + self._variant.repay * missed / span
+
+
+@contextmanager
+def looped(pipe: Any, variant: Variant) -> Iterator[Loop]:
+    """The pipeline's transformer runs in the loop, within."""
+    loop = Loop(pipe.transformer.forward, pipe.scheduler, variant)
+    pipe.transformer.forward = loop
+    try:
+        yield loop
+    finally:
+        del pipe.transformer.forward

@@ -1,0 +1,254 @@
+"""One model on one device, in the denoising loop of its pipeline: what a step takes, and how busy the GPU is in it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.attention_dispatch import attention_backend
+
+from dit_accel import Preset, accelerate_pipeline, restore_pipeline
+from dit_accel.patcher import Acceleration
+
+from .forced import forced_density
+from .models import Model, variant
+
+STEPS = 50
+TIMED_STEPS = 3  # a dense step varies by less than 1%
+UNPROFILED_STEPS = 4  # after which a loop has met every kernel, those of its longest history among them
+PROFILED_STEPS = 2
+CUDNN = "_native_cudnn"  # diffusers' name of torch's attention by cuDNN alone; "native" lets torch choose
+
+
+class Bench:
+    """A model with a scheduler, which :func:`dit_accel.accelerate_pipeline` takes for a pipeline.
+
+    Args:
+        model: what to build.
+        device: "cuda" (bf16) or "cpu" (float32).
+        timed_steps: of the dense runs.
+        transformer: of the model, where it is built already.
+    """
+
+    def __init__(
+        self, model: Model, device: str, timed_steps: int = TIMED_STEPS, transformer: torch.nn.Module | None = None
+    ) -> None:
+        self.model = model
+        self.timed_steps = timed_steps
+        self.device = torch.device(device)
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                self.transformer = transformer or model.build().eval().requires_grad_(False)
+                self.controlnet = model.control_net().eval().requires_grad_(False) if model.control_net else None
+                self.conditions = model.conditions(self.device, self.dtype, self.controlnet)
+        finally:
+            torch.set_default_dtype(default)
+
+    def variant(self, name: str) -> Bench:
+        """The same transformer in one of the model's variants."""
+        return Bench(variant(self.model, name), self.device.type, self.timed_steps, self.transformer)
+
+    @torch.no_grad()
+    def loop(self, steps: int) -> Iterator[torch.Tensor]:
+        """A denoising loop as diffusers' pipelines have it; each ``next`` takes a step and gives the velocity."""
+        self.scheduler.set_timesteps(steps, device=self.device)
+        self.scheduler.set_begin_index(0)
+        latents = torch.randn(self.model.latents, device=self.device, generator=self._seeded())
+        for timestep in self.scheduler.timesteps:
+            for branch in self.model.branches:
+                call = self.conditions(latents.to(self.dtype), timestep.expand(1))
+                with self.transformer.cache_context(branch):
+                    velocity = self.transformer(return_dict=False, **call)[0]
+            velocity = velocity[:, : latents.shape[1]]  # without Kontext's reference tokens
+            latents = self.scheduler.step(velocity.float(), timestep, latents, return_dict=False)[0]
+            yield velocity
+
+    def timed(self, run: Iterator[torch.Tensor], steps: int) -> list[float]:
+        """Milliseconds of each of the next ``steps`` of a loop, all branches together."""
+        milliseconds = []
+        for _ in range(steps):
+            elapsed = _stopwatch(self.device)
+            velocity = next(run)
+            milliseconds.append(elapsed())
+        if not velocity.isfinite().all():
+            raise RuntimeError("the run gave values that are no numbers")
+        return milliseconds
+
+    def plain(self) -> dict[str, Any]:
+        """Diffusers as it is."""
+        with _peak_memory(self.device) as memory:
+            run = self.loop(STEPS)
+            self.velocity = next(run)
+            self.plain_ms = statistics.median(self.timed(run, self.timed_steps))
+        return {"run": "plain", "ms": self.plain_ms, **memory}
+
+    def baseline(self) -> dict[str, Any]:
+        """The fastest dense run that a user of diffusers can have: its blocks compiled one by one, with the faster of
+        torch's default attention and cuDNN's for this model. What fails is noted, and leaves the row without a time.
+        """
+        row: dict[str, Any] = {"run": "baseline", "eager_ms": {"native": self.plain_ms}, "failed": {}}
+        with _noting_failure(row["failed"], CUDNN), attention_backend(CUDNN):
+            row["eager_ms"][CUDNN] = self.timed(self.loop(STEPS), 2)[1]
+        for name in sorted(row["eager_ms"], key=row["eager_ms"].get):
+            with _noting_failure(row["failed"], f"{name}, compiled"), attention_backend(name), self._compiled():
+                with _peak_memory(self.device) as memory:
+                    run = self.loop(STEPS)
+                    (first,) = self.timed(run, 1)
+                    row["ms"] = statistics.median(self.timed(run, self.timed_steps))
+                return row | {"attention": name, "first_step_seconds": first / 1000, **memory}
+        return row
+
+    def accelerated(
+        self,
+        run: str,
+        preset: Preset,
+        steps: int,
+        *,
+        rows: float = 1.0,
+        tiles: float = 1.0,
+        warm: int | None = None,
+        whole: bool = False,
+    ) -> dict[str, Any]:
+        """One run under a preset with the given densities.
+
+        Args:
+            warm: steps taken before, in which kernels compile; None = as many.
+            whole: the row's ``ms`` are those of the run's average step, not of a computed step.
+        """
+        with self._accelerated(preset, rows, tiles) as acceleration:
+            warm = steps if warm is None else warm
+            if warm:
+                self.timed(self.loop(steps), warm)
+            with _peak_memory(self.device) as memory:
+                times = self.timed(self.loop(steps), steps)
+            report = acceleration.report()
+        by_mode = _medians((step.mode, ms) for step, ms in zip(report.steps, times, strict=True))
+        inside = _medians((step.mode, 1000 * step.seconds) for step in report.steps)
+        computed = by_mode["update"] if "update" in by_mode else by_mode["full"]
+        return {
+            "run": run,
+            "ms": statistics.mean(times) if whole else computed,
+            "preset": preset.effective(),
+            "row_density": rows,
+            "tile_density": tiles,
+            "steps": steps,
+            "seconds": sum(times) / 1000,
+            "ms_by_mode": by_mode,
+            "transformer_ms_by_mode": inside,
+            "steps_by_mode": report.steps_by_mode,
+            "computed_fraction": report.computed_fraction,
+            "cache_gib": report.cache_bytes / 2**30,
+            **{key: getattr(report, key) for key in ("estimated_bytes", "memory_measures", "notes", "fallbacks")},
+            **memory,
+        }
+
+    def relative_error(self, preset: Preset) -> float:
+        """Relative L2 distance of a run's first velocity from the plain run's, which :meth:`plain` keeps."""
+        with self._accelerated(preset):
+            velocity = next(self.loop(STEPS))
+        return ((velocity.float() - self.velocity.float()).norm() / self.velocity.float().norm()).item()
+
+    def occupancy(self, preset: Preset, *, tiles: float = 1.0) -> dict[str, float]:
+        """How busy the GPU is in consecutive steps; the host waits where the loop itself does and nowhere else.
+
+        Returns:
+            ``gpu_idle``, share of the time from the first to the last kernel in which nothing runs. The profiler makes
+            launches slower, so that this is an upper limit. ``gpu_busy_ms``, of a step. Nothing on a CPU.
+        """
+        if self.device.type == "cpu":
+            return {}
+        with self._accelerated(preset, tiles=tiles):
+            run = self.loop(UNPROFILED_STEPS + PROFILED_STEPS)
+            self.timed(run, UNPROFILED_STEPS)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                for _ in run:
+                    pass
+                torch.cuda.synchronize()
+        on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        busy, span = busy_and_span((event.time_range.start, event.time_range.end) for event in on_gpu)
+        return {"gpu_idle": 1 - busy / span, "gpu_busy_ms": busy / PROFILED_STEPS / 1000}  # events are in us
+
+    @contextmanager
+    def _accelerated(self, preset: Preset, rows: float = 1.0, tiles: float = 1.0) -> Iterator[Acceleration]:
+        with forced_density(rows, tiles) if min(rows, tiles) < 1 else nullcontext():
+            accelerate_pipeline(self, preset)
+            try:
+                yield self.dit_accel
+            finally:
+                restore_pipeline(self)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """The transformer's blocks compiled one by one, and as they were again."""
+        compiler = "inductor" if self.device.type == "cuda" else "eager"
+        self.transformer.compile_repeated_blocks(fullgraph=True, backend=compiler)
+        try:
+            yield
+        finally:
+            for module in self.transformer.modules():
+                module._compiled_call_impl = None  # torch has no public way back
+            torch._dynamo.reset()
+
+    def _seeded(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
+
+
+def busy_and_span(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """How much time ``(start, end)`` intervals cover, overlaps once, and how much lies between their outer ends."""
+    ordered = sorted(intervals)
+    first, reached = ordered[0]
+    busy = reached - first
+    for start, end in ordered[1:]:
+        busy += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return busy, reached - first
+
+
+def _medians(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    by_mode: dict[str, list[float]] = {}
+    for mode, milliseconds in times:
+        by_mode.setdefault(mode, []).append(milliseconds)
+    return {mode: statistics.median(part) for mode, part in by_mode.items()}
+
+
+@contextmanager
+def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
+    """A kernel or compiler that does not take this model raises whatever it likes; a benchmark goes on without it."""
+    try:
+        yield
+    except Exception as error:
+        failed[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+@contextmanager
+def _peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
+    """Fills in the most GiB that was allocated within the block; None on a CPU."""
+    figures: dict[str, float | None] = {"peak_gib": None}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    yield figures
+    if device.type == "cuda":
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+
+
+def _stopwatch(device: torch.device) -> Callable[[], float]:
+    """Starts a clock; the function it returns waits for the device and gives milliseconds."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * time.perf_counter()
+
+    started = now()
+    return lambda: now() - started

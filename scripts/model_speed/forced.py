@@ -1,0 +1,34 @@
+"""Densities by decree, for weights whose attention maps are noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dit_accel.kernels import pack_bits
+from dit_accel.layout import TokenLayout
+from dit_accel.policies import flashomni, sparge
+
+
+@contextmanager
+def forced_density(rows: float, tiles: float) -> Iterator[None]:
+    """Policies choose as ever, and random rows and tiles of these densities take the place of their choice."""
+    choose_rows, choose_tiles = flashomni.row_bits, sparge.tile_bits
+
+    def random_rows(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
+        choose_rows(probabilities, layout, *arguments)
+        batch, heads, blocks, _ = probabilities.shape
+        mask = torch.rand(batch, blocks, heads, device=probabilities.device) < rows
+        mask[:, layout.text_blocks] = True  # as every policy must: nothing is forecast for text
+        return pack_bits(mask)
+
+    def random_tiles(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
+        choose_tiles(probabilities, layout, *arguments)
+        return pack_bits(torch.rand(probabilities.shape, device=probabilities.device) < tiles)
+
+    with patch.object(flashomni, "row_bits", random_rows), patch.object(sparge, "tile_bits", random_tiles):
+        yield

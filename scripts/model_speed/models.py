@@ -1,0 +1,190 @@
+"""The transformers that are timed, at their published sizes and at toy size, and what their pipelines pass to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import diffusers
+import torch
+
+# What a pipeline does before the transformer in each step: from the latents and the timestep to the call's arguments.
+Conditions = Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
+# Makes what stays the same in a run, on a device in a dtype; a control net, where there is one, runs in every step.
+MakeConditions = Callable[[torch.device, torch.dtype, torch.nn.Module | None], Conditions]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One transformer at the size of a published picture or clip.
+
+    Args:
+        build: makes it on the default device in the default dtype.
+        conditions: what comes before a call of the transformer.
+        latents: shape that the scheduler works on.
+        family: prefix of its presets.
+        tiles: the preset that leaves tiles out.
+        branches: calls a step.
+        control_net: makes it, where the pipeline has one.
+        variants: changes to this model with the same transformer, by the name of what they add.
+    """
+
+    build: Callable[[], torch.nn.Module]
+    conditions: MakeConditions
+    latents: tuple[int, ...]
+    family: str
+    tiles: str
+    branches: tuple[str, ...] = ("cond",)
+    control_net: Callable[[], torch.nn.Module] | None = None
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+CFG = {"CFG": {"branches": ("cond", "uncond")}}
+
+
+def _flux_conditions(side: int, text: int, width: int, pooled: int, *, reference: bool = False) -> MakeConditions:
+    """A picture of ``side`` × ``side`` tokens; with ``reference`` Kontext's, of the same size, behind it."""
+
+    def make(device: torch.device, dtype: torch.dtype, control_net: torch.nn.Module | None) -> Conditions:
+        row, column = torch.meshgrid(*2 * [torch.arange(side, device=device)], indexing="ij")
+        ids = torch.stack([torch.zeros_like(row), row, column], dim=-1).flatten(0, 1).to(dtype)
+        if reference:
+            ids = torch.cat([ids, ids + torch.tensor([1, 0, 0], device=device)])
+        kept = {
+            "encoder_hidden_states": torch.randn(1, text, width, device=device, dtype=dtype),
+            "pooled_projections": torch.randn(1, pooled, device=device, dtype=dtype),
+            "guidance": torch.full([1], 3.5, device=device),
+            "img_ids": ids,
+            "txt_ids": torch.zeros(text, 3, device=device, dtype=dtype),
+        }
+        picture = torch.randn(1, side**2, 64, device=device, dtype=dtype)
+
+        def conditions(latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, Any]:
+            tokens = torch.cat([latents, picture], dim=1) if reference else latents
+            call = {"hidden_states": tokens, "timestep": timestep.to(dtype) / 1000, **kept}
+            if control_net is None:
+                return call
+            double, single = control_net(controlnet_cond=picture, return_dict=False, **call)
+            return call | {"controlnet_block_samples": double, "controlnet_single_block_samples": single}
+
+        return conditions
+
+    return make
+
+
+def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: int) -> Model:
+    """FLUX.1-dev, and what is built around it: Kontext, a control net, true CFG."""
+    return Model(
+        lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True, **sizes),
+        _flux_conditions(side, *text),
+        (1, side**2, 64),
+        "flux",
+        "flux-sparge-balanced",
+        variants={
+            **CFG,
+            "Kontext": {"conditions": _flux_conditions(side, *text, reference=True)},
+            "ControlNet": {"control_net": lambda: diffusers.FluxControlNetModel(guidance_embeds=True, **sizes | net)},
+        },
+    )
+
+
+def _hunyuan_conditions(width: int, pooled: int) -> MakeConditions:
+    """A prompt of 60 tokens, padded to the 256 that the pipeline passes."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        kept = {
+            "encoder_hidden_states": torch.randn(1, 256, width, device=device, dtype=dtype),
+            "encoder_attention_mask": torch.arange(256, device=device)[None] < 60,
+            "pooled_projections": torch.randn(1, pooled, device=device, dtype=dtype),
+            "guidance": torch.full([1], 6000.0, device=device, dtype=dtype),
+        }
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, **kept}
+
+    return make
+
+
+def _hunyuan(sizes: Mapping[str, Any], latents: tuple[int, ...], *text: int) -> Model:
+    return Model(
+        lambda: diffusers.HunyuanVideoTransformer3DModel(guidance_embeds=True, **sizes),
+        _hunyuan_conditions(*text),
+        latents,
+        "hunyuan",
+        "hunyuan-sparge-balanced",
+    )
+
+
+def _wan_conditions(latents: tuple[int, ...], width: int, image_width: int | None) -> MakeConditions:
+    """A prompt of 512 tokens; from a picture also its 257 tokens, and its latents and mask beside the clip's."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        kept = {"encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=dtype)}
+        if image_width is None:
+            return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep, **kept}
+        kept["encoder_hidden_states_image"] = torch.randn(1, 257, image_width, device=device, dtype=dtype)
+        picture = torch.randn(1, 20, *latents[2:], device=device, dtype=dtype)
+        return lambda latents, timestep: {
+            "hidden_states": torch.cat([latents, picture], dim=1),
+            "timestep": timestep,
+            **kept,
+        }
+
+    return make
+
+
+def _wan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, **changes: Any) -> Model:
+    conditions = _wan_conditions(latents, width, sizes.get("image_dim"))
+    build = lambda: diffusers.WanTransformer3DModel(**sizes)  # noqa: E731
+    return Model(build, conditions, latents, "wan21", "wan21-sparge-balanced", **changes)
+
+
+CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
+IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+MODELS = {
+    "flux": _flux({}, {"num_layers": 5, "num_single_layers": 10}, 64, 512, 4096, 768),
+    "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
+    "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
+    "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
+    "wan-i2v-14b": _wan(IMAGE_TO_VIDEO, CLIP_480P, 4096, variants=CFG),
+}
+
+_TINY_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
+_TINY_CLIP = (1, 16, 3, 16, 18)
+_TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
+TINY = {
+    "flux": _flux(
+        {
+            **_TINY_ATTENTION,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 16,
+            "axes_dims_rope": (4, 6, 6),
+        },
+        {"num_layers": 1, "num_single_layers": 1},
+        *(12, 37, 32, 16),
+    ),
+    "hunyuan": _hunyuan(
+        {
+            **_TINY_ATTENTION,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 32,
+            "pooled_projection_dim": 16,
+            "rope_axes_dim": (4, 6, 6),
+        },
+        _TINY_CLIP,
+        *(32, 16),
+    ),
+    "wan-1.3b": _wan(_TINY_WAN, _TINY_CLIP, 32, variants=CFG),
+    "wan-14b": _wan(_TINY_WAN, _TINY_CLIP, 32, **CFG["CFG"]),
+    "wan-i2v-14b": _wan(
+        {**_TINY_WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 32}, _TINY_CLIP, 32, variants=CFG
+    ),
+}
+
+
+def variant(model: Model, name: str) -> Model:
+    """The model with one of its variants' changes."""
+    return replace(model, **model.variants[name])

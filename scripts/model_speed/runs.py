@@ -1,0 +1,95 @@
+"""The runs that a benchmark of a model is made of; each gives its rows one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dit_accel import Preset, load_preset
+
+from .bench import STEPS, Bench
+
+# FlashOmni's table 1 counts 39% of all attention left out by (40%, 1%, 6, 1, 0): that is 57% of each of the 34 DISPATCH
+# steps of 50, nearly all of it whole rows.
+FLASHOMNI_ROWS, FLASHOMNI_TILES = 0.45, 0.96
+FLASHOMNI = {"flux": "flux-flashomni", "hunyuan": "hunyuan-flashomni-balanced", "wan21": "wan21-flashomni"}
+
+
+def baseline(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The best dense run that diffusers has."""
+    yield bench.baseline()
+
+
+def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A step that computes everything, and computed steps that leave out half and four fifths of the tiles."""
+    exact = load_preset("exact")
+    row = bench.accelerated("exact", exact, 4, warm=0)
+    yield row | {"relative_error": bench.relative_error(exact), **bench.occupancy(exact)}
+    for density in (0.5, 0.2):
+        preset = _fixed(bench.model.tiles, warmup=1, interval=2, final_full=0)
+        row = bench.accelerated(f"{1 - density:.0%} of tiles left out", preset, 5, tiles=density)
+        if density == 0.5:
+            row |= bench.occupancy(_always_computing(bench.model.tiles), tiles=density)
+        yield row
+
+
+def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
+    """50 steps of which 14 are computed, 4 of them dense, the others as the family's preset does."""
+    name = f"{bench.model.family}-balanced"
+    preset = _fixed(name, warmup=4, interval=5, final_full=1)
+    tiles = 0.5 if name == bench.model.tiles else 1.0
+    run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")
+    row = bench.accelerated(run, preset, STEPS, tiles=tiles, warm=20, whole=True)  # every kernel of a run
+    if name != bench.model.tiles:
+        row |= bench.occupancy(_always_computing(name))
+    yield row
+
+
+def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
+    """What a DISPATCH step at scope stack takes beside a computed one, for the model and its variants."""
+    preset = _fixed("any-balanced", warmup=3, interval=4, final_full=0)
+    for name in ("", *bench.model.variants):
+        case = bench.variant(name) if name else bench
+        row = case.accelerated(f"DISPATCH, {name or 'plain'}", preset, 9, warm=0)
+        shares = {
+            f"{part}_share": row[key]["dispatch"] / row[key]["update"]
+            for part, key in (("dispatch", "transformer_ms_by_mode"), ("dispatch_step", "ms_by_mode"))
+        }
+        yield row | shares
+
+
+def flashomni_steps(bench: Bench) -> Iterator[dict[str, Any]]:
+    """FlashOmni's own setting; ten steps meet every mode, and 50 are put together from those."""
+    preset = load_preset(FLASHOMNI[bench.model.family], **{"schedule.warmup": 2, "reuse.ramp": 0.01})
+    yield bench.accelerated("FlashOmni", preset, 10, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES)
+
+
+def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
+    """FlashOmni's setting within a memory budget: its peak beside the estimate."""
+    preset = load_preset(
+        FLASHOMNI[bench.model.family],
+        schedule={"warmup": 1, "interval": 2, "final_full": 0},
+        memory={"budget_gib": 90.0},
+        **{"reuse.ramp": 0.01},
+    )
+    yield bench.accelerated("FlashOmni in 90 GiB", preset, 4, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES, warm=0)
+
+
+RUNS = {
+    "baseline": baseline,
+    "computed": computed_steps,
+    "fifty": fifty_steps,
+    "dispatch": dispatch_steps,
+    "flashomni": flashomni_steps,
+    "memory": memory_budget,
+}
+
+
+def _fixed(name: str, **schedule: int) -> Preset:
+    """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
+    return load_preset(name, schedule={"control": "fixed", **schedule})
+
+
+def _always_computing(name: str) -> Preset:
+    """A closed-loop preset that judges every step, and computes every one."""
+    return load_preset(name, **{"schedule.warmup": 0, "schedule.max_interval": 1, "schedule.final_full": 0})

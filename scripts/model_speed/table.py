@@ -1,0 +1,79 @@
+"""Speed-ups of the rows of a benchmark, and its Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLUMNS = {
+    "ms": ("ms", "{:.1f}"),
+    "speedup_over_plain": ("over plain", "{:.2f}×"),
+    "speedup_over_baseline": ("over the baseline", "{:.2f}×"),
+    "peak_gib": ("peak GiB", "{:.1f}"),
+    "peak_over_plain": ("peak, of plain", "{:.3f}"),
+    "gpu_busy_ms": ("GPU busy ms", "{:.1f}"),
+    "gpu_idle": ("GPU idle", "{:.1%}"),
+    "relative_error": ("relative error", "{:.1e}"),
+}
+MEANING = """\
+ms: of a computed step, all branches; of a run of 50 steps, of its average step. Baseline: blocks compiled one by one
+({attention} attention). GPU busy: with any kernel, in a computed step; idle: share of consecutive computed steps
+without one; both under the profiler, which slows launches. Relative error: ‖v − v_plain‖ / ‖v_plain‖, of one
+velocity."""
+DISPATCH_MEANING = """\
+Transformer: its calls alone, by the GPU's clock. Step: with the scheduler, and with the control net, which runs where
+the transformer reads what it gives. The host waits for the GPU after every step, so that a
+DISPATCH step shows what Python takes."""
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Fills in, where both were measured, how much faster each row is than the plain and the baseline row, and its
+    peak memory over the plain row's. Rows of DISPATCH steps have their own models, and are left alone.
+    """
+    references = {row["run"]: row for row in rows if row["run"] in ("plain", "baseline")}
+    for row in rows:
+        if "dispatch_share" in row or "ms" not in row:
+            continue
+        for name, reference in references.items():
+            if "ms" in reference and name != row["run"]:
+                row[f"speedup_over_{name}"] = reference["ms"] / row["ms"]
+        if row["peak_gib"] is not None:
+            row["peak_over_plain"] = row["peak_gib"] / references["plain"]["peak_gib"]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as Markdown: what was timed on what, the rows, and the DISPATCH steps."""
+    rows = results["rows"]
+    baseline = next((row for row in rows if row["run"] == "baseline"), {})
+    lines = [
+        f"# {results['model']}, {results['seconds']:.0f} s",
+        "",
+        f"{results['device']}, torch {results['torch']}, triton {results['triton']}, latents {results['latents']}, "
+        f"random weights: `{results['command']}`",
+        "",
+        f"| | {' | '.join(title for title, _ in COLUMNS.values())} |",
+        "|---|" + "---|" * len(COLUMNS),
+    ]
+    for row in rows:
+        if "dispatch_share" not in row:
+            figures = (form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items())
+            lines.append(f"| {row['run']} | {' | '.join(figures)} |")
+    lines += ["", MEANING.format(attention=baseline.get("attention", "no"))]
+    if baseline.get("failed"):
+        lines += ["", *(f"- {what} failed: {error}" for what, error in baseline["failed"].items())]
+    dispatched = [row for row in rows if "dispatch_share" in row]
+    if dispatched:
+        lines += ["", *_dispatch_table(dispatched), "", DISPATCH_MEANING]
+    return "\n".join(lines) + "\n"
+
+
+def _dispatch_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| | transformer: computed ms | DISPATCH ms | share | step: computed ms | DISPATCH ms | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["run"]]
+        for part, share in (("transformer_ms_by_mode", "dispatch_share"), ("ms_by_mode", "dispatch_step_share")):
+            cells += [f"{row[part]['update']:.1f}", f"{row[part]['dispatch']:.2f}", f"{row[share]:.2%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""How close a demo clip stays to the plain run, by the share of tiles that attention leaves out of computed steps.
+
+SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a guard,
+which lets each layer and step find its own density for one target error; masks that are kept, alone and with the
+residual of what they leave out; a longer warm-up; and FG-Attn's single keys. Each with every step computed, so that
+only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR against the plain run. Writes a JSON file
+after each setting, to which a run with the same options adds; then tables and a plot.
+
+    python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-hunyuan --schedules every    # minutes
+    python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-hunyuan --schedules loop
+    python scripts/tile_sparsity.py --output /tmp/tiles --steps 20 --prompts 1 --only residual --schedules every
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import numpy as np
+import torch
+from demo_models import clips
+
+from dit_accel import accelerated, load_preset
+from dit_accel.bench.origin import describe_run
+from dit_accel.demo import demo_arguments, demo_path
+from dit_accel.metrics import psnr
+from dit_accel.presets import Preset
+from dit_accel.visualize import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
+
+MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
+SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
+WARMUP = 3  # dense steps, as in the video presets
+SHARES = (0.3, 0.4, 0.5)  # of the tiles, between which the table interpolates
+GUARD_ROWS = 4
+ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the guard
+
+
+class Setting(NamedTuple):
+    """One way to leave tiles out: its series, what is swept in it, and the preset's keys."""
+
+    series: str
+    label: str
+    keys: dict[str, Any]
+
+
+def settings(model: str) -> Iterator[Setting]:
+    """Everything that is compared on a demo model; blocks have 64 tokens where the series does not say."""
+    for share in (0.85, 0.7, 0.6, 0.5, 0.4):
+        yield Setting("top_k, blocks of 128", f"{share}", _keys(128, top_k=share))
+        yield Setting("top_k", f"{share}", _keys(64, top_k=share))
+    for mass in (0.01, 0.03, 0.1, 0.2, 0.3) if model == "demo-wan" else (0.003, 0.01, 0.03, 0.1):
+        yield Setting("tau_kv", f"{mass}", _keys(64, tau_kv=mass))
+    for error in ERRORS[model]:
+        yield Setting("top_k, guard", f"e = {error}", _keys(64, top_k=0.3, guard_error=error))
+        yield Setting("tau_kv, guard", f"e = {error}", _keys(64, tau_kv=0.5, guard_error=error))
+    for share in (0.6, 0.45):
+        yield Setting("top_k, warm-up of 10 steps", f"{share}", _keys(64, top_k=share) | {"schedule.warmup": 10})
+        yield Setting("top_k, masks kept 4 steps", f"{share}", _keys(64, top_k=share, refresh=4))
+    for refresh, share in ((3, 0.3), (4, 0.3), (6, 0.3), (8, 0.2), (16, 0.3), (16, 0.2)):
+        keys = _keys(64, top_k=share, refresh=refresh, residual=True)
+        yield Setting("residual", f"{share}, {refresh} steps", keys)
+    for error in ERRORS[model]:
+        keys = _keys(64, top_k=0.2, refresh=16, residual=True, guard_error=error)
+        yield Setting("residual, guard", f"e = {error}", keys)
+    for level in (0.2, 0.4, 0.7, 1.0):
+        yield Setting("single keys (FG-Attn)", f"{level} / N", _keys(64, policy="fg_attn", key_threshold=level))
+
+
+def _keys(block: int, policy: str = "sparge", **skip: Any) -> dict[str, Any]:
+    """Of a preset; every run has a guard, which measures where it has no target."""
+    section = {"policy": policy, "steps": "all", "guard_rows": GUARD_ROWS, **skip}
+    return {"skip": section, "blocks.size": block, "schedule.warmup": WARMUP}
+
+
+def preset(model: str, schedule: str, keys: dict[str, Any]) -> Preset:
+    """The preset of a setting on one of the schedules."""
+    if schedule == "loop":
+        return load_preset(load_preset("any-video-balanced", model=MODELS[model]), **keys)
+    return load_preset("exact", model=MODELS[model], **keys)
+
+
+class Study:
+    """Runs settings on prompts, and compares each with the plain run.
+
+    Args:
+        pipe: the pipeline, in place.
+        arguments: of its call, without prompt and generator.
+        prompts: held-out prompts with their seeds.
+    """
+
+    def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: list[Any]) -> None:
+        self._pipe = pipe
+        self._arguments = arguments
+        self._prompts = prompts
+        self._plain = [self._call(prompt) for prompt in prompts]
+
+    def measure(self, wanted: Preset) -> dict[str, Any]:
+        """PSNR of each prompt in dB, and means over prompts: share of tiles left out of computed steps, FLOPs, the
+        guard's error, and the worst of these.
+        """
+        decibels, reports = [], []
+        for prompt, plain in zip(self._prompts, self._plain, strict=True):
+            with accelerated(self._pipe, wanted):
+                decibels.append(psnr(self._call(prompt), plain))
+                reports.append(self._pipe.dit_accel.report())
+        errors = [each.error for report in reports for each in report.attentions if each.error is not None]
+        return {
+            "psnr_db": statistics.fmean(decibels),
+            "psnr_db_each": decibels,
+            "left_out": statistics.fmean(report.left_out for report in reports),
+            "computed_fraction": statistics.fmean(report.computed_fraction for report in reports),
+            "error": statistics.fmean(errors),
+            "worst_error": max(errors),
+        }
+
+    def _call(self, prompt: Any) -> torch.Tensor:
+        """The clip, float32 ``[frames, 3, height, width]`` in 0..1."""
+        generator = torch.Generator("cpu").manual_seed(prompt.seed)
+        frames = self._pipe(**self._arguments, prompt=prompt.prompt, generator=generator, output_type="pt").frames[0]
+        return frames.float().cpu()
+
+
+def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
+    """The document of an earlier run, or an empty one.
+
+    Raises:
+        SystemExit: that run had other settings.
+    """
+    document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": common, "results": []}
+    if document["settings"] != common:
+        raise SystemExit(f"{file} was measured with {document['settings']}; give the same settings or another --output")
+    return document
+
+
+def place_of(model: str, result: dict[str, Any]) -> tuple[int, int]:
+    """Where a result stands: by schedule, then in the order of the settings."""
+    order = [(each.series, each.label) for each in settings(model)]
+    return list(SCHEDULES).index(result["schedule"]), order.index((result["series"], result["label"]))
+
+
+def psnr_at(share: float, results: list[dict[str, Any]]) -> float | None:
+    """PSNR of a series with that share of tiles left out, between its settings; None beyond them."""
+    points = sorted((r["left_out"], r["psnr_db"]) for r in results)
+    if not points or not points[0][0] <= share <= points[-1][0]:
+        return None
+    return float(np.interp(share, *zip(*points, strict=True)))
+
+
+def tables(results: list[dict[str, Any]]) -> str:
+    """PSNR by series at some shares, then every run."""
+    lines = []
+    for schedule, title in SCHEDULES.items():
+        of_schedule = [r for r in results if r["schedule"] == schedule]
+        if not of_schedule:
+            continue
+        lines += [f"PSNR (dB) with so many tiles left out, {title}:", ""]
+        lines += [f"| | {' | '.join(f'{share:.0%}' for share in SHARES)} |", "|---|" + "---|" * len(SHARES)]
+        for series in dict.fromkeys(r["series"] for r in of_schedule):
+            figures = [psnr_at(share, [r for r in of_schedule if r["series"] == series]) for share in SHARES]
+            lines.append(f"| {series} | {' | '.join('–' if f is None else f'{f:.1f}' for f in figures)} |")
+        lines.append("")
+    lines += ["| schedule | series | setting | left out | PSNR dB | worst dB | error | worst error | computed |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for r in results:
+        lines.append(
+            f"| {r['schedule']} | {r['series']} | {r['label']} | {r['left_out']:.1%} | {r['psnr_db']:.1f} "
+            f"| {min(r['psnr_db_each']):.1f} | {r['error']:.4f} | {r['worst_error']:.3f} "
+            f"| {r['computed_fraction']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
+    """PSNR against the share left out, a panel a schedule; a line joins a series' best settings."""
+    schedules = [schedule for schedule in SCHEDULES if any(r["schedule"] == schedule for r in results)]
+    figure = new_figure(5.6 * len(schedules) + 1.0, 4.8)
+    names = list(dict.fromkeys(r["series"] for r in results))
+    for axes, schedule in zip(np.atleast_1d(figure.subplots(1, len(schedules), sharey=True)), schedules, strict=True):
+        for number, series in enumerate(names):
+            points = [
+                (1 - r["left_out"], r["psnr_db"]) for r in results if (r["schedule"], r["series"]) == (schedule, series)
+            ]
+            if not points:
+                continue
+            kept, decibels = zip(*best_settings(points), strict=True)
+            axes.plot(
+                [100 * (1 - share) for share in kept],
+                decibels,
+                color=SERIES_COLOURS[number % len(SERIES_COLOURS)],
+                marker=SERIES_MARKERS[number % len(SERIES_MARKERS)],
+                linestyle="-" if number < len(SERIES_COLOURS) else "--",
+                label=series,
+                markersize=5,
+            )
+        axes.set_title(f"{model}: {SCHEDULES[schedule]}", loc="left")
+        axes.set_xlabel("tiles left out of computed steps (%)")
+        tidy_axes(axes, grid="both")
+        axes.legend(frameon=False, loc="best", fontsize=8)
+    figure.axes[0].set_ylabel("PSNR against the plain run (dB)")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
+    parser.add_argument("--model", choices=list(MODELS), default="demo-hunyuan")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
+    parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--only", nargs="+", help="series to run, each by a part of its name")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    wanted = options.only or [""]
+    listed = [each for each in settings(options.model) if any(part in each.series for part in wanted)]
+    if not listed:
+        names = ", ".join(dict.fromkeys(each.series for each in settings(options.model)))
+        parser.error(f"--only names no series; there are: {names}")
+    folder = demo_path(options.model)
+    arguments = demo_arguments(folder)
+    options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
+        options.device
+    )
+    pipe.set_progress_bar_config(disable=True)
+    started = time.perf_counter()
+    study = Study(pipe, arguments, clips.held_out_prompts(options.prompts, options.split))
+    common = {key: getattr(options, key) for key in ("model", "prompts", "split", "steps", "dtype")}
+    document = earlier(options.output.with_suffix(".json"), common) | describe_run(pipe.device)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for schedule in options.schedules:
+        for each in listed:
+            figures = study.measure(preset(options.model, schedule, each.keys))
+            place = {"schedule": schedule, "series": each.series, "label": each.label}
+            others = [r for r in document["results"] if not place.items() <= r.items()]
+            document["results"] = sorted([*others, place | figures], key=lambda r: place_of(options.model, r))
+            options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(
+                f"{time.perf_counter() - started:6.0f} s  {schedule:5s} {each.series:26s} {each.label:12s} "
+                f"{figures['left_out']:.1%}  {figures['psnr_db']:.1f} dB",
+                flush=True,
+            )
+    options.output.with_suffix(".md").write_text(tables(document["results"]), encoding="utf-8")
+    plot(document["results"], options.model, options.output.with_suffix(".png"))
+    print(tables(document["results"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The file of a comparison: rows as they come, going on, and putting shards together."""
+
+import json
+
+import pytest
+
+from dit_accel.compare import Method, Sweep
+from dit_accel.errors import ComparisonError
+
+SETTINGS = {"model": "demo-flux", "steps": 50}
+
+
+def row(name, **more):
+    return {"series": "s", "name": name, "ours": False, "error": "x", "left_behind": {}, "reloaded": False, **more}
+
+
+def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
+    """A second sweep knows them; a row of the same name takes the first one's place."""
+    sweep = Sweep(tmp_path / "all", SETTINGS)
+    for name in "abc":
+        sweep.add(row(name))
+    again = Sweep(tmp_path / "all", SETTINGS)
+    methods = [Method("s", name, None) for name in "abcd"]
+    assert [method.name for method in again.missing(methods)] == ["d"]
+    assert [method.name for method in again.missing(methods, ["b"])] == ["b", "d"]
+    again.add(row("b", error="y"))
+    assert [(each["name"], each["error"]) for each in again.rows] == [("a", "x"), ("b", "y"), ("c", "x")]
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path):
+    """The message says what differs, and what to do."""
+    Sweep(tmp_path / "all", SETTINGS).add(row("a"))
+    with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 50 there, 20 now\)"):
+        Sweep(tmp_path / "all", {**SETTINGS, "steps": 20})
+
+
+def test_shards_are_put_together_in_order(tmp_path):
+    """Rows stand in the order asked for, whichever file they came from, and the document can be published."""
+    for name in "ba":
+        shard = Sweep(tmp_path / name, SETTINGS)
+        shard.document["plain"] = {"seconds": 1.0, "repeats": True, "lpips": None}
+        shard.add(row(name))
+    whole = Sweep(tmp_path / "all", SETTINGS)
+    for name in "ba":
+        whole.merge(tmp_path / f"{name}.json", ["a", "b"])
+    assert [each["name"] for each in whole.rows] == ["a", "b"]
+    assert [path.name for path in whole.publish()] == ["all.json", "all.md"]
+    assert json.loads((tmp_path / "all.json").read_text())["plain"]["seconds"] == 1.0

@@ -1,0 +1,81 @@
+"""The benchmark of full-size transformers, at toy size: every model and run, and the figures made of their times."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import bench_models  # noqa: E402
+from model_speed.bench import busy_and_span  # noqa: E402
+from model_speed.table import compare  # noqa: E402
+
+TILES = ["exact", "50% of tiles left out", "80% of tiles left out"]
+DISPATCHED = {
+    "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
+    "hunyuan": ["DISPATCH, plain"],
+    "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
+    "wan-14b": ["DISPATCH, plain"],
+    "wan-i2v-14b": ["DISPATCH, plain", "DISPATCH, CFG"],
+}
+
+
+def run(monkeypatch, file, *options):
+    monkeypatch.setattr(sys, "argv", ["bench_models", "--tiny", "--timed-steps", "1", *options, "--output", str(file)])
+    return bench_models.main()
+
+
+@pytest.mark.parametrize("model", bench_models.MODELS)
+def test_every_model_runs_at_toy_size(monkeypatch, tmp_path, model):
+    """The file holds the plain run and those asked for; its folder is made."""
+    stem = tmp_path / "deep" / "speed"
+    assert run(monkeypatch, stem, "--model", model, "--runs", "computed,dispatch") == 0
+    rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    assert [row["run"] for row in rows] == ["plain", *TILES, *DISPATCHED[model]]
+    exact, *_, dispatched = rows[1:]
+    assert exact["relative_error"] < 1e-5 and exact["speedup_over_plain"] == rows[0]["ms"] / exact["ms"]
+    assert 0 < dispatched["dispatch_share"] < dispatched["dispatch_step_share"]
+
+
+def test_the_table_has_a_line_a_run_and_says_what_failed(monkeypatch, tmp_path):
+    """The baseline's blocks are compiled for its own run alone."""
+    stem = tmp_path / "speed"
+    assert run(monkeypatch, stem, "--model", "flux", "--runs", "baseline,fifty") == 0
+    results, table = json.loads(stem.with_suffix(".json").read_text()), stem.with_suffix(".md").read_text()
+    plain, baseline, fifty = results["rows"]
+    assert baseline["attention"] == "native" and "_native_cudnn" in baseline["failed"]
+    assert "- _native_cudnn failed: RuntimeError" in table
+    assert fifty["steps_by_mode"] == {"full": 5, "update": 9, "dispatch": 36}
+    assert f"| {fifty['run']} | {fifty['ms']:.1f} | {plain['ms'] / fifty['ms']:.2f}× |" in table
+
+
+def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):
+    """The message names the run and those that there are."""
+    stem = tmp_path / "deep" / "speed"
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, stem, "--runs", "computed,fity")
+    assert exit_.value.code == 2 and "unknown run 'fity'; runs are baseline, computed" in capsys.readouterr().err
+    assert not stem.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("intervals", "expected"),
+    [([(1, 4)], (3, 3)), ([(8, 10), (0, 4)], (6, 10)), ([(0, 4), (1, 2), (3, 6), (8, 10)], (8, 10))],
+    ids=["one", "gap", "overlapping"],
+)
+def test_overlapping_kernels_count_once(intervals, expected):
+    assert busy_and_span(intervals) == expected
+
+
+def test_a_baseline_that_failed_gives_no_speed_up():
+    rows = [
+        {"run": "plain", "ms": 6.0, "peak_gib": 2.0},
+        {"run": "baseline", "failed": {"native, compiled": "RuntimeError"}},
+        {"run": "exact", "ms": 4.0, "peak_gib": 2.5},
+    ]
+    compare(rows)
+    assert rows[2]["speedup_over_plain"] == 1.5 and "speedup_over_baseline" not in rows[2]
+    assert rows[2]["peak_over_plain"] == 1.25

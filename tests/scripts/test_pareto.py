@@ -1,0 +1,53 @@
+"""The sweep over the demo models: what belongs to it, how shards divide it, and that it ends in one document."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from dit_accel.compare import Method
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import pareto  # noqa: E402
+
+METHODS = [Method(series, f"{series}-{number}", lambda subject: nullcontext({})) for series in "ab" for number in "123"]
+
+
+def test_shards_hold_every_method_once():
+    """Together they are the whole sweep, each with some of every series."""
+    parts = [pareto.chosen(METHODS, [], (part, 2)) for part in (1, 2)]
+    assert sorted(method.name for part in parts for method in part) == sorted(method.name for method in METHODS)
+    assert all({method.series for method in part} == {"a", "b"} for part in parts)
+
+
+def test_methods_are_chosen_by_name_or_series():
+    """Unknown names are refused with the list."""
+    assert [method.name for method in pareto.chosen(METHODS, ["a-2", "b"], (1, 1))] == ["a-2", "b-1", "b-2", "b-3"]
+    with pytest.raises(SystemExit, match="--only names no method or series: c; there are: a, a-1"):
+        pareto.chosen(METHODS, ["c"], (1, 1))
+
+
+def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
+    """Two shards, their merging, and times measured anew: one JSON file with tables and plots beside it."""
+    small = ["--steps", "4", "--height", "64", "--width", "64", "--prompts", "1", "--device", "cpu"]
+    few = ["--peers", "fewer-steps", "--only", "flux-turbo", "2 steps"]
+
+    def main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["pareto.py", *small, *few, "--output", str(tmp_path / "all"), *arguments])
+        pareto.main()
+
+    for part in ("1/2", "2/2"):
+        main("--shard", part)
+    assert {path.name for path in tmp_path.iterdir()} == {"all-shard-1of2.json", "all-shard-2of2.json"}
+    main("--merge")
+    assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.md", "all.png", "all-time.png"}
+    merged = json.loads((tmp_path / "all.json").read_text())
+    assert [row["name"] for row in merged["results"]] == ["flux-turbo", "2 steps"]
+    main("--retime")
+    timed = json.loads((tmp_path / "all.json").read_text())
+    assert [row["psnr_db"] for row in timed["results"]] == [row["psnr_db"] for row in merged["results"]]
+    assert [row["seconds"] for row in timed["results"]] != [row["seconds"] for row in merged["results"]]
