@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import torch
@@ -129,13 +130,13 @@ class Controller:
         return self.forecast(prompt.outputs, call.coordinate, prompt.order)
 
     def observe(
-        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor], torch.Tensor]
+        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor, Rows], torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Records the transformer's output and, in the closed loop, judges what the forecast would have been.
 
         Args:
             output: the tensors of the output, batch first: of ``call.computed_rows``.
-            judged: selects the tokens of an output tensor that the pipeline uses.
+            judged: selects the tokens of an output tensor that the pipeline uses; the tensor holds these samples.
 
         Returns:
             What the pipeline is to go on with, for the whole batch: the output itself, corrected for what forecasts
@@ -159,13 +160,14 @@ class Controller:
         call: Call,
         place: int,
         output: tuple[torch.Tensor, ...],
-        judged: Callable[[torch.Tensor], torch.Tensor],
+        judged: Callable[[torch.Tensor, Rows], torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         prompt = call.branch.prompts[place]
         result = self._corrected(call, prompt, output)
         closed_loop = self.preset.schedule.control == "error"
         if closed_loop:
-            call.errors[place] = prompt.outputs.coordinates, self._errors(call, prompt.outputs, output, judged)
+            own = partial(judged, rows=prompt.rows)
+            call.errors[place] = prompt.outputs.coordinates, self._errors(call, prompt.outputs, output, own)
         if closed_loop or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
             prompt.outputs.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))

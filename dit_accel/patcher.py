@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dit_accel.adapters import TRANSFORMER_NAMES, adapter_class, denoisers
-from dit_accel.adapters.control_net import control_net, defer_calls
-from dit_accel.adapters.generic import GenericAdapter, find_hook, remove_hook
+from dit_accel.adapters.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
+from dit_accel.adapters.generic import GenericAdapter, find_hook
 from dit_accel.controller import Controller
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.layout import TokenLayout
@@ -28,7 +28,7 @@ class Acceleration:
         controller: of this denoising loop.
         adapters: one a transformer.
         owner: the pipeline that carries this object, or None.
-        net: control net whose calls are deferred, or None.
+        deferral: control net whose calls are deferred, and the hook that does it, or None.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Acceleration:
         controller: Controller,
         adapters: list[GenericAdapter],
         owner: Any = None,
-        net: torch.nn.Module | None = None,
+        deferral: tuple[torch.nn.Module, ControlNetHook] | None = None,
     ) -> None:
         self._controller = controller
         self._adapters = adapters
         self._owner = owner
-        self._control_net = net
+        self._deferral = deferral
 
     @property
     def preset(self) -> Preset:
@@ -78,8 +78,8 @@ class Acceleration:
         """Takes the acceleration off, exactly; restoring twice does nothing."""
         for adapter in self._adapters:
             adapter.detach()
-        if self._control_net is not None:
-            remove_hook(self._control_net)
+        if self._deferral is not None:
+            stop_deferring(*self._deferral)
         self._controller.reset()
         if self._owner is not None and vars(self._owner).get("dit_accel") is self:
             del self._owner.dit_accel
@@ -194,12 +194,11 @@ def _attach(
         if hook is not None:
             hook.acceleration.restore()
     net = net if preset.forecast.scope == "stack" else None  # at others every step runs blocks, which read it
-    acceleration = Acceleration(controller, adapters, owner, net)
+    deferral = None if net is None else (net, defer_calls(net))
+    acceleration = Acceleration(controller, adapters, owner, deferral)
     for adapter in adapters:
         controller.add_transformer(adapter.name, adapter.layers())
         adapter.attach(acceleration)
-    if net is not None:
-        defer_calls(net)
     return acceleration
 
 

@@ -177,8 +177,10 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
 
 def _takes_euler_steps(scheduler: Any) -> bool:
     """Whether the latents after a step are those before it plus a multiple of the output, and nothing else."""
-    is_euler = any(cls.__name__ == EULER for cls in type(scheduler).__mro__)
-    return is_euler and not scheduler.config.stochastic_sampling
+    if not any(cls.__name__ == EULER for cls in type(scheduler).__mro__) or scheduler.config.stochastic_sampling:
+        return False
+    # Beyond a flow's sigmas the pipeline makes the velocity of something else that the transformer gives (Cosmos).
+    return float(scheduler.sigmas.max()) <= FLOW_SIGMA_MAX
 
 
 def _euler_moves(scheduler: Any) -> list[float]:

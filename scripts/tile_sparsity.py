@@ -147,7 +147,8 @@ def place_of(model: str, result: dict[str, Any]) -> tuple[int, int]:
 
 def psnr_at(share: float, results: list[dict[str, Any]]) -> float | None:
     """PSNR of a series with that share of tiles left out, between its settings; None beyond them."""
-    points = sorted((r["left_out"], r["psnr_db"]) for r in results)
+    kept = best_settings([(1 - r["left_out"], r["psnr_db"]) for r in results])  # of less work and less quality none
+    points = sorted((1 - work, decibels) for work, decibels in kept)
     if not points or not points[0][0] <= share <= points[-1][0]:
         return None
     return float(np.interp(share, *zip(*points, strict=True)))

@@ -67,7 +67,7 @@ class Loop:
                 (output,) = controller.forecast_output(call)
             else:
                 output = value if isinstance(value, torch.Tensor) else torch.full((1, 4), float(value))
-                (output,) = controller.observe(call, (output,), lambda tensor: tensor)
+                (output,) = controller.observe(call, (output,), lambda tensor, rows: tensor)
                 controller.read(call)
             call.work.update(work or {})
         return call, output
@@ -189,7 +189,7 @@ def test_error_that_is_no_number_is_not_hidden():
     for step in range(3):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             output = (torch.ones(1, 4), torch.full((1, 4), torch.nan))
-            loop.controller.observe(call, output, lambda tensor: tensor)
+            loop.controller.observe(call, output, lambda tensor, rows: tensor)
             loop.controller.read(call)
         assert call.mode is not DISPATCH
     assert loop.call(3, context="cond")[0].mode is UPDATE
@@ -201,7 +201,7 @@ def test_judged_tokens_decide():
     for step in range(2):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             output = torch.tensor([[1.0, 1.0, 100.0 * step]])
-            loop.controller.observe(call, (output,), lambda tensor: tensor[:, :2])
+            loop.controller.observe(call, (output,), lambda tensor, rows: tensor[:, :2])
             loop.controller.read(call)
     assert loop.controller.report.steps[1].error == 0.0
 
@@ -344,7 +344,7 @@ def test_report_counts_a_storage_once():
     stack = torch.zeros(2, 1, 8, 4)  # 64 numbers
     for step in range(3):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
-            loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor: tensor)
+            loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
             site = call.site("first")
             site.bias_stack = PLAIN.keep(stack)
             site.attention = site.features["mlp"] = History(1)
@@ -439,7 +439,7 @@ def test_two_transformers_keep_apart():
         loop.call(step)
     with loop.controller.calling("transformer_2", "cond", 4, ((1, 4),)) as call:
         assert call.mode is UPDATE
-        loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor: tensor)
+        loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
         call.work["third"] = (1.0, 1.0)
     assert loop.controller.report.layers == ["first", "second", "third"]
     assert loop.controller.report.density[2] == [None, None, None, None, 1.0]

@@ -107,9 +107,10 @@ def test_rows_of_a_prompt():
     latents = torch.randn(4, 2, 3)
     doubled = latents[:2].repeat(2, 1, 1)
     assert prompt_rows("cond", latents) == prompt_rows(None, latents) == [(0,), (1,), (2,), (3,)]
-    assert prompt_rows("cond_uncond", latents) == prompt_rows(None, doubled) == [(0, 2), (1, 3)]
+    assert prompt_rows("cond_uncond", doubled) == prompt_rows(None, doubled) == [(0, 2), (1, 3)]
     assert prompt_rows("cond", doubled) == [(0,), (1,), (2,), (3,)]  # two prompts from the same two seeds
-    assert prompt_rows("cond", latents[:1]) == prompt_rows("cond_uncond", latents[:2]) == [None]
+    assert prompt_rows("cond", latents[:1]) == prompt_rows("cond_uncond", doubled[::2]) == [None]
+    assert prompt_rows("cond_uncond", latents[:3]) == [(0,), (1,), (2,)]  # without guidance, whatever the name
 
 
 def test_arguments_of_rows():

@@ -219,6 +219,18 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
     assert list(tick.coordinates("auto")) == list(range(20))
 
 
+def test_moves_are_known_of_flows_alone():
+    """Beyond sigma 1 the transformer's output is no velocity, though the scheduler takes Euler steps (Cosmos)."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(4)
+    moves = clock.read(scheduler.timesteps[0]).moves
+    assert list(moves) == pytest.approx((scheduler.sigmas[1:] - scheduler.sigmas[:-1]).tolist())
+    scheduler.set_timesteps(4)
+    scheduler.sigmas = 80 * scheduler.sigmas
+    assert clock.read(scheduler.timesteps[0]).moves is None
+
+
 def test_closed_loop_adds_up_what_forecasts_move_the_latents():
     """e = 0.01 over one step at order 0: forecasts are off by 0.01, 0.02, 0.03, …, times the weight of their step."""
     for weight, interval in ((1.0, 3), (0.5, 4), (4.0, 2)):

@@ -12,7 +12,7 @@ from diffusers.hooks import ModelHook
 from torch.utils import _pytree as pytree
 
 from dit_accel.adapters.deferred import DeferredCall, DeferredTensor, TensorForm
-from dit_accel.adapters.generic import HOOK_NAME, is_compiled, register_hook, remove_hook
+from dit_accel.adapters.generic import HOOK_NAME, find_hook, is_compiled, register_hook, remove_hook
 
 CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one
 
@@ -44,10 +44,18 @@ def control_net(pipe: Any) -> torch.nn.Module | None:
     return net if isinstance(net, torch.nn.Module) else None
 
 
-def defer_calls(net: torch.nn.Module) -> None:
+def defer_calls(net: torch.nn.Module) -> ControlNetHook:
     """Hooks a control net, in the place of an earlier hook of ours."""
     remove_hook(net)
-    register_hook(net, ControlNetHook())
+    hook = ControlNetHook()
+    register_hook(net, hook)
+    return hook
+
+
+def stop_deferring(net: torch.nn.Module, hook: ControlNetHook) -> None:
+    """Takes that hook off, unless another pipeline with the same net has put its own in its place."""
+    if find_hook(net) is hook:
+        remove_hook(net)
 
 
 def _form(tree: Any) -> tuple:
@@ -60,4 +68,5 @@ def _form(tree: Any) -> tuple:
 def _must_run_now(module: torch.nn.Module) -> bool:
     """Whether a later call could find the module elsewhere, as where it is offloaded, or gradients need this one."""
     is_moved = hasattr(module, "_hf_hook") or module._diffusers_hook._hook_order != [HOOK_NAME]
-    return is_moved or is_compiled(module) or torch.is_grad_enabled()
+    is_cast = any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))  # which may end before the call
+    return is_moved or is_cast or is_compiled(module) or torch.is_grad_enabled()

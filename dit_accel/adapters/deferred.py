@@ -37,7 +37,8 @@ class DeferredCall:
     def leaf(self, index: int) -> torch.Tensor:
         """One leaf of the output, counted as PyTorch's pytree does."""
         if self._run is not None:
-            self._leaves, self._run = pytree.tree_leaves(self._run()), None
+            with torch.no_grad():  # as where it was deferred
+                self._leaves, self._run = pytree.tree_leaves(self._run()), None
         return self._leaves[index]
 
 

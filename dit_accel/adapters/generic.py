@@ -116,7 +116,12 @@ class GenericAdapter:
                 tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
                 call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 if call.mode is not StepMode.DISPATCH:
-                    going_on = self.controller.observe(call, tensors, lambda tensor: self.judged(tensor, arguments))
+
+                    def judged(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+                        own = arguments if rows is None else arguments_of_rows(arguments, rows)
+                        return self.judged(tensor, own)
+
+                    going_on = self.controller.observe(call, tensors, judged)
                     output = output if going_on is tensors else _nested(call.branch.structure, going_on)
             self.controller.read(call)
             self.account(call, arguments)

@@ -108,7 +108,7 @@ class HunyuanVideoAdapter(VideoAdapter):
 
     def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         """The lengths of their prompts, too, where padding is cut off."""
-        if self.prompts is not None:
+        if self.prompts is not None and len(self.prompts.lengths) > 1:  # one length may stand for all
             lengths = tuple(self.prompts.lengths[row] for row in rows)
             self.prompts = replace(self.prompts, lengths=lengths, counts=take_rows(self.prompts.counts, rows))
         return super().take_rows(arguments, rows)

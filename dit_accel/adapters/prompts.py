@@ -34,13 +34,13 @@ def prompt_rows(context: str | None, latents: torch.Tensor) -> Sequence[Rows]:
     must compute together: guidance multiplies their difference, so errors that both have alike cancel.
 
     Args:
-        context: of diffusers' cache; where it says nothing, halves of equal latents are the two branches.
+        context: of diffusers' cache. Where it names no single branch, halves of equal latents are the two; some
+            pipelines name both without guidance too.
     """
     batch = len(latents)
     half = batch // 2
-    is_doubled = context == UNCONDITIONAL_FIRST or (
-        context is None and batch % 2 == 0 and torch.equal(latents[:half], latents[half:])
-    )
+    may_be_doubled = batch % 2 == 0 and context in (None, UNCONDITIONAL_FIRST)
+    is_doubled = may_be_doubled and torch.equal(latents[:half], latents[half:])
     prompts = [(row, row + half) for row in range(half)] if is_doubled else [(row,) for row in range(batch)]
     return prompts if len(prompts) > 1 else [None]
 

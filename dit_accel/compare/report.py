@@ -36,14 +36,17 @@ def at(points: Sequence[tuple[float, float]], fraction: float) -> float | None:
 
 
 def margins(rows: Sequence[Row]) -> list[Row]:
-    """Each of our settings' lead in dB over the frontier of all others at its own computed fraction, None before it."""
-    rivals = frontier(row for row in rows if not row["ours"])
+    """Each of our settings' lead in dB over the best of the others' frontiers at its own computed fraction, None where
+    no other is as cheap.
+    """
+    series = {row["series"] for row in rows if not row["ours"]}
+    rivals = [frontier(row for row in rows if row["series"] == name and not row["ours"]) for name in sorted(series)]
     leads = []
     for row in measured(rows):
         if row["ours"]:
-            rival = at(rivals, row["computed_fraction"])
-            lead = None if rival is None else row["psnr_db"] - rival
-            leads.append({"name": row["name"], "rival_db": rival, "lead_db": lead})
+            levels = [level for points in rivals if (level := at(points, row["computed_fraction"])) is not None]
+            lead = row["psnr_db"] - max(levels) if levels else None
+            leads.append({"name": row["name"], "rival_db": max(levels, default=None), "lead_db": lead})
     return leads
 
 

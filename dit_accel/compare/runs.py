@@ -106,6 +106,7 @@ class Bench:
             with method.put_on(self.subject):
                 pass  # what needs calibration does it now, and not where runs are counted
             figures = [self._compared(method, *pair) for pair in zip(self._prompts, self._plain, strict=True)]
+            self._warm.add(method.name)
             row |= {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
             row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", "seconds": self.time(method)}
@@ -115,10 +116,17 @@ class Bench:
 
     def time(self, method: Method) -> float:
         """Seconds inside the transformers of a run on the first prompt, with nothing beside it."""
-        if method.series not in self._warm:
-            self._warm.add(method.series)
+        if method.name not in self._warm:
+            self._warm.add(method.name)
             self._timed(method)  # kernels compile at first use
         return self._timed(method)
+
+    def retime(self, method: Method) -> float:
+        """The same alone, without :meth:`measure`; what the method left on the transformers is taken off."""
+        try:
+            return self.time(method)
+        finally:
+            self._snapshot.restore()
 
     def time_plain(self) -> float:
         """The same of the plain run."""

@@ -65,6 +65,7 @@ class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler):
 
 
 SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
+SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 
 
 def _counts(steps: int) -> list[int]:
@@ -81,6 +82,8 @@ def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any
     own = subject.pipe.scheduler
     scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
     scheduler.own = own
+    shift = {key: own.config[key] for key in SHIFT if key in own.config}
+    scheduler.register_to_config(**shift)  # pipelines read from it how far to shift the noise levels
     subject.pipe.scheduler = scheduler
     try:
         yield {"num_inference_steps": count}

@@ -42,8 +42,8 @@ class Sweep:
         self._save()
 
     def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
-        """Methods without a row, and those that are named."""
-        known = {row["name"] for row in self.rows} - set(again)
+        """Methods without figures, and those that are named."""
+        known = {row["name"] for row in self.rows if "error" not in row} - set(again)
         return [method for method in methods if method.name not in known]
 
     def add(self, row: dict[str, Any]) -> None:

@@ -47,9 +47,8 @@ class Variant:
     Args:
         target_error, error_in, warmup, max_interval, final_full: as in a preset.
         predictors: a computed step goes on with the one that would have reached farthest.
-        growth: how an error grows with the distance. power: ``(d / g) ** (D + 1 + exponent)``; product: as the
+        growth: how an error grows with the distance. power: ``(d / g) ** (D + 1)``; product: as the
             remainder of a polynomial through the recorded nodes; fitted: the power that two gaps show.
-        exponent: added to the power.
         norm: of errors: mean (root mean square over everything), token:q (the q-quantile of tokens), power:p.
         end: gaps are at most the steps that remain over this; 0 = no bound.
         span: target times the share of sigma that is left, to this power.
@@ -70,7 +69,6 @@ class Variant:
     final_full: int = 1
     predictors: tuple[Predictor, ...] = (Predictor(0), Predictor(1), Predictor(2))
     growth: str = "product"
-    exponent: float = 0.0
     norm: str = "mean"
     end: float = 0.0
     span: float = 0.0
@@ -294,9 +292,7 @@ class Loop:
         if self._variant.growth == "product":
             old = math.prod(abs(here - node) for node in nodes[: predictor.order + 1])
             return math.prod(abs(there - node) for node in [here, *nodes][: predictor.order + 1]) / old
-        power = predictor.order + 1 + self._variant.exponent
-        if branch.power is not None:
-            power = branch.power
+        power = predictor.order + 1 if branch.power is None else branch.power
         return (abs(there - here) / abs(here - nodes[0])) ** power
 
     def _reach(self, predictor: Predictor, error: float, branch: Branch, step: int) -> int:

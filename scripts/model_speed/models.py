@@ -25,6 +25,7 @@ class Model:
         latents: shape that the scheduler works on.
         family: prefix of its presets.
         tiles: the preset that leaves tiles out.
+        is_video: whether runs of 50 steps leave tiles out; attention is a small part of a picture's step.
         branches: calls a step.
         control_net: makes it, where the pipeline has one.
         variants: changes to this model with the same transformer, by the name of what they add.
@@ -35,6 +36,7 @@ class Model:
     latents: tuple[int, ...]
     family: str
     tiles: str
+    is_video: bool = True
     branches: tuple[str, ...] = ("cond",)
     control_net: Callable[[], torch.nn.Module] | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -81,6 +83,7 @@ def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: in
         (1, side**2, 64),
         "flux",
         "flux-sparge-balanced",
+        is_video=False,
         variants={
             **CFG,
             "Kontext": {"conditions": _flux_conditions(side, *text, reference=True)},

@@ -34,13 +34,14 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """50 steps of which 14 are computed, 4 of them dense, the others as the family's preset does."""
-    name = f"{bench.model.family}-balanced"
+    """50 steps of which 14 are computed, 4 of them dense, the others of clips with half of the tiles."""
+    is_video = bench.model.is_video
+    name = bench.model.tiles if is_video else f"{bench.model.family}-balanced"
     preset = _fixed(name, warmup=4, interval=5, final_full=1)
-    tiles = 0.5 if name == bench.model.tiles else 1.0
+    tiles = 0.5 if is_video else 1.0
     run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")
     row = bench.accelerated(run, preset, STEPS, tiles=tiles, warm=20, whole=True)  # every kernel of a run
-    if name != bench.model.tiles:
+    if not is_video:
         row |= bench.occupancy(_always_computing(name))
     yield row
 

@@ -19,6 +19,7 @@ ms: of a computed step, all branches; of a run of 50 steps, of its average step.
 ({attention} attention). GPU busy: with any kernel, in a computed step; idle: share of consecutive computed steps
 without one; both under the profiler, which slows launches. Relative error: ‖v − v_plain‖ / ‖v_plain‖, of one
 velocity."""
+MEANING_ALONE = "ms: of a step, all branches."
 DISPATCH_MEANING = """\
 Transformer: its calls alone, by the GPU's clock. Step: with the scheduler, and with the control net, which runs where
 the transformer reads what it gives. The host waits for the GPU after every step, so that a
@@ -57,7 +58,7 @@ def markdown(results: dict[str, Any]) -> str:
         if "dispatch_share" not in row:
             figures = (form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items())
             lines.append(f"| {row['run']} | {' | '.join(figures)} |")
-    lines += ["", MEANING.format(attention=baseline.get("attention", "no"))]
+    lines += ["", MEANING.format(attention=baseline["attention"]) if baseline.get("attention") else MEANING_ALONE]
     if baseline.get("failed"):
         lines += ["", *(f"- {what} failed: {error}" for what, error in baseline["failed"].items())]
     dispatched = [row for row in rows if "dispatch_share" in row]

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.adapters.control_net import defer_calls, stop_deferring
 from dit_accel.adapters.deferred import DeferredCall, DeferredTensor, TensorForm, computed
+from dit_accel.adapters.generic import find_hook
 from dit_accel.testing import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -69,3 +71,17 @@ def test_reading_makes_the_call_once():
     nested = computed({"a": [first, None], "b": 2})
     assert nested["a"][0] is value and nested["b"] == 2
     assert runs == [1]
+
+
+def test_autocast_and_another_pipelines_hook_are_left_alone(pipe):
+    """Under autocast the net runs at once; restoring takes off the own hook and no other."""
+    calls = counted(pipe.controlnet)
+    accelerate_pipeline(pipe, load_preset("exact", **STACK))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tiny_output(pipe, "flux-controlnet", steps=STEPS)
+    assert calls[0] == STEPS
+    later = defer_calls(pipe.controlnet)
+    restore_pipeline(pipe)
+    assert find_hook(pipe.controlnet) is later
+    stop_deferring(pipe.controlnet, later)
+    assert not hasattr(pipe.controlnet, "_diffusers_hook")

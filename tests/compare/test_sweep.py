@@ -11,7 +11,7 @@ SETTINGS = {"model": "demo-flux", "steps": 50}
 
 
 def row(name, **more):
-    return {"series": "s", "name": name, "ours": False, "error": "x", "left_behind": {}, "reloaded": False, **more}
+    return {"series": "s", "name": name, "ours": False, "psnr_db": 1.0, "left_behind": {}, "reloaded": False, **more}
 
 
 def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
@@ -23,8 +23,10 @@ def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
     methods = [Method("s", name, None) for name in "abcd"]
     assert [method.name for method in again.missing(methods)] == ["d"]
     assert [method.name for method in again.missing(methods, ["b"])] == ["b", "d"]
-    again.add(row("b", error="y"))
-    assert [(each["name"], each["error"]) for each in again.rows] == [("a", "x"), ("b", "y"), ("c", "x")]
+    again.add(row("b", psnr_db=2.0))
+    assert [(each["name"], each["psnr_db"]) for each in again.rows] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
+    again.add(row("c", error="out of memory"))  # which may be another time
+    assert [method.name for method in again.missing(methods)] == ["c", "d"]
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path):
@@ -39,7 +41,7 @@ def test_shards_are_put_together_in_order(tmp_path):
     for name in "ba":
         shard = Sweep(tmp_path / name, SETTINGS)
         shard.document["plain"] = {"seconds": 1.0, "repeats": True, "lpips": None}
-        shard.add(row(name))
+        shard.add(row(name, error="x"))
     whole = Sweep(tmp_path / "all", SETTINGS)
     for name in "ba":
         whole.merge(tmp_path / f"{name}.json", ["a", "b"])
