@@ -18,16 +18,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from demo_models import clips, prompts
+from demo_models.loading import load_demo
 from loop_study.loop import Predictor, Variant, looped
 
 from dit_accel import load_preset
 from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
 from dit_accel.metrics import psnr
+from dit_accel.tune.runs import run_pipeline
 
 PRESETS = {"demo-flux": "flux-balanced", "demo-wan": "any-video-balanced", "demo-hunyuan": "any-video-balanced"}
 AS_IT_IS = "as it is"
@@ -82,9 +83,7 @@ def variants(model: str) -> dict[str, Variant]:
 
 def generate(pipe: Any, arguments: dict[str, Any], prompt: Any) -> torch.Tensor:
     """Frames ``[…, 3, height, width]`` in 0..1."""
-    generator = torch.Generator("cpu").manual_seed(prompt.seed)
-    frames = pipe(**arguments, prompt=prompt.prompt, generator=generator, output_type="pt")[0][0]
-    return frames.float().cpu()
+    return run_pipeline(pipe, arguments, prompt.prompt, prompt.seed)["frames"]
 
 
 def gains(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -124,8 +123,7 @@ def main() -> None:
     unknown = set(options.only or ()) - set(listed)
     if unknown:
         parser.error(f"--only names no variant: {', '.join(sorted(unknown))}; there are: {', '.join(listed)}")
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32).to(options.device)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_demo(options.model, "float32", options.device)
     tuning = (prompts if options.model == "demo-flux" else clips).held_out_prompts(options.prompts, "tuning")
     started = time.perf_counter()
     plain = [generate(pipe, arguments, prompt) for prompt in tuning]

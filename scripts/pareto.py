@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import diffusers
 import torch
 from demo_models import clips
 from demo_models import prompts as pictures
+from demo_models.loading import load_demo
 
 from dit_accel import preset_names
 from dit_accel.bench.origin import describe_run
@@ -115,13 +117,7 @@ def main() -> None:
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
 
-    def load() -> Any:
-        pipe = diffusers.DiffusionPipeline.from_pretrained(
-            demo_path(options.model), torch_dtype=getattr(torch, options.dtype)
-        )
-        pipe.set_progress_bar_config(disable=True)
-        return pipe.to(options.device)
-
+    load = partial(load_demo, options.model, options.dtype, options.device)
     methods, left_out = all_methods(load(), arguments["num_inference_steps"], options.model, options.peers)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     part, whole = options.shard

@@ -18,11 +18,11 @@ import json
 import time
 from pathlib import Path
 
-import diffusers
 import torch
 from attention_study.curves import TARGETS, Measurement
 from attention_study.report import plot, tables
 from demo_models import clips, prompts
+from demo_models.loading import load_demo
 
 from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
@@ -50,10 +50,7 @@ def main() -> None:
         parser.error(f"--model {options.model} is not in this package")
     arguments = demo_arguments(folder)
     options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
-        options.device
-    )
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_demo(options.model, options.dtype, options.device)
     started = time.perf_counter()
     measurement = Measurement(options.orders, options.every)
     with AttentionTap(pipe, measurement.visit):

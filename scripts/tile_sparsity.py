@@ -22,16 +22,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import diffusers
 import numpy as np
 import torch
 from demo_models import clips
+from demo_models.loading import load_demo
 
 from dit_accel import accelerated, load_preset
 from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
 from dit_accel.metrics import psnr
 from dit_accel.presets import Preset
+from dit_accel.tune.runs import run_pipeline
 from dit_accel.visualize import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
 
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
@@ -122,9 +123,7 @@ class Study:
 
     def _call(self, prompt: Any) -> torch.Tensor:
         """The clip, float32 ``[frames, 3, height, width]`` in 0..1."""
-        generator = torch.Generator("cpu").manual_seed(prompt.seed)
-        frames = self._pipe(**self._arguments, prompt=prompt.prompt, generator=generator, output_type="pt").frames[0]
-        return frames.float().cpu()
+        return run_pipeline(self._pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
 
 
 def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
@@ -229,10 +228,7 @@ def main() -> None:
     folder = demo_path(options.model)
     arguments = demo_arguments(folder)
     options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
-        options.device
-    )
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_demo(options.model, options.dtype, options.device)
     started = time.perf_counter()
     study = Study(pipe, arguments, clips.held_out_prompts(options.prompts, options.split))
     common = {key: getattr(options, key) for key in ("model", "prompts", "split", "steps", "dtype")}

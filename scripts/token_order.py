@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from demo_models import clips
+from demo_models.loading import load_demo
 
 from dit_accel.bench.origin import describe_run
 from dit_accel.demo import demo_arguments, demo_path
@@ -152,10 +152,7 @@ def main() -> None:
     folder = demo_path(options.model)
     if folder is None:
         parser.error(f"--model {options.model} is not in this package")
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, options.dtype)).to(
-        options.device
-    )
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_demo(options.model, options.dtype, options.device)
     measurement = OrderMeasurement(options.blocks, options.taus, options.every, options.heads)
     with AttentionTap(pipe, measurement.visit):
         for prompt in clips.held_out_prompts(options.prompts, "tuning"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ class GenericAdapter:
         """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
         return output
 
+    def _judged_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """:meth:`judged` of an output that holds some samples of the call's batch."""
+        return self.judged(output, arguments if rows is None else arguments_of_rows(arguments, rows))
+
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
         latents = arguments.get("hidden_states")
@@ -116,12 +121,7 @@ class GenericAdapter:
                 tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
                 call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 if call.mode is not StepMode.DISPATCH:
-
-                    def judged(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-                        own = arguments if rows is None else arguments_of_rows(arguments, rows)
-                        return self.judged(tensor, own)
-
-                    going_on = self.controller.observe(call, tensors, judged)
+                    going_on = self.controller.observe(call, tensors, partial(self._judged_rows, arguments))
                     output = output if going_on is tensors else _nested(call.branch.structure, going_on)
             self.controller.read(call)
             self.account(call, arguments)

@@ -12,6 +12,7 @@ from dit_accel.compare.methods import Method
 from dit_accel.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.compare.runs import Bench
 from dit_accel.errors import ComparisonError
+from dit_accel.tune.runs import difference_of
 
 
 class Sweep:
@@ -84,12 +85,9 @@ class Sweep:
 
 def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     document = json.loads(file.read_text(encoding="utf-8"))
-    found = document["settings"]
-    differing = [key for key in {**found, **settings} if found.get(key) != settings.get(key)]
-    if differing:
-        key = differing[0]
+    if (difference := difference_of(document["settings"], settings)) is not None:
         raise ComparisonError(
-            f"{file} holds a comparison that differs in {', '.join(differing)} ({key}: {found.get(key)!r} there, "
-            f"{settings.get(key)!r} now): ask for the same again to go on, name another output, or remove the file"
+            f"{file} holds a comparison that differs in {difference}: ask for the same again to go on, name another "
+            "output, or remove the file"
         )
     return document

@@ -211,10 +211,17 @@ def _digest(preset: Preset) -> str:
 
 
 def _require_same(found: dict[str, Any], request: dict[str, Any], folder: Path) -> None:
-    differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
-    if differing:
-        key = differing[0]
+    if (difference := difference_of(found, request)) is not None:
         raise TuningError(
-            f"{folder} holds another tuning, which differs in {', '.join(differing)} ({key}: {found.get(key)!r} there, "
-            f"{request.get(key)!r} now): ask for the same again to go on, name another output, or remove the folder"
+            f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, name "
+            "another output, or remove the folder"
         )
+
+
+def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
+    """The keys in which what was done differs from what is asked for, with both values of the first; None = in none."""
+    differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
+    if not differing:
+        return None
+    key = differing[0]
+    return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"
