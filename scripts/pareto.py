@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(FAMILIES), default="demo-flux")
     parser.add_argument("--output", type=Path, help="stem of the files; docs/results/pareto-MODEL by default")
-    parser.add_argument("--prompts", type=int, help="8 by default, 5 clips")
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--steps", type=int, help="like --height, --width and --frames: the model's own by default")
     parser.add_argument("--height", type=int)
@@ -106,7 +106,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--merge", action="store_true", help="put the files of shards together, and measure nothing")
     parser.add_argument("--retime", action="store_true", help="measure the times of what is there, alone, and no more")
     options = parser.parse_args()
-    options.prompts = options.prompts or (8 if options.model == "demo-flux" else 5)
     options.output = options.output or RESULTS / f"pareto-{options.model}"
     return options
 
@@ -130,7 +129,7 @@ def main() -> None:
     else:
         prompts = held_out(options.model, 1 if options.retime else options.prompts, options.split)
         bench = Bench(load, arguments, prompts, held_out(options.model, options.prompts + 1, "tuning")[-1])
-        sweep.describe(bench, describe_run(bench.pipe.device), left_out)
+        sweep.describe(bench, describe_run(bench.pipe.device), left_out, options.retime)
         (retime if options.retime else measure)(bench, sweep, chosen(methods, options.only, options.shard), options)
     if whole == 1:
         for file in sweep.publish():
@@ -149,9 +148,11 @@ def measure(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse
 
 def retime(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.Namespace) -> None:
     """Measures the times of the rows that there are once more."""
-    rows = {row["name"]: row for row in sweep.rows if "error" not in row}
+    rows = {row["name"]: row for row in sweep.rows}
+    missing = {method.name for method in sweep.missing(methods)}
     for method in methods:
-        if method.name not in rows:
+        if method.name in missing:
+            print(f"{method.name}: not timed, since it has no figures, or those of another preset", flush=True)
             continue
         try:
             sweep.add(rows[method.name] | {"seconds": bench.retime(method)})

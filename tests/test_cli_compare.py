@@ -1,9 +1,15 @@
 """dit-accel compare on a tiny pipeline saved to disk: files, messages and exit codes."""
 
 import json
+import weakref
+from contextlib import contextmanager
 
 import pytest
+import torch
 
+from dit_accel.cli import compare
+from dit_accel.cli.pipelines import load_pipeline
+from dit_accel.compare import Method
 from dit_accel.testing import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
@@ -32,6 +38,43 @@ def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
     assert second["results"][:3] == first["results"] and len(second["results"]) == 4
     other = run(*asked, "--peers", "none", "--seed", 1)
     assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
+
+
+def test_an_edited_preset_is_measured_again(run, model, tmp_path):
+    """Under its old name, in its old row's place; plain seconds stay."""
+    documents = []
+    for warmup in (2, 2, 6):
+        schedule = f"{{warmup: {warmup}, target_error: 0.9}}"
+        (tmp_path / "mine.yaml").write_text(f"base: any-balanced\nschedule: {schedule}\n")
+        result = run("compare", "-m", model, "-p", "a red fox", "--presets", "mine.yaml", "--peers", "none", *SMALL)
+        assert result.exit_code == 0, result.output
+        documents.append(json.loads((tmp_path / "comparison.json").read_text()))
+    first, same, edited = (document["results"] for document in documents)
+    assert same == first and [row["name"] for row in edited] == ["mine"]
+    assert edited[0]["computed_fraction"] == 1.0 > first[0]["computed_fraction"]
+    assert len({document["plain"]["seconds"] for document in documents}) == 1
+
+
+def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
+    """A device may not hold two; here a method changes weights, so that the comparison needs a fresh one."""
+    loaded = []
+
+    def load(*arguments, **options):
+        assert all(transformer() is None for transformer in loaded)
+        pipe = load_pipeline(*arguments, **options)
+        loaded.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    @contextmanager
+    def vandal(subject):
+        with torch.no_grad():
+            subject.pipe.transformer.proj_out.weight.mul_(2)
+        yield {}
+
+    monkeypatch.setattr(compare, "load_pipeline", load)
+    monkeypatch.setattr(compare, "_methods", lambda *_: ([Method("vandal", "vandal", vandal)], {}))
+    result = run("compare", "-m", model, "-p", "a red fox", *SMALL)
+    assert result.exit_code == 0 and len(loaded) == 2, result.output
 
 
 @pytest.mark.parametrize(

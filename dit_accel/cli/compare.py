@@ -89,14 +89,16 @@ def command(
     pipe.set_progress_bar_config(disable=True)  # one bar for the whole comparison
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
     sweep = Sweep(output, {**facts, "prompts": texts})
-    with explained_failures(pipe), _progress_bar(console) as progress:
-        bench = Bench(
-            _first(pipe, lambda: load(console=Console(quiet=True))),
-            arguments,
-            [Prompt(text, seed + index) for index, text in enumerate(texts)],
-            Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
-            progress.begin,
-        )
+    with _progress_bar(console) as progress:
+        with explained_failures(pipe):
+            bench = Bench(
+                _first(pipe, lambda: load(console=Console(quiet=True))),
+                arguments,
+                [Prompt(text, seed + index) for index, text in enumerate(texts)],
+                Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
+                progress.begin,
+            )
+        del pipe  # the bench drops it before it loads another
         methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
@@ -176,7 +178,7 @@ def _progress_bar(console: Console) -> Iterator[_Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), "settings", TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
         yield _Progress(bar)
 
 

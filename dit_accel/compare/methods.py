@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -46,12 +48,15 @@ class Method:
         put_on: within it a subject's pipeline runs this way; it yields changes to the arguments of the call.
         reports_work: whether its kernels do work beside the leaves, so that its own report says how much; this is for
             our presets that leave out rows or tiles.
+        digest: of what its preset holds, so that an edited one is told from what was measured; empty for peers, whose
+            names say all.
     """
 
     series: str
     name: str
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
     reports_work: bool = False
+    digest: str = ""
 
     @property
     def ours(self) -> bool:
@@ -122,4 +127,10 @@ def _of_preset(series: str, name: str, preset: Preset) -> Method:
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
     reports_work = preset.forecast.scope != "stack" or leaves_tiles_out
-    return Method(series, name, partial(put_on, preset=preset), reports_work)
+    return Method(series, name, partial(put_on, preset=preset), reports_work, _digest(preset))
+
+
+def _digest(preset: Preset) -> str:
+    """Of all values that have an effect, which its description has not."""
+    values = preset.effective() | {"description": ""}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import statistics
@@ -101,7 +102,7 @@ class Bench:
         ``report`` of our own kernels), ``left_behind`` (attributes that the method left on the transformers, which are
         taken off) and ``reloaded`` (whether the pipeline had to be loaded anew for plain runs to be as before).
         """
-        row: dict[str, Any] = {"series": method.series, "name": method.name, "ours": method.ours}
+        row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         try:
             with method.put_on(self.subject):
                 pass  # what needs calibration does it now, and not where runs are counted
@@ -165,12 +166,19 @@ class Bench:
         left = self._snapshot.restore()
         unchanged = self._distance_to_plain() <= self._tolerance
         if not unchanged:
-            self.subject.pipe = self._load()
-            self._counter.move_to(denoisers(self.pipe))
-            self._snapshot = Snapshot(self.pipe)
+            self._reload()
             # Where a freshly loaded pipeline differs as well, that is the device's doing.
             self._tolerance = max(self._tolerance, self._distance_to_plain())
         return {"left_behind": left, "reloaded": not unchanged}
+
+    def _reload(self) -> None:
+        """Loads the pipeline anew, once the old one is gone: a device may not hold two."""
+        del self.subject.pipe, self._snapshot
+        self._counter.move_to({})
+        gc.collect()  # modules and their hooks hold each other
+        self.subject.pipe = self._load()
+        self._counter.move_to(denoisers(self.pipe))
+        self._snapshot = Snapshot(self.pipe)
 
     def _distance_to_plain(self) -> float:
         """Largest difference of the latents after the first steps now from those at first."""

@@ -36,16 +36,21 @@ class Sweep:
     def rows(self) -> list[dict[str, Any]]:
         return self.document["results"]
 
-    def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str]) -> None:
-        """Says what this process measures with, on what, and whom it leaves out."""
-        plain = {"seconds": bench.time_plain(), "repeats": bench.repeats, "lpips": bench.lpips}
+    def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str], retime: bool = False) -> None:
+        """Says what this process measures with, on what, and whom it leaves out.
+
+        Seconds of the plain run stay those that the rows of the file were timed beside, unless ``retime``.
+        """
+        known = None if retime else self.document["plain"].get("seconds")
+        seconds = bench.time_plain() if known is None else known
+        plain = {"seconds": seconds, "repeats": bench.repeats, "lpips": bench.lpips}
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
         self._save()
 
     def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
-        """Methods without figures, and those that are named."""
-        known = {row["name"] for row in self.rows if "error" not in row} - set(again)
-        return [method for method in methods if method.name not in known]
+        """Methods without figures, those whose preset was another then, and those that are named."""
+        known = {(row["name"], row.get("digest", "")) for row in self.rows if "error" not in row}
+        return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
 
     def add(self, row: dict[str, Any]) -> None:
         """Puts a row in the place of the one of its name, or behind all others."""
@@ -57,13 +62,16 @@ class Sweep:
     def merge(self, other: Path, order: Sequence[str]) -> None:
         """Takes in the rows of another file of the same settings; rows then stand in that order of their names.
 
+        What is known of the plain run stays, where it is known.
+
         Raises:
             ComparisonError: the other file holds a comparison with other settings.
         """
         found = _read(other, self.document["settings"])
         rows = {row["name"]: row for row in (*self.rows, *found["results"])}
         places = {name: place for place, name in enumerate(order)}
-        self.document |= {key: found[key] for key in ("origin", "plain", "left_out")}
+        plain = found["plain"] | self.document["plain"]
+        self.document |= {"origin": found["origin"], "plain": plain, "left_out": found["left_out"]}
         self.document["results"] = sorted(rows.values(), key=lambda row: places.get(row["name"], len(places)))
         self._save()
 

@@ -1,5 +1,6 @@
 """Methods measured on a tiny pipeline: every peer runs, leaves nothing behind, and a method that does is found out."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from dit_accel.compare import PEERS, Bench, Method, Prompt, fixed_schedules, our_methods, peer_methods, spread
 from dit_accel.errors import UnsupportedError
+from dit_accel.presets import load_preset
 from dit_accel.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tune.runs import IDENTICAL
 
@@ -15,10 +17,10 @@ STEPS = 6
 OWN = ("prompt", "generator", "output_type")
 
 
-def make_bench(name: str = "flux", **changes) -> Bench:
+def make_bench(name: str = "flux", load=None, **changes) -> Bench:
     call = tiny_inputs(name, **{"steps": STEPS, "height": 32, "width": 32, **changes})
     arguments = {key: value for key, value in call.items() if key not in OWN}
-    return Bench(lambda: tiny_pipeline(name), arguments, [Prompt("a red fox", 0)], Prompt("snow", 1))
+    return Bench(load or (lambda: tiny_pipeline(name)), arguments, [Prompt("a red fox", 0)], Prompt("snow", 1))
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +82,16 @@ def test_what_a_method_leaves_is_taken_off(bench):
 
 
 def test_changed_weights_make_the_pipeline_load_again():
-    """What no attribute shows, the repeated first steps do."""
-    bench = make_bench()
-    before = bench.pipe
+    """What no attribute shows, the repeated first steps do; the old pipeline is gone before the new one comes."""
+    loaded = []
+
+    def load():
+        assert all(transformer() is None for transformer in loaded)
+        pipe = tiny_pipeline("flux")
+        loaded.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    bench = make_bench(load=load)
 
     @contextmanager
     def vandal(subject):
@@ -91,7 +100,7 @@ def test_changed_weights_make_the_pipeline_load_again():
         yield {}
 
     assert bench.measure(Method("vandal", "vandal", vandal))["reloaded"]
-    assert bench.pipe is not before
+    assert len(loaded) == 2
     row = bench.measure(Method("nothing", "nothing", nothing))
     assert (row["computed_fraction"], row["psnr_db"], row["reloaded"]) == (1.0, IDENTICAL, False)
 
@@ -118,6 +127,17 @@ def test_our_presets_and_a_sweep_of_the_target(bench):
     assert row["fraction_from"] == "report" and "error" not in row
     with pytest.raises(UnsupportedError, match="is for wan models"):
         our_methods(bench.pipe, ["wan21-turbo"])
+
+
+def test_a_digest_tells_what_a_preset_holds(bench):
+    """Any value that has an effect changes it, name and description do not; rows carry it."""
+
+    def digest(**changes):
+        return our_methods(bench.pipe, [load_preset("any-balanced", **changes)])[0].digest
+
+    assert digest(description="another") == digest() != digest(**{"schedule.warmup": 7})
+    assert len({method.digest for method in our_methods(bench.pipe, [], "any-balanced")}) > 3
+    assert bench.measure(Method("nothing", "nothing", nothing, digest="held"))["digest"] == "held"
 
 
 def test_settings_are_spread_over_a_sweep():

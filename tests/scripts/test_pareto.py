@@ -4,10 +4,11 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dit_accel.compare import Method
+from dit_accel.compare import Method, Sweep
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -29,6 +30,17 @@ def test_methods_are_chosen_by_name_or_series():
     assert [method.name for method in pareto.chosen(METHODS, ["a-2", "b"], (1, 1))] == ["a-2", "b-1", "b-2", "b-3"]
     with pytest.raises(SystemExit, match="--only names no method or series: c; there are: a, a-1"):
         pareto.chosen(METHODS, ["c"], (1, 1))
+
+
+def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
+    """Their figures are another preset's; they are named, and keep their time."""
+    sweep = Sweep(tmp_path / "all", {})
+    for name in ("mine", "kept"):
+        sweep.add({"name": name, "digest": "old", "seconds": 1.0})
+    methods = [Method("s", "mine", None, digest="new"), Method("s", "kept", None, digest="old")]
+    pareto.retime(SimpleNamespace(retime=lambda method: 2.0), sweep, methods, None)
+    assert [row["seconds"] for row in sweep.rows] == [1.0, 2.0]
+    assert "mine: not timed" in capsys.readouterr().out
 
 
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
