@@ -19,7 +19,7 @@ from dit_accel.memory import GIB, ModelSize, plan_memory
 from dit_accel.presets import Preset
 from dit_accel.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.schedule import ErrorControl, FixedControl, SchedulerClock, StepMode, Tick, TimestepClock, make_control
-from dit_accel.state import BranchState, Call, PromptState
+from dit_accel.state import BranchState, Call, Judgement, PromptState
 from dit_accel.symbols import SparseSymbols
 
 _MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
@@ -115,7 +115,7 @@ class Controller:
         finally:
             self.call = None
 
-    def forecast(self, history: History, coordinate: float, order: int | None = None) -> tuple[torch.Tensor, ...]:
+    def forecast(self, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
         """The feature at ``coordinate``, of at most degree ``order``, each of its tensors a new one."""
         weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate, order)
         return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
@@ -166,8 +166,7 @@ class Controller:
         result = self._corrected(call, prompt, output)
         closed_loop = self.preset.schedule.control == "error"
         if closed_loop:
-            own = partial(judged, rows=prompt.rows)
-            call.errors[place] = prompt.outputs.coordinates, self._errors(call, prompt.outputs, output, own)
+            call.judgements[place] = self._judge(call, prompt, output, partial(judged, rows=prompt.rows))
         if closed_loop or self.preset.forecast.scope == "stack":
             # A copy, because pipelines may change the transformer's output in place.
             prompt.outputs.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
@@ -186,45 +185,55 @@ class Controller:
         )
         return tuple(weighted_sum(parts, weights) for parts in zip(output, *history.values, strict=True))
 
-    def _errors(
+    def _judge(
         self,
         call: Call,
-        history: History,
+        prompt: PromptState,
         output: tuple[torch.Tensor, ...],
         judged: Callable[[torch.Tensor], torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """For each degree that the history allows, the error that its forecast of ``output`` would have had."""
-        errors = {}
-        for order in range(min(1, history.order), history.order + 1) if len(history) else ():
+    ) -> Judgement:
+        """The error that each degree's forecast of ``output`` would have had."""
+        history = prompt.outputs
+        damps = self.preset.forecast.damping and history.order > 0
+        orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
+        if damps and prompt.damped is not None:
+            orders.append(prompt.damped)
+        errors, damped = {}, None
+        for order in orders:
             forecast = self.forecast(history, call.coordinate, order)
             parts = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
             errors[order] = torch.stack(parts).max()  # unlike Python's max, it lets what is no number through
-        return errors
+            if damps and order == 1:
+                damped = _best_share(*(map(judged, parts) for parts in (output, history.values[0], forecast)))
+        return Judgement(history.coordinates, errors, damped)
 
     def read(self, call: Call) -> None:
         """Moves what a call has measured to the host, all of it at once, and decides by it what later calls do.
 
         This is the one synchronisation of a computed step.
         """
-        errors = [error for _, by_order in call.errors.values() for error in by_order.values()]
-        measured = [*(error.view(1) for error in errors), *call.densities.values()]
+        judged = [value.view(1) for judgement in call.judgements.values() for value in judgement.measured]
+        measured = [*judged, *call.densities.values()]
         values = torch.cat(measured).tolist() if measured else []
-        self._take_errors(call, values[: len(errors)])
-        self._take_densities(call, values[len(errors) :])
+        self._take_errors(call, values[: len(judged)])
+        self._take_densities(call, values[len(judged) :])
 
     def _take_errors(self, call: Call, values: list[float]) -> None:
         """Lets the closed loop set each prompt's degree and its next computed step."""
         remaining = iter(values)
-        for place, (nodes, by_order) in call.errors.items():
+        for place, judgement in call.judgements.items():
             prompt, control = call.branch.prompts[place], self._controls[call.transformer, place]
-            errors = {degree: next(remaining) for degree in by_order}
+            errors = {degree: next(remaining) for degree in judgement.errors}
             # A branch's first output judges nothing, so the next step is computed too.
-            order, error = 0, math.inf
+            order: float = 0
+            error = math.inf
             if errors:
                 prompt.order = order = control.best_order(errors)
                 error = errors[order]
                 self._step_record.error = max(error, self._step_record.error or 0.0)
-            control.observe(call.tick.step, call.coordinates, self._error_weights, nodes, order, error)
+            if judgement.damped is not None:
+                prompt.refit(next(remaining))
+            control.observe(call.tick.step, call.coordinates, self._error_weights, judgement.nodes, order, error)
 
     def _take_densities(self, call: Call, values: list[float]) -> None:
         """Decides by the densities of new symbols and the guard's errors which layers degrade, and how much their
@@ -409,6 +418,18 @@ def _joined(prompts: Sequence[PromptState], parts: Sequence[tuple[torch.Tensor, 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of all storages behind the tensors, each counted once."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def _best_share(
+    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """The s by which ``newest + s · (linear − newest)`` comes nearest to the output, over all its tensors together."""
+    along = square = 0.0
+    for value, last, forecast in zip(output, newest, linear, strict=True):
+        slope = (forecast.float() - last.float()).flatten()
+        along = along + torch.dot((value.float() - last.float()).flatten(), slope)
+        square = square + torch.dot(slope, slope)
+    return along / square
 
 
 def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,12 @@ def taylor_weights(coordinates: Sequence[float], target: float) -> list[float]:
     return weights
 
 
-def forecast_weights(method: str, coordinates: Sequence[float], target: float, order: int | None = None) -> list[float]:
+def forecast_weights(
+    method: str, coordinates: Sequence[float], target: float, order: float | None = None
+) -> list[float]:
     """Weights over history for a forecast at ``target``; one a coordinate, newest first, summing to one.
+
+    A degree between two takes that share of what the higher adds to the lower: degree 0.6 follows 0.6 of the slope.
 
     Args:
         method: ``newton``, ``taylor`` or ``reuse``.
@@ -61,7 +65,12 @@ def forecast_weights(method: str, coordinates: Sequence[float], target: float, o
         target: where the forecast is wanted.
         order: highest degree, beyond whose ``order + 1`` values the others weigh nothing; None = as the values allow.
     """
-    count = 1 if method == "reuse" else len(coordinates) if order is None else order + 1
+    if order is not None and order != int(order):
+        below = int(order)
+        lower, upper = (forecast_weights(method, coordinates, target, whole) for whole in (below, below + 1))
+        share = order - below
+        return [(1 - share) * low + share * high for low, high in zip(lower, upper, strict=True)]
+    count = 1 if method == "reuse" else len(coordinates) if order is None else int(order) + 1
     used = coordinates[:count]
     weights = (taylor_weights if method == "taylor" else newton_weights)(used, target)
     return weights + [0.0] * (len(coordinates) - len(used))
@@ -70,7 +79,7 @@ def forecast_weights(method: str, coordinates: Sequence[float], target: float, o
 def corrector_weights(
     method: str,
     coordinates: Sequence[float],
-    order: int,
+    order: float,
     here: float,
     forecasts: Sequence[tuple[float, float]],
 ) -> list[float]:

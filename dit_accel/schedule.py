@@ -210,7 +210,7 @@ class FixedControl:
         coordinates: Sequence[float],
         weights: Sequence[float] | None,
         nodes: Sequence[float],
-        order: int,
+        order: float,
         error: float,
     ) -> None:
         """A fixed schedule takes no notice of errors."""
@@ -237,22 +237,24 @@ class ErrorControl:
             return StepMode.FULL
         return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
 
-    def best_order(self, errors: dict[int, float]) -> int:
+    def best_order(self, errors: dict[float, float]) -> float:
         """The degree to go on with: the one whose error lets the next forecasts reach farthest.
 
         High degrees win where outputs are smooth and low ones where rounding noise dominates, which high ones amplify.
-        Of two that reach about as far the higher is taken, for its error falls faster towards the record.
+        Of two that reach about as far the higher is taken, for its error falls faster towards the record. A degree
+        between two counts as the higher.
 
         Args:
             errors: ‖F − F̂‖ / ‖F‖ that a forecast of each degree would have had.
         """
         reaches = {
-            order: (self._schedule.target_error / error) ** (1 / (order + 1)) if error else math.inf
+            order: (self._schedule.target_error / error) ** (1 / (math.ceil(order) + 1)) if error else math.inf
             for order, error in errors.items()
             if not math.isnan(error)
         }
         farthest = max(reaches.values(), default=math.nan)
-        return max((order for order, reach in reaches.items() if reach >= ABOUT * farthest), default=max(errors))
+        best = [order for order, reach in reaches.items() if reach >= ABOUT * farthest]
+        return max(best, key=lambda order: (math.ceil(order), reaches[order]), default=max(errors))
 
     def observe(
         self,
@@ -260,7 +262,7 @@ class ErrorControl:
         coordinates: Sequence[float],
         weights: Sequence[float] | None,
         nodes: Sequence[float],
-        order: int,
+        order: float,
         error: float,
     ) -> None:
         """Takes the error of one forecast, measured at a computed step; of several at one step, the worst decides.
@@ -270,12 +272,13 @@ class ErrorControl:
             coordinates: of all steps of the run.
             weights: how far each of them moves the latents; None = errors count in the output.
             nodes: coordinates of the records, newest first; none = there was no forecast.
-            order: degree of the forecast, which used ``order + 1`` of them.
+            order: degree of the forecast, which used ``⌈order⌉ + 1`` of them.
             error: ‖F − F̂‖ / ‖F‖.
         """
         here = coordinates[step]
-        remainder = math.prod(abs(here - node) for node in nodes[: order + 1]) if nodes else 0.0
-        ahead = [here, *nodes][: order + 1]
+        used = math.ceil(order) + 1
+        remainder = math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
+        ahead = [here, *nodes][:used]
         interval, counted = 1, 0.0
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
             there = math.prod(abs(coordinates[step + interval] - node) for node in ahead)

@@ -98,19 +98,48 @@ class PromptState:
     Args:
         order: degree of its forecasts at present.
         rows: its samples in the batch; None = all of them.
+        damped: degree below 1 that would have fitted the newest output best; None = not known, or 1 and more.
         outputs: the transformer's outputs.
         computed_step: the latest that computed.
         forecast_steps: those since then.
     """
 
-    order: int
+    order: float
     rows: Rows = None
+    damped: float | None = None
     outputs: History = field(init=False)
     computed_step: int = -1
     forecast_steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.outputs = History(self.order + 1)
+
+    def refit(self, share: float) -> None:
+        """Takes the share of the slope that would have fitted best; damped forecasts go on with it."""
+        fitted = max(share, 0.0) if share < 1.0 else None
+        if self.order == self.damped and fitted is not None:
+            self.order = fitted
+        self.damped = fitted
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a computed output tells of the forecasts that there would have been; tensors are float32 ``[]``.
+
+    Args:
+        nodes: coordinates that they rest on, newest first.
+        errors: what they would have missed, by their degree.
+        damped: the share of the slope by which one would have missed least; None = it is not asked for.
+    """
+
+    nodes: tuple[float, ...]
+    errors: dict[float, torch.Tensor]
+    damped: torch.Tensor | None
+
+    @property
+    def measured(self) -> list[torch.Tensor]:
+        """Its tensors, for the host to read."""
+        return [*self.errors.values(), *([] if self.damped is None else [self.damped])]
 
 
 @dataclass
@@ -186,8 +215,7 @@ class Call:
             rows, row-blocks and tiles, the share of tiles that this call attends to, ``bias_density``, and the guard's
             error.
         guarded: by block, the share of queries on which the guard has measured; none where it has not.
-        errors: by prompt, the coordinates that its forecasts rest on, newest first, and by their degree what they would
-            have missed, float32 ``[]`` on the device, read with the densities.
+        judgements: by prompt, of its computed output; on the device, read with the densities.
     """
 
     transformer: str
@@ -201,7 +229,7 @@ class Call:
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
     guarded: dict[str, float] = field(default_factory=dict)
-    errors: dict[int, tuple[tuple[float, ...], dict[int, torch.Tensor]]] = field(default_factory=dict)
+    judgements: dict[int, Judgement] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
 
     @property

@@ -38,8 +38,18 @@ FACTORS_AS_IT_IS = (0.4, 0.7, 1.4, 2.8)
 
 def variants(model: str) -> dict[str, Variant]:
     """By name, at the target of the model's preset."""
-    schedule = load_preset(PRESETS[model]).schedule
+    preset = load_preset(PRESETS[model])
+    schedule = preset.schedule
     base = Variant(schedule.target_error, schedule.error_in, schedule.warmup)
+    damped = replace(base, predictors=(*base.predictors, Predictor(1, damped=True)))
+    damping = {
+        "damping": damped,
+        "damping of the second degree too": replace(damped, predictors=(*damped.predictors, Predictor(2, damped=True))),
+        "damping, judged in hindsight": replace(damped, hindsight=True),
+    }
+    if preset.forecast.damping:
+        damping = {"no damping": base, **damping}
+        base = damping.pop("damping")
 
     def of_quantity(quantity: str) -> tuple[Predictor, ...]:
         return tuple(replace(predictor, quantity=quantity) for predictor in base.predictors)
@@ -47,6 +57,7 @@ def variants(model: str) -> dict[str, Variant]:
     over_sigma = tuple(replace(predictor, coordinate="sigma") for predictor in base.predictors)
     least_squares = (Predictor(1, extra=1), Predictor(2, extra=1))
     other = "latents" if schedule.error_in == "output" else "output"
+    in_latents = replace(base, error_in="latents")
     return {
         AS_IT_IS: base,
         "no corrector, power of the gap": replace(base, repay=0.0, growth="power"),
@@ -54,8 +65,13 @@ def variants(model: str) -> dict[str, Variant]:
         "power of the gap": replace(base, growth="power"),
         "power fitted to two gaps": replace(base, growth="fitted"),
         f"error in {other}": replace(base, error_in=other),
+        "error in latents, over √(1 − σ)": replace(in_latents, amplified=0.5),
+        "error in latents, over 1 − σ": replace(in_latents, amplified=1.0),
+        **damping,
         "target over remaining sigma": replace(base, span=0.5),
         "gap at most a third of what remains": replace(base, end=3.0),
+        "gap at most threefold the last": replace(base, ratio=3.0),
+        "error at least half of what the last suggests": replace(base, steady=0.5),
         "what a gap leaves goes to the next": replace(base, carry=0.5),
         "target a unit of sigma": replace(base, rate=True),
         "three quarters corrected": replace(base, repay=0.75),
@@ -76,6 +92,7 @@ def variants(model: str) -> dict[str, Variant]:
         "error of the 99% token": replace(base, norm="token:0.99"),
         "error in the 4-norm": replace(base, norm="power:4"),
         "warm-up 1": replace(base, warmup=1),
+        "warm-up 3": replace(base, warmup=3),
         "warm-up 4": replace(base, warmup=4),
         "decided a step late": replace(base, late=True),
     }

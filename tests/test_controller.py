@@ -123,6 +123,30 @@ def test_corrector_makes_good_what_forecasts_missed(method, order):
     assert max(apart) > 0.01
 
 
+def test_damping_follows_the_share_of_the_slope_that_fitted_last():
+    """Outputs that wander in one direction half as far as before are forecast so, from the third computed one on."""
+    loop = closed_loop(**{"forecast.damping": True, "forecast.corrector": False, "schedule.target_error": 0.001})
+    outputs = [torch.full((1, 4), 3.0 - 2.0**-step) for step in range(STEPS)]
+    for step in range(3):
+        call, _ = loop.call(step, outputs[step])
+    prompt = call.branch.prompts[0]
+    assert prompt.damped == pytest.approx(0.5) and prompt.order == 1
+    loop.call(3, outputs[3])
+    assert prompt.order == prompt.damped == pytest.approx(0.5)
+    call, output = loop.call(4)
+    assert call.mode is DISPATCH
+    torch.testing.assert_close(output, outputs[4])
+
+
+@pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], 0.0), ([1, 1, 1], None)], ids=str)
+def test_damping_is_a_share_below_one(slope, damped):
+    """A slope that grows is followed whole, one that turns back not at all; without one nothing is learned."""
+    loop = closed_loop(**{"forecast.damping": True})
+    for step, value in enumerate(slope):
+        call, _ = loop.call(step, 5.0 + value)
+    assert call.branch.prompts[0].damped == damped
+
+
 @pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])
 def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
     """A computed output goes on untouched, and the report says so where a correction was asked for."""

@@ -100,7 +100,16 @@ def test_lower_order_uses_the_newest_values_only(method):
     assert forecast_weights(method, UNEVEN[:3], 9.0, order=1) == [*forecast_weights(method, UNEVEN[:2], 9.0), 0.0]
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("method", ["newton", "taylor"])
+@pytest.mark.parametrize("order, below", [(0.0, 0), (0.25, 0), (1.5, 1), (2.0, 2)])
+def test_degree_between_two_takes_its_share_of_the_higher(method, order, below):
+    """A damped forecast follows that share of what the next degree adds; whole numbers are degrees as ever."""
+    low, high = (forecast_weights(method, UNEVEN[:3], 9.0, min(whole, 2)) for whole in (below, below + 1))
+    expected = [a + (order - below) * (b - a) for a, b in zip(low, high, strict=True)]
+    assert forecast_weights(method, UNEVEN[:3], 9.0, order) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("order", [0, 0.5, 1, 2])
 def test_corrector_weights_sum_to_one_and_need_forecasts(order):
     """A linear bias inside the output needs no special case; without forecasts the output stands as it is."""
     records = [9.0, 5.0, 4.0, 1.0]

@@ -160,8 +160,11 @@ def test_rows_taken_and_joined_are_the_batch():
         ("flux-balanced", {"forecast.corrector": False, **LAYERS_APART}, "per_prompt works on .*'layer'"),
         ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
         ("flux-taylorseer", {"forecast.corrector": True}, "corrector works on .*'layer'"),
+        ("flux-taylorseer", {"forecast.damping": True}, "damping works on .*'layer'"),
+        ("exact", {"forecast.damping": True}, "damping is learned by control 'error'"),
+        ("any-balanced", {"forecast.damping": True, "forecast.order": 0}, "set order to 1 or more"),
     ],
-    ids=["fixed", "layer", "kept-masks", "corrector"],
+    ids=["fixed", "layer", "kept-masks", "corrector", "damping", "damping-fixed", "damping-order"],
 )
 def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
     """A key without effect, or with a wrong one, is an error."""

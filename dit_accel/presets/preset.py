@@ -79,13 +79,20 @@ class Preset(Section):
 
     def _outputs_refuse(self) -> str | None:
         """Why what is done with whole outputs can't be, or None."""
-        whole = {"schedule.per_prompt": self.schedule.per_prompt, "forecast.corrector": self.forecast.corrector}
+        forecast = self.forecast
+        whole = {
+            "schedule.per_prompt": self.schedule.per_prompt,
+            "forecast.corrector": forecast.corrector,
+            "forecast.damping": forecast.damping,
+        }
         for key, wanted in whole.items():
-            if wanted and self.forecast.scope != "stack":
+            if wanted and forecast.scope != "stack":
                 return (
                     f"{key} works on the transformer's output, which is forecast at scope 'stack' alone, and "
-                    f"forecast.scope is '{self.forecast.scope}': set {key} to false"
+                    f"forecast.scope is '{forecast.scope}': set {key} to false"
                 )
+        if forecast.damping and self.schedule.control != "error":
+            return "forecast.damping is learned by control 'error', and schedule.control is 'fixed': set it to false"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
         return None

@@ -73,10 +73,16 @@ class Forecast(Section):
     its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report
     says that nothing is corrected."""
 
+    damping: bool = False
+    """scope stack, control error: a degree between 0 and 1 is tried too, which follows that share of the slope: the one
+    that would have fitted best at the computed step before. For outputs that wander, as those of video models do."""
+
     @model_validator(mode="after")
     def _complete(self) -> Forecast:
         if self.method == "reuse" and self.order != 0:
             raise ValueError("method 'reuse' repeats the last value: set order to 0")
+        if self.damping and self.order == 0:
+            raise ValueError("damping follows a share of the slope, and order 0 has none: set order to 1 or more")
         return self
 
 

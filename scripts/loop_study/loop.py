@@ -32,12 +32,14 @@ class Predictor:
         quantity: that it goes through: output, F; clean, the picture ``x − σF`` that the output points at; noise,
             ``x + (1 − σ)F``; scaled, ``σF``.
         extra: records beyond order + 1, to which it is fitted by least squares.
+        damped: of what the degree adds to the one below it follows the share that fitted the output before best.
     """
 
     order: int
     coordinate: str = "step"
     quantity: str = "output"
     extra: int = 0
+    damped: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Variant:
             remainder of a polynomial through the recorded nodes; fitted: the power that two gaps show.
         norm: of errors: mean (root mean square over everything), token:q (the q-quantile of tokens), power:p.
         end: gaps are at most the steps that remain over this; 0 = no bound.
+        ratio: a gap is at most the one before times this; 0 = no bound.
         span: target times the share of sigma that is left, to this power.
+        amplified: errors count as those grow that were made at ``σ``: by ``(1 − σ)`` to minus this power.
+        steady: errors are at least this share of what the error at the computed step before lets expect.
+        hindsight: damped forecasts are judged by the output that they are fitted to.
         rate: the target is what a gap may add for each mean step of sigma that it covers.
         carry: what a gap left of its allowance goes to the next, this share of it.
         late: an error is known one step late; the step after a computed one is forecast unseen.
@@ -71,7 +77,11 @@ class Variant:
     growth: str = "product"
     norm: str = "mean"
     end: float = 0.0
+    ratio: float = 0.0
     span: float = 0.0
+    amplified: float = 0.0
+    steady: float = 0.0
+    hindsight: bool = False
     rate: bool = False
     carry: float = 0.0
     late: bool = False
@@ -98,6 +108,8 @@ class Branch:
         self.residual: tuple[torch.Tensor, float] | None = None
         self.forecasts: list[tuple[int, torch.Tensor]] = []
         self.power: float | None = None
+        self.shares: dict[Predictor, float] = {}
+        self.derivatives: dict[Predictor, float] = {}
 
 
 class Loop:
@@ -145,7 +157,9 @@ class Loop:
             self._sigmas = [float(sigma) for sigma in self._scheduler.sigmas]
             spans = [abs(after - before) for before, after in pairwise(self._sigmas)]
             inner = [*spans[:-1], spans[-2]]  # as the package has it, where the last step's end is not seen
-            self._shares = [span * self._steps / sum(inner) for span in inner]
+            middles = [(before + after) / 2 for before, after in pairwise(self._sigmas)]
+            moves = [span / (1 - middle) ** variant.amplified for span, middle in zip(inner, middles, strict=True)]
+            self._shares = [move * self._steps / sum(moves) for move in moves]
             self._coordinates = {"step": [float(index) for index in range(self._steps)], "sigma": self._sigmas[:-1]}
         self._step, self._calls = step, 0
         full = step < variant.warmup or step >= self._steps - variant.final_full
@@ -155,7 +169,7 @@ class Loop:
             self.computed.append(step)
 
     def _forecast(self, branch: Branch, step: int, latents: torch.Tensor) -> torch.Tensor:
-        output = self._predict(branch.predictor, branch.records, step, latents)
+        output = self._damped(branch, branch.predictor, step, latents)
         if branch.second is not None:
             other, share = branch.second
             output = (1 - share) * output + share * self._predict(other, branch.records, step, latents)
@@ -164,6 +178,23 @@ class Loop:
             distance = step - branch.records[0].step
             output = output + self._variant.residual * residual * (distance / gap) ** (branch.predictor.order + 1)
         return output
+
+    def _damped(self, branch: Branch, predictor: Predictor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """A forecast, of which a damped predictor follows its share."""
+        full = self._predict(predictor, branch.records, step, latents)
+        if not predictor.damped:
+            return full
+        below = replace(predictor, order=predictor.order - 1)
+        return torch.lerp(self._predict(below, branch.records, step, latents), full, branch.shares[predictor])
+
+    def _fit(self, branch: Branch, record: Record) -> None:
+        """Finds every damped predictor's share, by the newest output."""
+        for predictor in self._variant.predictors:
+            if predictor.damped and predictor.order < len(branch.records):
+                below = replace(predictor, order=predictor.order - 1)
+                low, high = (self._predict(p, branch.records, record.step, record.latents) for p in (below, predictor))
+                share = float(((record.output - low) * (high - low)).sum() / (high - low).square().sum())
+                branch.shares[predictor] = min(max(share, 0.0), 1.0)
 
     def _predict(
         self, predictor: Predictor, records: Sequence[Record], step: int, latents: torch.Tensor
@@ -206,11 +237,15 @@ class Loop:
         usable = [p for p in variant.predictors if p.order < len(branch.records)]
         if len(branch.records) > 1:
             usable = [p for p in usable if p.order > 0] or usable
+        if variant.hindsight:
+            self._fit(branch, record)
+        usable = [p for p in usable if not p.damped or p in branch.shares]
         following = step + 1
         branch.residual = None
         if usable:
-            forecasts = {p: self._predict(p, branch.records, step, record.latents) for p in usable}
+            forecasts = {p: self._damped(branch, p, step, record.latents) for p in usable}
             errors = {p: self._error(record.output, forecast) for p, forecast in forecasts.items()}
+            errors = {p: self._steadied(p, error, branch, step) for p, error in errors.items()}
             chosen = branch.predictor = self._best(errors, branch, step)
             error = errors[chosen]
             branch.second = None
@@ -226,6 +261,8 @@ class Loop:
             if variant.growth == "fitted" and len(branch.records) > chosen.order + 1:
                 branch.power = self._fitted_power(chosen, error, branch, record)
             following = self._reach(chosen, error, branch, step)
+        if not variant.hindsight:
+            self._fit(branch, record)
         self._next_update = min(self._next_update, following) if self._observed else following
         self._observed = True
         if variant.late and usable:
@@ -254,13 +291,21 @@ class Loop:
         power = float(parameter or 2)
         return float(difference.norm(power) / value.norm(power))
 
+    def _steadied(self, predictor: Predictor, error: float, branch: Branch, step: int) -> float:
+        """The error, or what the last one lets expect of this step, where chance made it much smaller."""
+        remainder = math.prod(step - record.step for record in list(branch.records)[: predictor.order + 1])
+        before = branch.derivatives.get(predictor, 0.0)
+        branch.derivatives[predictor] = error / remainder
+        return max(error, self._variant.steady * before * remainder)
+
     def _best(self, errors: dict[Predictor, float], branch: Branch, step: int) -> Predictor:
         """As the package chooses the order, or, where coordinates or quantities differ, by the interval they allow."""
-        if len({replace(p, order=0) for p in errors}) > 1:
+        if len({replace(p, order=0, damped=False) for p in errors}) > 1:
             return max(errors, key=lambda p: self._smooth_reach(p, errors[p], branch, step))
         reaches = {p: (self._variant.target_error / max(e, 1e-12)) ** (1 / (p.order + 1)) for p, e in errors.items()}
         farthest = max(reaches.values())
-        return max((p for p, reach in reaches.items() if reach >= ABOUT * farthest), key=lambda p: p.order)
+        best = [p for p, reach in reaches.items() if reach >= ABOUT * farthest]
+        return max(best, key=lambda p: (p.order, reaches[p]))
 
     def _smooth_reach(self, predictor: Predictor, error: float, branch: Branch, step: int) -> float:
         """Steps that a predictor reaches, and by what fraction of a step more."""
@@ -301,6 +346,8 @@ class Loop:
         target = variant.target_error * left**variant.span + self._saved * variant.carry
         interval, last = 1, 0.0
         bound = variant.max_interval
+        if variant.ratio and branch.records:
+            bound = min(bound, max(1, math.floor(variant.ratio * (step - branch.records[0].step))))
         if variant.end:
             bound = min(bound, max(1, math.ceil((self._steps - 1 - step) / variant.end)))
         for counted in self._counted(predictor, error, branch, step):
