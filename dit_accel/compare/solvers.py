@@ -1,4 +1,4 @@
-"""Fewer steps, with the model's own solver and with solvers of higher order over the same noise levels."""
+"""Fewer steps, with the model's own solver and with solvers of higher order over its noise levels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 
 from dit_accel.compare.methods import Method, Subject
@@ -23,8 +24,8 @@ def fewer_steps(steps: int) -> list[Method]:
 def fewer_steps_solved(solver: str, steps: int) -> list[Method]:
     """One of `SOLVERS` with so many of ``steps``, and with all of them.
 
-    That last one is near the picture that it converges to, which is not quite the plain one: no other of its settings
-    can be expected to come closer to that.
+    That last one is near the picture that it converges to, which is not quite the plain one: others come closer to that
+    only where their error resembles Euler's.
     """
     return [
         Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
@@ -39,13 +40,19 @@ def why_not_solvable(pipe: Any) -> str | None:
 
 
 class _FlowSchedule:
-    """Before a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded."""
+    """Before a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded.
+
+    Where a pipeline leaves the levels to it (Wan), Euler's choice ends in a leap that no higher order crosses; they are
+    even before the shift then, as FLUX's and HunyuanVideo's pipelines ask for, and as these solvers choose themselves.
+    """
 
     own: Any
 
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, mu: float | None = None
     ) -> None:
+        if sigmas is None:
+            sigmas = np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
         self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
         super().set_timesteps(len(self.own.timesteps), device=device)
         self.timesteps = self.own.timesteps.clone()
