@@ -228,8 +228,9 @@ class Controller:
             order: float = 0
             error = math.inf
             if errors:
-                prompt.order = order = control.best_order(errors)
+                order = control.best_order(errors)
                 error = errors[order]
+                prompt.go_on_with(order, self.preset.forecast.beyond)
                 self._step_record.error = max(error, self._step_record.error or 0.0)
             if judgement.damped is not None:
                 prompt.refit(next(remaining))
@@ -288,8 +289,7 @@ class Controller:
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
             self._coordinates = tick.coordinates(self.preset.forecast.coordinate)
-            in_latents = self.preset.schedule.error_in == "latents"
-            self._error_weights = tick.latent_weights() if in_latents else None
+            self._error_weights = tick.error_weights(self.preset.schedule.error_in)
             if tick.repeats is not None:
                 self.report.notes.append(f"every step computed: {tick.repeats}")
             elif self.preset.forecast.corrector and tick.moves is None:

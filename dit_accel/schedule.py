@@ -69,8 +69,15 @@ class Tick:
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
-    def latent_weights(self) -> Sequence[float]:
-        """How far every step's output moves the latents: its step in sigma, over the mean of the run."""
+    def error_weights(self, kind: str) -> Sequence[float]:
+        """What an error of every step's output counts.
+
+        Args:
+            kind: ``output``: the same at all; ``latents``: how far the step moves the latents, which is its step in
+                sigma over the mean of the run.
+        """
+        if kind == "output":
+            return [1.0] * self.steps
         gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
         if not any(gaps):
             return [1.0] * self.steps
@@ -208,7 +215,7 @@ class FixedControl:
         self,
         step: int,
         coordinates: Sequence[float],
-        weights: Sequence[float] | None,
+        weights: Sequence[float],
         nodes: Sequence[float],
         order: float,
         error: float,
@@ -222,9 +229,9 @@ class ErrorControl:
     A polynomial of degree D through the outputs at D + 1 nodes errs by ``F^(D+1) / (D+1)! · Π_k (t − t_k)`` (remainder
     of interpolation). The error e of the forecast of this step, whose nodes are the newest records, tells the first
     factor; the forecasts to come have this step as a node and lack the oldest, so that at step n they err by
-    ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. They reach to the last step before the next computed one, so that
-    one comes after the largest 1 <= n <= max_interval with ``e_(n−1) <= target_error``; or, where errors count in the
-    latents, with the sum of e_1 to e_(n−1), each times how far its step moves the latents.
+    ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. What is forecast until the next computed step adds up in the
+    latents, so that one comes after the largest 1 <= n <= max_interval with ``Σ_(i<n) w_i · e_i <= target_error``, w_i
+    what an error at that step counts.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -260,7 +267,7 @@ class ErrorControl:
         self,
         step: int,
         coordinates: Sequence[float],
-        weights: Sequence[float] | None,
+        weights: Sequence[float],
         nodes: Sequence[float],
         order: float,
         error: float,
@@ -270,7 +277,7 @@ class ErrorControl:
         Args:
             step: where it was measured.
             coordinates: of all steps of the run.
-            weights: how far each of them moves the latents; None = errors count in the output.
+            weights: what an error at each of them counts.
             nodes: coordinates of the records, newest first; none = there was no forecast.
             order: degree of the forecast, which used ``⌈order⌉ + 1`` of them.
             error: ‖F − F̂‖ / ‖F‖.
@@ -283,7 +290,7 @@ class ErrorControl:
         while interval < self._schedule.max_interval and step + interval < len(coordinates):
             there = math.prod(abs(coordinates[step + interval] - node) for node in ahead)
             expected = error * there / remainder if remainder else math.inf
-            counted = expected if weights is None else counted + weights[step + interval] * expected
+            counted += weights[step + interval] * expected
             # Written so that an error that is not a number keeps the interval at 1.
             if not counted <= self._schedule.target_error:
                 break

@@ -114,6 +114,10 @@ class PromptState:
     def __post_init__(self) -> None:
         self.outputs = History(self.order + 1)
 
+    def go_on_with(self, order: float, beyond: float) -> None:
+        """Forecasts are of this degree now and, where it is a whole one, go so far beyond it."""
+        self.order = min(order + beyond, self.outputs.order) if order == int(order) else order
+
     def refit(self, share: float) -> None:
         """Takes the share of the slope that would have fitted best; damped forecasts go on with it."""
         fitted = max(share, 0.0) if share < 1.0 else None

@@ -40,7 +40,7 @@ def variants(model: str) -> dict[str, Variant]:
     """By name, at the target of the model's preset."""
     preset = load_preset(PRESETS[model])
     schedule = preset.schedule
-    base = Variant(schedule.target_error, schedule.error_in, schedule.warmup)
+    base = Variant(schedule.target_error, schedule.error_in, schedule.warmup, beyond=preset.forecast.beyond)
     damped = replace(base, predictors=(*base.predictors, Predictor(1, damped=True)))
     damping = {
         "damping": damped,
@@ -65,6 +65,7 @@ def variants(model: str) -> dict[str, Variant]:
         "power of the gap": replace(base, growth="power"),
         "power fitted to two gaps": replace(base, growth="fitted"),
         f"error in {other}": replace(base, error_in=other),
+        "error of the farthest forecast": replace(base, error_in="farthest", target_error=base.target_error / 2),
         "error in latents, over √(1 − σ)": replace(in_latents, amplified=0.5),
         "error in latents, over 1 − σ": replace(in_latents, amplified=1.0),
         **damping,
@@ -80,7 +81,7 @@ def variants(model: str) -> dict[str, Variant]:
         "corrector of degree 4": replace(base, repay_degree=4),
         "order up to 3": replace(base, predictors=(*base.predictors, Predictor(3))),
         "blend of two orders": replace(base, blend=1.0),
-        "forecast plus a third of the last residual": replace(base, residual=0.3),
+        **{f"{share:.0%} of the next degree": replace(base, beyond=share) for share in (0.0, 0.3, 0.5, 0.7)},
         "least squares too": replace(base, predictors=(*base.predictors, *least_squares)),
         "step or sigma": replace(base, predictors=(*base.predictors, *over_sigma)),
         "over sigma": replace(base, predictors=over_sigma),

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 
 LETTERS = {StepMode.FULL: "F", StepMode.UPDATE: "U", StepMode.DISPATCH: "D"}
 
+EVEN = [1.0] * 40  # errors of all steps count alike
+
 
 def modes(control, steps: int) -> str:
     return "".join(LETTERS[control.mode(step, steps)] for step in range(steps))
@@ -63,7 +65,7 @@ def test_fixed_control_repeats_its_interval(keys, sequence):
 def test_fixed_control_ignores_errors():
     """A fixed schedule does not react to what is observed."""
     control = FixedControl(fixed(warmup=0, interval=4, final_full=0))
-    control.observe(0, range(8), None, [-1.0, -2.0], 1, 100.0)
+    control.observe(0, range(8), EVEN, [-1.0, -2.0], 1, 100.0)
     assert modes(control, 8) == "UDDDUDDD"
 
 
@@ -84,18 +86,19 @@ def test_closed_loop_computes_until_it_has_observed():
 @pytest.mark.parametrize("gap", [1, 3])
 @pytest.mark.parametrize("error", [1.0, 0.051, 0.021, 0.0051, 0.0006, 1e-6])
 def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
-    """The next UPDATE comes after the largest n with ``e · C((n − 1) / g + D, D + 1) <= target``, at most max_interval.
+    """The next UPDATE comes after the largest n <= max_interval with ``Σ_(i<n) e · C(i / g + D, D + 1) <= target``.
 
     With nodes g apart the remainder d · (d + g) · … · (d + D g) is that binomial coefficient of real d / g, but for
     factors that the error has too.
     """
     control = closed_loop(target_error=0.05, max_interval=12)
-    control.observe(15, range(40), None, [15 - gap * (k + 1) for k in range(3)], order, error)
+    control.observe(15, range(40), EVEN, [15 - gap * (k + 1) for k in range(3)], order, error)
 
     def forecast_error(distance: int) -> float:
         return error * math.prod(distance / gap + k for k in range(order + 1)) / math.factorial(order + 1)
 
-    assert interval_after(control, 15, 40) == max(n for n in range(1, 13) if forecast_error(n - 1) <= 0.05)
+    together = [sum(map(forecast_error, range(n))) for n in range(1, 13)]
+    assert interval_after(control, 15, 40) == max(n for n, error in enumerate(together, 1) if error <= 0.05)
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
@@ -113,7 +116,8 @@ def test_closed_loop_knows_the_errors_of_polynomials(order):
     for target, interval in ((0.999 * following, 3), (1.001 * following, 4)):
         scale = 0.5 / target  # a target is below 1
         control = closed_loop(target_error=0.5)
-        control.observe(here, steps, None, [steps[node] for node in recorded], order, scale * measured)
+        farthest = [float(step >= here + 3) for step in range(len(steps))]
+        control.observe(here, steps, farthest, [steps[node] for node in recorded], order, scale * measured)
         assert interval_after(control, here, len(steps)) == interval
 
 
@@ -125,7 +129,7 @@ def test_closed_loop_knows_the_errors_of_polynomials(order):
 def test_closed_loop_at_extreme_errors(error, interval):
     """What is no number computes the next step; a perfect forecast reaches max_interval; the target itself is met."""
     control = closed_loop(target_error=0.05, max_interval=7)
-    control.observe(5, range(40), None, [4, 3], 1, error)
+    control.observe(5, range(40), EVEN, [4, 3], 1, error)
     assert interval_after(control, 5, 40) == interval
 
 
@@ -134,27 +138,27 @@ def test_worst_error_of_a_step_decides(errors):
     """Branches are judged one after the other at one step; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
     for error in errors:
-        control.observe(5, range(40), None, [4, 3], 1, error)
-    assert interval_after(control, 5, 40) == 3  # 0.012, 0.036, 0.072, … one, two, three steps away
+        control.observe(5, range(40), EVEN, [4, 3], 1, error)
+    assert interval_after(control, 5, 40) == 3  # 0.012, 0.036, 0.072, … one, two, three steps away, added up
 
 
 def test_each_update_decides_afresh():
     """A bad step shortens the interval after it and no other."""
     control = closed_loop(target_error=0.05, max_interval=7)
-    control.observe(5, range(40), None, [4, 3], 1, 1.0)
-    control.observe(6, range(40), None, [5, 4], 1, 0.0)
+    control.observe(5, range(40), EVEN, [4, 3], 1, 1.0)
+    control.observe(6, range(40), EVEN, [5, 4], 1, 0.0)
     assert interval_after(control, 6, 40) == 7
 
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
 def test_closed_loop_measures_distance_on_the_coordinate(direction):
     """On uneven spacing the forecast may reach as far on the coordinate, not as many steps."""
-    # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 forecasts
-    # may reach 5 g: 2.25, 4.5, 5.5 or all. The step behind the last one in reach computes.
+    # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 those of
+    # forecasts may add up to 5 g: 2.25, 6.25, 11.25 or all. The step behind the last one in reach computes.
     coordinates = [direction * x for x in (0.0, 2.0, 3.0, 5.0, 7.0, 8.0, 17.0, 18.0, 19.0)]
-    for gap, interval in ((0.45, 2), (0.9, 3), (1.1, 4), (90.0, 7)):
+    for gap, interval in ((0.45, 2), (1.25, 3), (2.25, 4), (90.0, 7)):
         control = closed_loop(target_error=0.05)
-        control.observe(2, coordinates, None, [direction * (3.0 - gap)], 0, 0.01)
+        control.observe(2, coordinates, EVEN, [direction * (3.0 - gap)], 0, 0.01)
         assert interval_after(control, 2, len(coordinates)) == interval
 
 
@@ -205,7 +209,7 @@ def test_errors_weigh_as_far_as_steps_move_the_latents(sigmas, weights):
     tick = Tick(object(), 0, len(sigmas), sigmas, sigmas)
     # The last gap is counted twice, so that the mean is 1.
     expected = [weight * len(weights) / sum(weights) for weight in weights]
-    assert list(tick.latent_weights()) == pytest.approx(expected)
+    assert list(tick.error_weights("latents")) == pytest.approx(expected)
 
 
 def test_every_step_has_its_weight_where_sigma_has_no_bound():
@@ -215,7 +219,7 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
     scheduler.set_timesteps(20)
     tick = clock.read(scheduler.timesteps[0])
     assert scheduler.sigmas[0] > 1000
-    assert 0.02 < min(tick.latent_weights()) < max(tick.latent_weights()) < 3
+    assert 0.02 < min(tick.error_weights("latents")) < max(tick.error_weights("latents")) < 3
     assert list(tick.coordinates("auto")) == list(range(20))
 
 
@@ -242,7 +246,7 @@ def test_closed_loop_adds_up_what_forecasts_move_the_latents():
 def test_closed_loop_survives_equal_coordinates():
     """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
     control = closed_loop()
-    control.observe(2, [3.0, 2.0, 2.0, 1.0], None, [2.0, 3.0], 1, 0.01)
+    control.observe(2, [3.0, 2.0, 2.0, 1.0], EVEN, [2.0, 3.0], 1, 0.01)
     assert interval_after(control, 2, 4) == 1
 
 

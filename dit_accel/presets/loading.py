@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
 from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import CONTROL_KEYS
+from dit_accel.presets.sections import CONTROL_KEYS, LOOP_KEYS, STACK_KEYS
 from dit_accel.presets.skip import drop_foreign_keys
 
 
@@ -110,8 +110,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Merges changes into values; choosing a control or a policy drops what the values said for others."""
+    """Merges changes into values; choosing a control, a scope or a policy drops what the values said for others."""
+    forecast, chosen_forecast = _sections("forecast", values, changes)
     section, chosen = _sections("schedule", values, changes)
+    idle = LOOP_KEYS if chosen.get("control") == "fixed" else ()
+    if chosen_forecast.get("scope") not in (None, "stack"):
+        idle = STACK_KEYS
+    for key in idle:
+        forecast.pop(key, None)
     for control, keys in CONTROL_KEYS.items():
         if chosen.get("control") not in (None, control):
             for key in keys:

@@ -6,7 +6,18 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dit_accel.presets.sections import CONTROL_KEYS, Blocks, Forecast, Kernels, Memory, Reuse, Schedule, Section
+from dit_accel.presets.sections import (
+    CONTROL_KEYS,
+    LOOP_KEYS,
+    STACK_KEYS,
+    Blocks,
+    Forecast,
+    Kernels,
+    Memory,
+    Reuse,
+    Schedule,
+    Section,
+)
 from dit_accel.presets.skip import Skip
 
 # Sections that only scope head reads (but for reuse also `skip.steps: all`).
@@ -79,20 +90,18 @@ class Preset(Section):
 
     def _outputs_refuse(self) -> str | None:
         """Why what is done with whole outputs can't be, or None."""
-        forecast = self.forecast
-        whole = {
-            "schedule.per_prompt": self.schedule.per_prompt,
-            "forecast.corrector": forecast.corrector,
-            "forecast.damping": forecast.damping,
-        }
-        for key, wanted in whole.items():
-            if wanted and forecast.scope != "stack":
+        wanted = {f"forecast.{key}" for key in STACK_KEYS if getattr(self.forecast, key)}
+        if self.schedule.per_prompt:
+            wanted.add("schedule.per_prompt")
+        for key in sorted(wanted):
+            if self.forecast.scope != "stack":
                 return (
                     f"{key} works on the transformer's output, which is forecast at scope 'stack' alone, and "
-                    f"forecast.scope is '{forecast.scope}': set {key} to false"
+                    f"forecast.scope is '{self.forecast.scope}': remove {key}"
                 )
-        if forecast.damping and self.schedule.control != "error":
-            return "forecast.damping is learned by control 'error', and schedule.control is 'fixed': set it to false"
+        for key in LOOP_KEYS:
+            if f"forecast.{key}" in wanted and self.schedule.control != "error":
+                return f"forecast.{key} rests on what control 'error' measures, and control is 'fixed': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
         return None

@@ -10,6 +10,8 @@ CONTROL_KEYS = {
     "error": ("target_error", "error_in", "max_interval", "per_prompt"),
     "fixed": ("interval",),
 }  # that it alone reads
+STACK_KEYS = ("corrector", "beyond", "damping")  # of section forecast, that scope stack alone reads
+LOOP_KEYS = ("beyond", "damping")  # of these, that control error alone reads
 
 
 class Section(BaseModel):
@@ -25,11 +27,11 @@ class Schedule(Section):
     warmup: int = Field(default=4, ge=0)
     """Steps at the start that compute everything."""
     target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that a forecast step may reach."""
+    """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed
+    steps may come to together."""
     error_in: Literal["output", "latents"] = "output"
-    """control error: what target_error bounds. output: the error of the farthest forecast. latents: the errors of all
-    forecasts up to it together, each times how far its step moves in sigma, over the mean of all steps, for by so much
-    it moves the latents; better where sigma falls unevenly."""
+    """control error: how errors add up. output: every step's alike. latents: each times how far its step moves in
+    sigma, over the mean of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
     max_interval: int = Field(default=16, ge=1)
     """control error: most steps from one UPDATE to the next."""
     interval: int | None = Field(default=None, ge=1)
@@ -73,6 +75,9 @@ class Forecast(Section):
     its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report
     says that nothing is corrected."""
 
+    beyond: float = Field(default=0.0, ge=0.0, le=1.0)
+    """scope stack, control error: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds half
+    of what the next degree adds, up to order."""
     damping: bool = False
     """scope stack, control error: a degree between 0 and 1 is tried too, which follows that share of the slope: the one
     that would have fitted best at the computed step before. For outputs that wander, as those of video models do."""
@@ -81,8 +86,6 @@ class Forecast(Section):
     def _complete(self) -> Forecast:
         if self.method == "reuse" and self.order != 0:
             raise ValueError("method 'reuse' repeats the last value: set order to 0")
-        if self.damping and self.order == 0:
-            raise ValueError("damping follows a share of the slope, and order 0 has none: set order to 1 or more")
         return self
 
 

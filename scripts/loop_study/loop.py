@@ -47,7 +47,8 @@ class Variant:
     """The loop's knobs; the defaults are the loop as it is.
 
     Args:
-        target_error, error_in, warmup, max_interval, final_full: as in a preset.
+        target_error, error_in, warmup, max_interval, final_full: as in a preset; error_in farthest: the error of the
+            farthest forecast alone counts.
         predictors: a computed step goes on with the one that would have reached farthest.
         growth: how an error grows with the distance. power: ``(d / g) ** (D + 1)``; product: as the
             remainder of a polynomial through the recorded nodes; fitted: the power that two gaps show.
@@ -62,7 +63,7 @@ class Variant:
         carry: what a gap left of its allowance goes to the next, this share of it.
         late: an error is known one step late; the step after a computed one is forecast unseen.
         blend: of the two best predictors, the mix that would have been best, by its least-squares share in 0..this.
-        residual: share of the last forecast's error, grown to the distance, that is added to forecasts.
+        beyond: share of what the next degree adds, up to the highest, that forecasts add.
         repay: share of what the forecasts since the last computed step missed, judged by interpolation, that the
             output of a computed step makes good.
         repay_degree: of that interpolation, as far as records go.
@@ -86,7 +87,7 @@ class Variant:
     carry: float = 0.0
     late: bool = False
     blend: float = 0.0
-    residual: float = 0.0
+    beyond: float = 0.0
     repay: float = 1.0
     repay_degree: int = 3
 
@@ -105,7 +106,6 @@ class Branch:
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.predictor: Predictor | None = None
         self.second: tuple[Predictor, float] | None = None
-        self.residual: tuple[torch.Tensor, float] | None = None
         self.forecasts: list[tuple[int, torch.Tensor]] = []
         self.power: float | None = None
         self.shares: dict[Predictor, float] = {}
@@ -160,6 +160,7 @@ class Loop:
             middles = [(before + after) / 2 for before, after in pairwise(self._sigmas)]
             moves = [span / (1 - middle) ** variant.amplified for span, middle in zip(inner, middles, strict=True)]
             self._shares = [move * self._steps / sum(moves) for move in moves]
+            self._weights = self._shares if variant.error_in == "latents" else [1.0] * self._steps
             self._coordinates = {"step": [float(index) for index in range(self._steps)], "sigma": self._sigmas[:-1]}
         self._step, self._calls = step, 0
         full = step < variant.warmup or step >= self._steps - variant.final_full
@@ -173,10 +174,10 @@ class Loop:
         if branch.second is not None:
             other, share = branch.second
             output = (1 - share) * output + share * self._predict(other, branch.records, step, latents)
-        if branch.residual is not None:
-            residual, gap = branch.residual
-            distance = step - branch.records[0].step
-            output = output + self._variant.residual * residual * (distance / gap) ** (branch.predictor.order + 1)
+        highest = min(max(p.order for p in self._variant.predictors), len(branch.records) - 1)
+        if self._variant.beyond and not branch.predictor.damped and branch.predictor.order < highest:
+            above = replace(branch.predictor, order=branch.predictor.order + 1)
+            output = torch.lerp(output, self._predict(above, branch.records, step, latents), self._variant.beyond)
         return output
 
     def _damped(self, branch: Branch, predictor: Predictor, step: int, latents: torch.Tensor) -> torch.Tensor:
@@ -241,7 +242,6 @@ class Loop:
             self._fit(branch, record)
         usable = [p for p in usable if not p.damped or p in branch.shares]
         following = step + 1
-        branch.residual = None
         if usable:
             forecasts = {p: self._damped(branch, p, step, record.latents) for p in usable}
             errors = {p: self._error(record.output, forecast) for p, forecast in forecasts.items()}
@@ -256,8 +256,6 @@ class Loop:
                 share = min(max(float(share), 0.0), variant.blend)
                 mixed = forecasts[chosen] + share * difference
                 branch.second, error = (other, share), self._error(record.output, mixed)
-            if variant.residual:
-                branch.residual = record.output - forecasts[chosen], step - branch.records[0].step
             if variant.growth == "fitted" and len(branch.records) > chosen.order + 1:
                 branch.power = self._fitted_power(chosen, error, branch, record)
             following = self._reach(chosen, error, branch, step)
@@ -323,10 +321,10 @@ class Loop:
         total = share = 0.0
         for following in range(step + 1, self._steps):
             expected = error * self._growth(predictor, branch, step, following)
-            if self._variant.error_in == "output" and not self._variant.rate:
+            if self._variant.error_in == "farthest":
                 total = expected
             else:
-                total += self._shares[following] * expected
+                total += self._weights[following] * expected
             share += self._shares[following]
             yield total / share if self._variant.rate else total
 

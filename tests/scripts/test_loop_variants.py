@@ -15,17 +15,20 @@ from loop_study.loop import Predictor, Variant, looped
 from loop_variants import gains, variants
 
 
-@pytest.mark.parametrize("error_in, damping", [("output", False), ("latents", False), ("latents", True)])
-def test_loop_as_it_is_is_the_packages(error_in, damping):
+@pytest.mark.parametrize(
+    "error_in, damping, beyond", [("output", False, 0.5), ("latents", False, 0.0), ("latents", True, 0.0)]
+)
+def test_loop_as_it_is_is_the_packages(error_in, damping, beyond):
     """The same steps computed, and the same latents."""
     pipe = tiny_pipeline("flux")
     changes = {"schedule.error_in": error_in, "schedule.target_error": 0.1, "forecast.damping": damping}
+    changes["forecast.beyond"] = beyond
     preset = load_preset("any-balanced", **changes)
     predictors = (*Variant(0.1).predictors, *([Predictor(1, damped=True)] if damping else []))
     with accelerated(pipe, preset):
         expected = tiny_output(pipe, "flux", steps=20)
         computed = [step.index for step in pipe.dit_accel.report().steps if step.mode != "dispatch"]
-    with looped(pipe, Variant(0.1, error_in, predictors=predictors)) as loop:
+    with looped(pipe, Variant(0.1, error_in, predictors=predictors, beyond=beyond)) as loop:
         latents = tiny_output(pipe, "flux", steps=20)
     assert 4 < len(computed) < 16
     assert loop.computed == computed
