@@ -231,7 +231,7 @@ class ErrorControl:
     factor; the forecasts to come have this step as a node and lack the oldest, so that at step n they err by
     ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. What is forecast until the next computed step adds up in the
     latents, so that one comes after the largest 1 <= n <= max_interval with ``Σ_(i<n) w_i · e_i <= target_error``, w_i
-    what an error at that step counts.
+    what an error counts i steps from here.
     """
 
     def __init__(self, schedule: Schedule) -> None:

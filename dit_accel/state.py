@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from dit_accel.memory import MemoryPlan, ModelSize
 from dit_accel.schedule import StepMode, Tick
 from dit_accel.storage import PLAIN, Kept
 from dit_accel.symbols import AttentionPlan, SparseSymbols
+
+NO_SLOPE = 2.0**-20  # above 0, so that a forecast which follows none of the slope counts as one that might
 
 
 @dataclass
@@ -98,7 +101,7 @@ class PromptState:
     Args:
         order: degree of its forecasts at present.
         rows: its samples in the batch; None = all of them.
-        damped: degree below 1 that would have fitted the newest output best; None = not known, or 1 and more.
+        damped: degree between 0 and 1 that would have fitted the newest output best; None = not known, or not below 1.
         outputs: the transformer's outputs.
         computed_step: the latest that computed.
         forecast_steps: those since then.
@@ -114,16 +117,16 @@ class PromptState:
     def __post_init__(self) -> None:
         self.outputs = History(self.order + 1)
 
-    def go_on_with(self, order: float, beyond: float) -> None:
-        """Forecasts are of this degree now and, where it is a whole one, go so far beyond it."""
-        self.order = min(order + beyond, self.outputs.order) if order == int(order) else order
+    def go_on_with(self, judged: float, beyond: float) -> None:
+        """Forecasts are of the degree that was judged best and, where it is a whole one, go so far beyond it."""
+        self.order = min(judged + beyond, self.outputs.order) if judged == int(judged) else judged
 
     def refit(self, share: float) -> None:
         """Takes the share of the slope that would have fitted best; damped forecasts go on with it."""
-        fitted = max(share, 0.0) if share < 1.0 else None
+        fitted = min(max(share, NO_SLOPE), 1.0) if math.isfinite(share) else None
         if self.order == self.damped and fitted is not None:
             self.order = fitted
-        self.damped = fitted
+        self.damped = fitted if fitted != 1.0 else None
 
 
 @dataclass(frozen=True)

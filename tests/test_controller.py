@@ -3,6 +3,7 @@
 A fake clock says which step it is, and calls pass plain tensors, so no model and no pipeline takes part.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from dit_accel.controller import Controller
 from dit_accel.forecast import History
 from dit_accel.presets import load_preset
 from dit_accel.schedule import StepMode, Tick
-from dit_accel.state import Call
+from dit_accel.state import NO_SLOPE, Call, PromptState
 from dit_accel.storage import PLAIN
 
 STEPS = 12
@@ -139,13 +140,25 @@ def test_damping_follows_the_share_of_the_slope_that_fitted_last():
     torch.testing.assert_close(output, outputs[4])
 
 
-@pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], 0.0), ([1, 1, 1], None)], ids=str)
+@pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], NO_SLOPE), ([1, 1, 1], None)], ids=str)
 def test_damping_is_a_share_below_one(slope, damped):
     """A slope that grows is followed whole, one that turns back not at all; without one nothing is learned."""
     loop = closed_loop(**{"forecast.damping": True})
     for step, value in enumerate(slope):
         call, _ = loop.call(step, 5.0 + value)
     assert call.branch.prompts[0].damped == damped
+
+
+@pytest.mark.parametrize("share, order, damped", [(-3.0, NO_SLOPE, NO_SLOPE), (0.7, 0.7, 0.7), (1.4, 1.0, None)])
+def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
+    """Between nothing and all of the slope; and what is no number leaves the forecasts as they are."""
+    prompt = PromptState(2)
+    prompt.refit(0.3)
+    prompt.go_on_with(0.3, beyond=0.5)
+    prompt.refit(share)
+    assert (prompt.order, prompt.damped) == (order, damped)
+    prompt.refit(math.nan)
+    assert (prompt.order, prompt.damped) == (order, None)
 
 
 @pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])

@@ -358,3 +358,21 @@ def test_tiles_on_all_steps_have_effect_at_any_scope(scope, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
     assert load_preset(file).effective() == values
+
+
+@pytest.mark.parametrize(
+    "changes, kept",
+    [
+        ({"model": "wan", "forecast.scope": "layer"}, set()),
+        ({"schedule.control": "fixed", "schedule.interval": 4}, {"corrector"}),
+        ({}, {"corrector", "beyond", "damping"}),
+    ],
+    ids=["layer", "fixed", "as-it-is"],
+)
+def test_choosing_a_scope_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
+    """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
+    base = {"base": "any-video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    values = load_preset(tmp_path / "base.yaml", **changes).effective()
+    assert {"corrector", "beyond", "damping"} & set(values["forecast"]) == kept
+    assert values["schedule"].get("per_prompt", False) == (not changes)

@@ -89,15 +89,14 @@ def command(
     pipe.set_progress_bar_config(disable=True)  # one bar for the whole comparison
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
     sweep = Sweep(output, {**facts, "prompts": texts})
-    with _progress_bar(console) as progress:
-        with explained_failures(pipe):
-            bench = Bench(
-                _first(pipe, lambda: load(console=Console(quiet=True))),
-                arguments,
-                [Prompt(text, seed + index) for index, text in enumerate(texts)],
-                Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
-                progress.begin,
-            )
+    with _progress_bar(console) as progress, explained_failures(type(pipe)):
+        bench = Bench(
+            _first(pipe, lambda: load(console=Console(quiet=True))),
+            arguments,
+            [Prompt(text, seed + index) for index, text in enumerate(texts)],
+            Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
+            progress.begin,
+        )
         del pipe  # the bench drops it before it loads another
         methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)

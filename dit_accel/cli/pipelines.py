@@ -159,7 +159,7 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     generator = torch.Generator("cpu").manual_seed(seed)
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
-    with explained_failures(pipe), _loop_timer(pipe) as loop_seconds:
+    with explained_failures(type(pipe)), _loop_timer(pipe) as loop_seconds:
         started = time.perf_counter()
         made = pipe(**arguments, **form, generator=generator)
         seconds = time.perf_counter() - started
@@ -167,8 +167,8 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
 
 
 @contextlib.contextmanager
-def explained_failures(pipe: Any) -> Iterator[None]:
-    """Within, what a call of the pipeline raises comes out as something that its user can act on.
+def explained_failures(pipeline: type) -> Iterator[None]:
+    """Within, what a call of a pipeline of this class raises comes out as something that its user can act on.
 
     Raises:
         UnsupportedError: the pipeline's own check of its inputs refused them.
@@ -181,7 +181,7 @@ def explained_failures(pipe: Any) -> Iterator[None]:
     except ValueError as error:
         if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
-        raise UnsupportedError(f"{type(pipe).__name__} refuses its arguments: {error}") from None
+        raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
     except torch.OutOfMemoryError as error:
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         typer.echo(f"error: out of memory: {advice}\n{str(error).splitlines()[0]}", err=True)

@@ -97,7 +97,7 @@ def command(
     arguments = call_arguments(pipe, model, given)
     base = preset or options.choose_preset(None, {}, pipe).name
     pipe.set_progress_bar_config(disable=True)  # one bar for the whole tuning
-    with explained_failures(pipe), _progress_bar(console) as progress:
+    with explained_failures(type(pipe)), _progress_bar(console) as progress:
         result = tune(
             pipe,
             base,

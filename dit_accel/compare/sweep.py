@@ -39,9 +39,11 @@ class Sweep:
     def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str], retime: bool = False) -> None:
         """Says what this process measures with, on what, and whom it leaves out.
 
-        Seconds of the plain run stay those that the rows of the file were timed beside, unless ``retime``.
+        Seconds of the plain run stay those that the rows of the file were timed beside, on the same device and unless
+        ``retime``.
         """
-        known = None if retime else self.document["plain"].get("seconds")
+        moved = self.document["origin"].get("device") != origin.get("device")
+        known = None if retime or moved else self.document["plain"].get("seconds")
         seconds = bench.time_plain() if known is None else known
         plain = {"seconds": seconds, "repeats": bench.repeats, "lpips": bench.lpips}
         self.document |= {"origin": origin, "plain": plain, "left_out": left_out}
@@ -62,7 +64,7 @@ class Sweep:
     def merge(self, other: Path, order: Sequence[str]) -> None:
         """Takes in the rows of another file of the same settings; rows then stand in that order of their names.
 
-        What is known of the plain run stays, where it is known.
+        Seconds of the plain run stay, where they are known.
 
         Raises:
             ComparisonError: the other file holds a comparison with other settings.
@@ -70,7 +72,8 @@ class Sweep:
         found = _read(other, self.document["settings"])
         rows = {row["name"]: row for row in (*self.rows, *found["results"])}
         places = {name: place for place, name in enumerate(order)}
-        plain = found["plain"] | self.document["plain"]
+        known = self.document["plain"].get("seconds")
+        plain = found["plain"] | ({} if known is None else {"seconds": known})
         self.document |= {"origin": found["origin"], "plain": plain, "left_out": found["left_out"]}
         self.document["results"] = sorted(rows.values(), key=lambda row: places.get(row["name"], len(places)))
         self._save()

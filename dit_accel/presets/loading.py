@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
 from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import CONTROL_KEYS, LOOP_KEYS, STACK_KEYS
+from dit_accel.presets.sections import CONTROL_KEYS, idle_keys
 from dit_accel.presets.skip import drop_foreign_keys
 
 
@@ -113,11 +113,11 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     """Merges changes into values; choosing a control, a scope or a policy drops what the values said for others."""
     forecast, chosen_forecast = _sections("forecast", values, changes)
     section, chosen = _sections("schedule", values, changes)
-    idle = LOOP_KEYS if chosen.get("control") == "fixed" else ()
-    if chosen_forecast.get("scope") not in (None, "stack"):
-        idle = STACK_KEYS
-    for key in idle:
+    scope = chosen_forecast.get("scope")
+    for key in idle_keys(scope, chosen.get("control")):
         forecast.pop(key, None)
+    if scope not in (None, "stack"):
+        section.pop("per_prompt", None)
     for control, keys in CONTROL_KEYS.items():
         if chosen.get("control") not in (None, control):
             for key in keys:

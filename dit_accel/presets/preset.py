@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from dit_accel.presets.sections import (
     CONTROL_KEYS,
-    LOOP_KEYS,
     STACK_KEYS,
     Blocks,
     Forecast,
@@ -17,6 +16,7 @@ from dit_accel.presets.sections import (
     Reuse,
     Schedule,
     Section,
+    idle_keys,
 )
 from dit_accel.presets.skip import Skip
 
@@ -51,6 +51,8 @@ class Preset(Section):
             del values["skip"][key]
         for section in self._unread_sections():
             del values[section]
+        for key in idle_keys(self.forecast.scope, self.schedule.control):
+            del values["forecast"][key]
         for key in self._idle_memory_keys():
             del values["memory"][key]
         if "blocks" in values and self.model not in _VIDEO_MODELS:
@@ -90,17 +92,15 @@ class Preset(Section):
 
     def _outputs_refuse(self) -> str | None:
         """Why what is done with whole outputs can't be, or None."""
-        wanted = {f"forecast.{key}" for key in STACK_KEYS if getattr(self.forecast, key)}
-        if self.schedule.per_prompt:
-            wanted.add("schedule.per_prompt")
-        for key in sorted(wanted):
+        wanted = [f"forecast.{key}" for key in STACK_KEYS if getattr(self.forecast, key)]
+        for key in [*wanted, *(["schedule.per_prompt"] if self.schedule.per_prompt else [])]:
             if self.forecast.scope != "stack":
                 return (
                     f"{key} works on the transformer's output, which is forecast at scope 'stack' alone, and "
                     f"forecast.scope is '{self.forecast.scope}': remove {key}"
                 )
-        for key in LOOP_KEYS:
-            if f"forecast.{key}" in wanted and self.schedule.control != "error":
+        for key in idle_keys("stack", self.schedule.control):
+            if f"forecast.{key}" in wanted:
                 return f"forecast.{key} rests on what control 'error' measures, and control is 'fixed': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"

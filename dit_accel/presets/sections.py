@@ -14,6 +14,13 @@ STACK_KEYS = ("corrector", "beyond", "damping")  # of section forecast, that sco
 LOOP_KEYS = ("beyond", "damping")  # of these, that control error alone reads
 
 
+def idle_keys(scope: str | None, control: str | None) -> tuple[str, ...]:
+    """Keys of section forecast that have no effect under a scope and a control; None = one that reads them all."""
+    if scope not in (None, "stack"):
+        return STACK_KEYS
+    return () if control in (None, "error") else LOOP_KEYS
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 

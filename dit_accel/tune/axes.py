@@ -9,7 +9,7 @@ from dit_accel.errors import TuningError
 from dit_accel.presets import Preset
 
 # Geometric where a threshold is an error: the next value is as much looser wherever one stands.
-TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(22))  # 0.003 … 0.39
+TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(26))  # 0.003 … 0.97
 INTERVALS = tuple(range(2, 13))
 BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 BOUND_RATIOS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)

@@ -194,8 +194,10 @@ class Loop:
             if predictor.damped and predictor.order < len(branch.records):
                 below = replace(predictor, order=predictor.order - 1)
                 low, high = (self._predict(p, branch.records, record.step, record.latents) for p in (below, predictor))
-                share = float(((record.output - low) * (high - low)).sum() / (high - low).square().sum())
-                branch.shares[predictor] = min(max(share, 0.0), 1.0)
+                slope = high - low
+                if slope.any():
+                    share = float(((record.output - low) * slope).sum() / slope.square().sum())
+                    branch.shares[predictor] = min(max(share, 0.0), 1.0)
 
     def _predict(
         self, predictor: Predictor, records: Sequence[Record], step: int, latents: torch.Tensor
