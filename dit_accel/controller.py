@@ -12,7 +12,7 @@ import torch
 
 from dit_accel import timing
 from dit_accel.batch import Rows, join_rows, take_rows
-from dit_accel.forecast import History, corrector_weights, forecast_weights
+from dit_accel.forecast import History, best_share, corrector_weights, forecast_weights, relative_error
 from dit_accel.kernels import weighted_sum
 from dit_accel.layout import TokenLayout
 from dit_accel.memory import GIB, ModelSize, plan_memory
@@ -192,7 +192,7 @@ class Controller:
         output: tuple[torch.Tensor, ...],
         judged: Callable[[torch.Tensor], torch.Tensor],
     ) -> Judgement:
-        """The error that each degree's forecast of ``output`` would have had."""
+        """What each degree's forecast of ``output`` would have missed, and what share of the slope fits it best."""
         history = prompt.outputs
         damps = self.preset.forecast.damping and history.order > 0
         orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
@@ -201,10 +201,10 @@ class Controller:
         errors, damped = {}, None
         for order in orders:
             forecast = self.forecast(history, call.coordinate, order)
-            parts = [_relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
+            parts = [relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
             errors[order] = torch.stack(parts).max()  # unlike Python's max, it lets what is no number through
             if damps and order == 1:
-                damped = _best_share(*(map(judged, parts) for parts in (output, history.values[0], forecast)))
+                damped = best_share(*(map(judged, parts) for parts in (output, history.values[0], forecast)))
         return Judgement(history.coordinates, errors, damped)
 
     def read(self, call: Call) -> None:
@@ -418,21 +418,3 @@ def _joined(prompts: Sequence[PromptState], parts: Sequence[tuple[torch.Tensor, 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of all storages behind the tensors, each counted once."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-def _best_share(
-    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """The s by which ``newest + s · (linear − newest)`` comes nearest to the output, over all its tensors together."""
-    along = square = 0.0
-    for value, last, forecast in zip(output, newest, linear, strict=True):
-        slope = (forecast.float() - last.float()).flatten()
-        along = along + torch.dot((value.float() - last.float()).flatten(), slope)
-        square = square + torch.dot(slope, slope)
-    return along / square
-
-
-def _relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
-    """``‖F − F̂‖ / ‖F‖`` of the worst sample; the host reads one number."""
-    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
-    return ((value - forecast).norm(dim=1) / value.norm(dim=1)).max()

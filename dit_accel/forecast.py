@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -105,6 +105,24 @@ def corrector_weights(
         made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
         weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
     return weights
+
+
+def relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
+    """``‖F − F̂‖ / ‖F‖`` of the worst sample; the host reads one number."""
+    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
+    return ((value - forecast).norm(dim=1) / value.norm(dim=1)).max()
+
+
+def best_share(
+    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """The s by which ``newest + s · (linear − newest)`` comes nearest to the output, over all its tensors together."""
+    along = square = 0.0
+    for value, last, forecast in zip(output, newest, linear, strict=True):
+        slope = (forecast.float() - last.float()).flatten()
+        along = along + torch.dot((value.float() - last.float()).flatten(), slope)
+        square = square + torch.dot(slope, slope)
+    return along / square
 
 
 class History:
