@@ -13,15 +13,15 @@ __version__ = "0.1.0"
 
 # Where each public name lives; imported at first use, so that `import dit_accel` is quick and touches no GPU.
 _HOMES = {
-    "accelerate_pipeline": "patcher",
-    "accelerate_transformer": "patcher",
-    "accelerated": "patcher",
-    "restore_pipeline": "patcher",
-    "Acceleration": "patcher",
+    "accelerate_pipeline": "pipeline",
+    "accelerate_transformer": "pipeline",
+    "accelerated": "pipeline",
+    "restore_pipeline": "pipeline",
+    "Acceleration": "pipeline",
     "Preset": "presets",
     "load_preset": "presets",
     "preset_names": "presets",
-    "RunReport": "report",
+    "RunReport": "loop.report",
     "SparseLinearAttention": "sla",
 }
 

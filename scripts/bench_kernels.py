@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from dit_accel.bench.kernels import main
+from dit_accel.tools.bench.kernels import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -38,10 +38,10 @@ from finetuning.report import write_report
 from finetuning.table import FULL, PILOT, SMOKE, Experiment
 from finetuning.training import Training, fine_tune
 
-from dit_accel.adapters import denoisers
-from dit_accel.bench.origin import describe_run
-from dit_accel.demo import demo_arguments, demo_path
-from dit_accel.trainable import save_swapped, swap_attention
+from dit_accel.models import denoisers
+from dit_accel.sla.swap import save_swapped, swap_attention
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.demo import demo_arguments, demo_path
 
 FAMILIES = {"demo-wan": Wan(), "demo-hunyuan": Hunyuan()}
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from dit_accel.bench.cases import make_inputs
-from dit_accel.bench.gate import (
+from dit_accel.kernels import backend_status
+from dit_accel.tools.bench.cases import make_inputs
+from dit_accel.tools.bench.gate import (
     CASES,
     QUICK_CASES,
     SMALL_CASES,
@@ -27,8 +28,7 @@ from dit_accel.bench.gate import (
     check_kernels,
     check_no_host_wait,
 )
-from dit_accel.bench.origin import describe_run
-from dit_accel.kernels import backend_status
+from dit_accel.tools.bench.origin import describe_run
 
 
 def print_table(results: list[dict]) -> None:

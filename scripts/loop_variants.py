@@ -25,10 +25,10 @@ from demo_models.loading import load_demo
 from loop_study.loop import Predictor, Variant, looped
 
 from dit_accel import load_preset
-from dit_accel.bench.origin import describe_run
-from dit_accel.demo import demo_arguments, demo_path
-from dit_accel.metrics import psnr
-from dit_accel.tune.runs import run_pipeline
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.metrics import psnr
+from dit_accel.tools.tune.runs import run_pipeline
 
 PRESETS = {"demo-flux": "flux-balanced", "demo-wan": "any-video-balanced", "demo-hunyuan": "any-video-balanced"}
 AS_IT_IS = "as it is"

@@ -32,9 +32,9 @@ from demo_models import prompts as pictures
 from demo_models.loading import load_demo
 
 from dit_accel import preset_names
-from dit_accel.bench.origin import describe_run
-from dit_accel.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
-from dit_accel.demo import demo_arguments, demo_path, model_preset
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
+from dit_accel.tools.demo import demo_arguments, demo_path, model_preset
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan", "any"), "demo-wan": ("wan21", "any")}

@@ -24,10 +24,10 @@ from attention_study.report import plot, tables
 from demo_models import clips, prompts
 from demo_models.loading import load_demo
 
-from dit_accel.bench.origin import describe_run
-from dit_accel.demo import demo_arguments, demo_path
-from dit_accel.recording import AttentionTap
-from dit_accel.token_order import TOKEN_ORDERS
+from dit_accel.sparse.token_order import TOKEN_ORDERS
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.demo import demo_arguments, demo_path
 
 MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # with what writes their prompts
 

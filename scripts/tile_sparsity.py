@@ -28,12 +28,12 @@ from demo_models import clips
 from demo_models.loading import load_demo
 
 from dit_accel import accelerated, load_preset
-from dit_accel.bench.origin import describe_run
-from dit_accel.demo import demo_arguments, demo_path
-from dit_accel.metrics import psnr
 from dit_accel.presets import Preset
-from dit_accel.tune.runs import run_pipeline
-from dit_accel.visualize import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
+from dit_accel.tools.metrics import psnr
+from dit_accel.tools.tune.runs import run_pipeline
 
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}

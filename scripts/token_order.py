@@ -23,14 +23,14 @@ import torch
 from demo_models import clips
 from demo_models.loading import load_demo
 
-from dit_accel.bench.origin import describe_run
-from dit_accel.demo import demo_arguments, demo_path
 from dit_accel.kernels import attention, pooled_map
-from dit_accel.layout import TokenLayout
-from dit_accel.policies import plan
+from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
-from dit_accel.recording import AttentionTap, Site
-from dit_accel.token_order import TOKEN_ORDERS
+from dit_accel.sparse.policies import plan
+from dit_accel.sparse.token_order import TOKEN_ORDERS
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.capture import AttentionTap, Site
+from dit_accel.tools.demo import demo_arguments, demo_path
 
 ORDERS = ("random", *TOKEN_ORDERS)  # random is the floor
 COLUMNS = {"q_similarity": "queries", "k_similarity": "keys", "sparsity": "left out", "l1": "L1 error"}

@@ -1,6 +1,6 @@
 """Trains the demo model from nothing in about nine minutes on one H200, and writes it as a FluxPipeline folder.
 
-    python scripts/train_demo_flux.py --output dit_accel/assets/demo-flux --results docs/results/demo-flux --minutes 9
+    python scripts/train_demo_flux.py --output dit_accel/tools/assets/demo-flux --results docs/results/demo-flux
     python scripts/train_demo_flux.py ... --state STATE                    # also keep what training can go on from
     python scripts/train_demo_flux.py ... --resume STATE --parts OUTPUT    # go on with the transformer alone
     python scripts/train_demo_flux.py --output /tmp/demo --smoke           # every step at toy size, on any CPU

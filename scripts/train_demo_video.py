@@ -1,6 +1,6 @@
 """Trains a demo video model from nothing in nine minutes on one H200, and writes it as a diffusers pipeline folder.
 
-    python scripts/train_demo_video.py --family wan --output dit_accel/assets/demo-wan --results docs/results/demo-wan
+    python scripts/train_demo_video.py --family wan --output dit_accel/tools/assets/demo-wan --results WAN
     python scripts/train_demo_video.py ... --state STATE        # also keep the pipeline in float32, to go on from
     python scripts/train_demo_video.py ... --resume STATE       # go on with the transformer and the text encoders
     python scripts/train_demo_video.py ... --resume STATE --vae-seconds 60           # ... after the autoencoder

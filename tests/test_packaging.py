@@ -29,20 +29,20 @@ def _files(folder: str) -> set[str]:
 
 
 def test_wheel_holds_every_preset(wheel):
-    """configs/ of the checkout is dit_accel/configs/ of the wheel, byte for byte."""
+    """configs/ of the checkout is dit_accel/presets/configs/ of the wheel, byte for byte."""
     presets = _files("configs")
     assert "flux-balanced.yaml" in presets
     for name in presets:
-        assert wheel.read(f"dit_accel/configs/{name}") == (ROOT / "configs" / name).read_bytes()
+        assert wheel.read(f"dit_accel/presets/configs/{name}") == (ROOT / "configs" / name).read_bytes()
 
 
 def test_wheel_holds_the_package_and_its_demo_models(wheel):
     """Every file of the package ships, weights of the demo model included, and nothing beside package and presets."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {f"dit_accel/{name}" for name in _files("dit_accel")}
-    assert names == package | {f"dit_accel/configs/{name}" for name in _files("configs")}
-    assert "dit_accel/assets/demo-flux/model_index.json" in names
-    assert any(name.startswith("dit_accel/assets/demo-flux/") and name.endswith(".safetensors") for name in names)
+    assert names == package | {f"dit_accel/presets/configs/{name}" for name in _files("configs")}
+    assert "dit_accel/tools/assets/demo-flux/model_index.json" in names
+    assert any(name.startswith("dit_accel/tools/assets/demo-flux/") and name.endswith(".safetensors") for name in names)
 
 
 def test_wheel_installs_the_command(wheel):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from dit_accel import demo
 from dit_accel.cli import app
 from dit_accel.presets import preset_names
+from dit_accel.tools import demo
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,6 +13,6 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 )
 def kernels_command(context: typer.Context) -> None:
     """Check every kernel against float64, then time it beside cuDNN, FlashAttention, FlexAttention and F.linear."""
-    from dit_accel.bench.kernels import main
+    from dit_accel.tools.bench.kernels import main
 
     raise typer.Exit(main(context.args, "dit-accel bench kernels"))

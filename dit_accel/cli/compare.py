@@ -12,12 +12,12 @@ import typer
 
 from dit_accel.cli import options
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
-from dit_accel.demo import model_preset, tuning_prompts
+from dit_accel.tools.demo import model_preset, tuning_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.compare import Bench, Method, Sweep
+    from dit_accel.tools.compare import Bench, Method, Sweep
 
 LEVELS = ("quality", "balanced", "turbo")
 
@@ -69,8 +69,8 @@ def command(
     """
     from rich.console import Console
 
-    from dit_accel.bench.origin import describe_run
-    from dit_accel.compare import Bench, Prompt, Sweep
+    from dit_accel.tools.bench.origin import describe_run
+    from dit_accel.tools.compare import Bench, Prompt, Sweep
 
     console = Console(quiet=quiet)
     if (prompt is None) == (prompts is None):
@@ -116,7 +116,7 @@ def _names(listed: str | None) -> list[str]:
 
 def _peers(listed: str) -> list[str] | None:
     """Names of peers; None = all."""
-    from dit_accel.compare import PEERS
+    from dit_accel.tools.compare import PEERS
 
     if listed in ("all", "none"):
         return None if listed == "all" else []
@@ -130,7 +130,7 @@ def _methods(
     bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
 ) -> tuple[list[Method], dict[str, str]]:
     """What is compared, and why some peers are left out."""
-    from dit_accel.compare import our_methods, peer_methods, spread
+    from dit_accel.tools.compare import our_methods, peer_methods, spread
 
     targets: list[Method] = []
     if not presets:
@@ -184,7 +184,7 @@ def _progress_bar(console: Console) -> Iterator[_Progress]:
 def _print_summary(console: Console, sweep: Sweep) -> None:
     from rich.table import Table
 
-    from dit_accel.compare.report import remarks, settings_table
+    from dit_accel.tools.compare.report import remarks, settings_table
 
     head, lines = settings_table(sweep.document)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -11,13 +11,13 @@ import typer
 from dit_accel.cli import options
 from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
 from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.demo import model_fps, model_preset
+from dit_accel.tools.demo import model_fps, model_preset
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
-    from dit_accel.report import RunReport
 
 
 def command(
@@ -136,7 +136,7 @@ def command(
         console.out(f"wrote {path}", highlight=False)
     summary = _summary(medium, plain, fast, report)
     if plot:
-        from dit_accel.visualize import timeline_figure
+        from dit_accel.tools.figures import timeline_figure
 
         timeline_figure(report, plot)
     if json_path:

@@ -11,8 +11,8 @@ import typer
 from dit_accel.cli import options
 from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.demo import model_fps, model_preset
 from dit_accel.errors import ShapeError
+from dit_accel.tools.demo import model_fps, model_preset
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ def command(
     from rich.console import Console
 
     from dit_accel import accelerate_pipeline
-    from dit_accel.visualize import density_figure, timeline_figure
+    from dit_accel.tools.figures import density_figure, timeline_figure
 
     console = Console(quiet=quiet)
     preset = preset or model_preset(model)
@@ -81,7 +81,7 @@ def command(
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
-    from dit_accel.visualize import symbol_map
+    from dit_accel.tools.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
     scope = pipe.dit_accel.preset.forecast.scope

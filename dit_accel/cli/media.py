@@ -28,7 +28,7 @@ def require_plausible_output(path: Path) -> None:
     """
     from PIL import Image
 
-    from dit_accel.video import FILE_SUFFIXES, is_folder_of_frames
+    from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames
 
     if not path.name:
         raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
@@ -64,7 +64,7 @@ class Pictures:
 
     def write_comparison(self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path) -> list[Path]:
         """Writes NAME-plain and NAME-compare beside the picture NAME, and returns their paths."""
-        from dit_accel.comparison import comparison_strip
+        from dit_accel.tools.strips import comparison_strip
 
         beside = {"plain": plain, "compare": comparison_strip(plain, fast, labels)}
         for kind, picture in beside.items():
@@ -92,7 +92,7 @@ class Clips:
         Raises:
             OptionError: the suffix is no clip's, one can't be written, or a folder holds more than frames.
         """
-        from dit_accel.video import FILE_SUFFIXES, is_folder_of_frames
+        from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames
 
         folder = is_folder_of_frames(path)
         if not folder and path.suffix.lower() not in FILE_SUFFIXES:
@@ -110,14 +110,14 @@ class Clips:
             require_writable(_strip(path), "--output")
 
     def write(self, clip: np.ndarray, path: Path) -> None:
-        from dit_accel.video import write_clip
+        from dit_accel.tools.video import write_clip
 
         write_clip(clip, path, self.fps)
 
     def write_comparison(self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path) -> list[Path]:
         """Writes the clips NAME-plain and NAME-compare and the picture NAME-strip.png, and returns their paths."""
-        from dit_accel.comparison import comparison_clip, frame_strip
-        from dit_accel.video import is_folder_of_frames, write_clip
+        from dit_accel.tools.strips import comparison_clip, frame_strip
+        from dit_accel.tools.video import is_folder_of_frames, write_clip
 
         beside = {"plain": plain, "compare": comparison_clip(plain, fast, labels)}
         for kind, clip in beside.items():
@@ -175,7 +175,7 @@ def _strip(path: Path) -> Path:
 
 
 def _require_folder_of_frames(path: Path) -> None:
-    from dit_accel.video import foreign_files
+    from dit_accel.tools.video import foreign_files
 
     if path.is_file():
         raise OptionError("--output", f"{path} is no folder that frames can be written into; name a new one")
@@ -188,7 +188,7 @@ def _require_folder_of_frames(path: Path) -> None:
 
 
 def _quality(plain: np.ndarray, fast: np.ndarray) -> dict[str, Any]:
-    from dit_accel.metrics import clip_ssim, psnr
+    from dit_accel.tools.metrics import clip_ssim, psnr
 
     decibels = psnr(plain, fast)
     identical = math.isinf(decibels)

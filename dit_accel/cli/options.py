@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dit_accel.demo import DEFAULT_MODEL as DEFAULT_MODEL
 from dit_accel.errors import DitAccelError
+from dit_accel.tools.demo import DEFAULT_MODEL as DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -115,8 +115,8 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
 
 
 def _default_preset(pipe: Any) -> str:
-    from dit_accel.adapters import family_of
     from dit_accel.cli.media import makes_video  # which imports this module
+    from dit_accel.models import family_of
     from dit_accel.presets import preset_names
 
     family = family_of(pipe)

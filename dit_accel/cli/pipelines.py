@@ -16,8 +16,8 @@ import typer
 
 from dit_accel.cli.media import makes_video
 from dit_accel.cli.options import OptionError
-from dit_accel.demo import demo_arguments, demo_names, demo_path
 from dit_accel.errors import UnsupportedError
+from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,7 +154,7 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     """
     import torch
 
-    from dit_accel.video import as_clip
+    from dit_accel.tools.video import as_clip
 
     generator = torch.Generator("cpu").manual_seed(seed)
     video = makes_video(pipe)
@@ -194,8 +194,8 @@ def _loop_timer(pipe: Any) -> Iterator[Callable[[], float]]:
 
     On CUDA the GPU's own clock is read, so that timing adds no synchronisation to the loop.
     """
-    from dit_accel.adapters import denoisers
-    from dit_accel.timing import gpu_stopwatch, stopwatch
+    from dit_accel.loop.timing import gpu_stopwatch, stopwatch
+    from dit_accel.models import denoisers
 
     device = pipe._execution_device
     stops: list[Callable[[], Callable[[], float]]] = []
@@ -258,6 +258,6 @@ def _resolve_device(device: str | None) -> torch.device:
 
 def _ignores_guidance(pipe: Any) -> bool:
     """Whether guidance_scale would silently do nothing: a FLUX transformer that was trained without it."""
-    from dit_accel.adapters import denoisers
+    from dit_accel.models import denoisers
 
     return any(getattr(module.config, "guidance_embeds", None) is False for module in denoisers(pipe).values())

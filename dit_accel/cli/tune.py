@@ -11,12 +11,12 @@ import typer
 
 from dit_accel.cli import options
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
-from dit_accel.demo import model_preset, tuning_prompts
+from dit_accel.tools.demo import model_preset, tuning_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.tune import Progress, TuneResult
+    from dit_accel.tools.tune import Progress, TuneResult
 
 
 def command(
@@ -73,7 +73,7 @@ def command(
     """
     from rich.console import Console
 
-    from dit_accel.tune import Target, split_prompts, tune
+    from dit_accel.tools.tune import Target, split_prompts, tune
 
     console = Console(quiet=quiet)
     Target.of(target_psnr, target_error)

@@ -30,11 +30,11 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
+from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.quantize import attention_quantized, qk_dtype_limit, require_qk_dtype
 from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
-from dit_accel.layout import BLOCK_SIZES
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
 

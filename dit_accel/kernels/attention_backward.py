@@ -21,7 +21,7 @@ from dit_accel.kernels.attention import attention, require_arguments, triton_lim
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
 from dit_accel.kernels.checks import require_dtype, require_same, require_shape, require_unit_stride
 from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

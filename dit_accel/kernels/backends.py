@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from dit_accel.errors import BackendError, UnsupportedError
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_DIMS = (16, 32, 64, 128)

@@ -12,8 +12,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.layout import block_count
 
 SHARE_BITS = 30  # shares are multiples of 2^-30, so that counts come out alike on every backend
 
@@ -43,8 +43,8 @@ def classify_tiles(
         backend: "auto", "reference" or "triton".
 
     Returns:
-        ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.symbols.SparseSymbols`: uint8
-        ``[B, H, T, ceil(T / 8)]`` each.
+        ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
+        uint8 ``[B, H, T, ceil(T / 8)]`` each.
 
     Raises:
         ShapeError: an argument is not as above.

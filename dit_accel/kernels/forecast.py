@@ -19,9 +19,9 @@ from dit_accel.kernels.checks import (
     require_shape,
     require_unit_stride,
 )
+from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.regions import regions
-from dit_accel.layout import BLOCK_SIZES
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from dit_accel.kernels.checks import (
     triton_head_dim_limit,
 )
 from dit_accel.kernels.regions import regions, take
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 @torch.no_grad()

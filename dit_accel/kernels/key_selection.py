@@ -22,8 +22,8 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
+from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.layout import BLOCK_SIZES, block_count
 
 BEST_SHARE = 0.999  # of a query's largest probability: below 1 by more than two products of the same vectors differ
 
@@ -52,7 +52,7 @@ def select_keys(
 
     Returns:
         uint8 ``[B, H, ceil(Q / group), ceil(S / block) * block / 8]``, packed along keys: ``slice_bits`` as in
-        :class:`~dit_accel.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
+        :class:`~dit_accel.kernels.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or a number is out of its range.

@@ -25,9 +25,9 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
+from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.layout import BLOCK_SIZES
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 FEATURE_MAPS = ("softmax", "elu", "relu")
 

@@ -28,7 +28,7 @@ from dit_accel.kernels.linear_attention import (
     marginal_tiles,
     require_linear_arguments,
 )
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

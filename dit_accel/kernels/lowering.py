@@ -10,7 +10,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.slices import count_slices_into
-from dit_accel.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
+from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 
 ORDERS = ("auto", "head", "length")
 ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
@@ -20,7 +20,7 @@ MAX_RANKED_CUDA = 11 * 1024  # rows ranked together: 33 bits each in the 48 KiB 
 def lower(
     symbols: SparseSymbols, *, order: str = "auto", scratch: AttentionPlan | None = None, backend: str = "auto"
 ) -> AttentionPlan:
-    """The plan of a set of symbols; see :class:`~dit_accel.symbols.AttentionPlan` for its lists.
+    """The plan of a set of symbols; see :class:`~dit_accel.kernels.symbols.AttentionPlan` for its lists.
 
     A reused row has ``kv_count`` 0 and is in no list. A row that computes but has no tile is listed, with ``kv_count``
     0. ``work`` goes from long to short, and by index among rows of equal length. Order "head" sorts each head by itself
@@ -28,7 +28,8 @@ def lower(
     so that no long row starts last.
 
     Args:
-        symbols: B, H, T as in :class:`~dit_accel.symbols.SparseSymbols`; ``skip_bits`` None = every tile computes.
+        symbols: B, H, T as in :class:`~dit_accel.kernels.symbols.SparseSymbols`; ``skip_bits`` None = every tile
+            computes.
         order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values about stay in
             the cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". A matter of shape alone.
         scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_dtype
-from dit_accel.layout import block_count
+from dit_accel.kernels.layout import block_count
 
 
 def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

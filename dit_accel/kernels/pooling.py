@@ -23,7 +23,7 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
-from dit_accel.layout import BLOCK_SIZES, block_count
+from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 
 SMALLEST_SQUARED_NORM = 1e-30  # a token shorter than 1e-15 counts as zero
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from dit_accel.errors import ShapeError
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 QK_DTYPES = ("int8", "int8+fp8")
 HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once

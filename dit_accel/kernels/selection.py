@@ -12,8 +12,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.layout import block_count
 
 UNITS = 1 << 30  # of a distribution; 1e-9 of its mass is the finest that counts, and its sum fits 32 bits
 SMALLEST_SHARE = 1 / 16  # the part of a block's guidance that differs is told apart as if it were at least so much
@@ -52,7 +52,8 @@ def select_tiles(
         backend: "auto", "reference", "cuda" or "triton".
 
     Returns:
-        ``skip_bits`` as in :class:`~dit_accel.symbols.SparseSymbols`: uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
+        ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
+        uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
 
     Raises:
         ShapeError: an argument is not as above.
@@ -117,7 +118,8 @@ def select_rows(
         backend: "auto", "reference", "cuda" or "triton". They agree up to the rounding of exponentials in G.
 
     Returns:
-        ``cache_bits`` as in :class:`~dit_accel.symbols.SparseSymbols`: uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
+        ``cache_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
+        uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
 
     Raises:
         ShapeError: ``probabilities`` or ``tau`` is not as above.

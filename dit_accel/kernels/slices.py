@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 def add_slices(

@@ -16,10 +16,17 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.checks import require_dtype
+from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.packing import pack_bits, unpack_bits
-from dit_accel.layout import block_count
-from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan, SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import (
+    CAUSAL_TILE,
+    FIRST_PARTIAL_TILE,
+    FULL_TILE,
+    AttentionPlan,
+    SparseSymbols,
+    TileMasks,
+)
 
 # Indices (sample, head, query block, key block) of n tiles -> their pairs, bool [n, block, block].
 PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -159,7 +166,7 @@ def symbols_of_tiles(
 
     Args:
         tiles: bool ``[B or 1, H or 1, Tq, Tk]``; True = the tile computes.
-        masks, tokens, block: as in :class:`~dit_accel.symbols.SparseSymbols`.
+        masks, tokens, block: as in :class:`~dit_accel.kernels.symbols.SparseSymbols`.
         batch, heads: B and H.
     """
     every_row = torch.ones(batch, tiles.shape[-1], heads, dtype=torch.bool, device=tiles.device)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
     Between the two stand one byte and then one bit a tile: 38 MB for 24 heads of 81K tokens in blocks of 64.
 
     Args:
-        plan: B, H, T as in :class:`~dit_accel.symbols.AttentionPlan`.
+        plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
         order: of the work list, as in :func:`~dit_accel.kernels.lowering.lower`.
         backend: "auto", "reference" or "triton".
 

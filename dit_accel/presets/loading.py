@@ -18,9 +18,8 @@ from dit_accel.presets.skip import drop_foreign_keys
 
 def _config_directory() -> Path:
     """Where presets lie: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
+    installed = Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def preset_names() -> list[str]:

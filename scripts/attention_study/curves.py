@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from dit_accel import policies
 from dit_accel.kernels import pooled_map, unpack_bits
 from dit_accel.kernels.selection import select_tiles
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets import Skip
-from dit_accel.recording import Site
-from dit_accel.symbols import SparseSymbols
-from dit_accel.token_order import token_order
+from dit_accel.sparse import policies
+from dit_accel.sparse.token_order import token_order
+from dit_accel.tools.capture import Site
 
 from .dense import DenseAttention
 
@@ -111,7 +111,7 @@ class Measurement:
     """Errors of all methods on each attention that it visits; :meth:`visit` is for an ``AttentionTap``.
 
     Args:
-        orders: of a clip's tokens, as ``dit_accel.token_order`` names them.
+        orders: of a clip's tokens, as ``dit_accel.sparse.token_order`` names them.
         every: one step in so many is measured.
         methods: policies that are measured, beside what needs all probabilities: tiles by their true masses, tiles and
             slices by their largest probabilities.

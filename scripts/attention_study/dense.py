@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
-from dit_accel.layout import TokenLayout, block_count
+from dit_accel.kernels.layout import TokenLayout, block_count
 
 SMALLEST_MASS = 1e-30  # a query that keeps less attends to nothing, and gives 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dit_accel.token_order import TOKEN_ORDERS
-from dit_accel.visualize import SERIES_COLOURS, SERIES_MARKERS, new_figure, tidy_axes
+from dit_accel.sparse.token_order import TOKEN_ORDERS
+from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, new_figure, tidy_axes
 
 from .curves import AVERAGE_QUERY, JUDGES, METHODS, SLICES_ABOVE, SPARGE, TARGETS, TILES_ABOVE, TRUE_MASS, judged
 

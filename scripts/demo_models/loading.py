@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import DiffusionPipeline
 
-from dit_accel.demo import demo_path
+from dit_accel.tools.demo import demo_path
 
 
 def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:

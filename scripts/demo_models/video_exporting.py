@@ -29,7 +29,7 @@ needs no network, and exists to try acceleration methods and to measure what the
 import torch
 from diffusers import DiffusionPipeline
 
-from dit_accel.demo import demo_arguments, demo_path
+from dit_accel.tools.demo import demo_arguments, demo_path
 
 folder = demo_path("demo-{family}")
 pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from demo_models.video_family import VideoFamily
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from dit_accel.metrics import psnr
+from dit_accel.tools.metrics import psnr
 
 from .calls import CallRecorder, Calls, clip_calls, velocity_error
 

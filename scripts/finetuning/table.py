@@ -23,8 +23,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from dit_accel.demo import demo_arguments
-from dit_accel.trainable import load_swapped, save_swapped
+from dit_accel.sla.swap import load_swapped, save_swapped
+from dit_accel.tools.demo import demo_arguments
 
 from .calls import Calls, record_calls
 from .judging import HeldOut, hold_out, judge, paint

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from demo_models.training import MasterWeights, Pace, finite, trained_weights
 from torch import nn
 
-from dit_accel.trainable import swapped_attention
+from dit_accel.sla.swap import swapped_attention
 
 from .calls import Calls, velocity_error
 

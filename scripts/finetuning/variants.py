@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dit_accel.trainable import swap_attention
+from dit_accel.sla.swap import swap_attention
 
 NEGLIGIBLE = 0.10  # of the tiles, SLA's default
 

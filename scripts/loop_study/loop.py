@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dit_accel.forecast import newton_weights
-from dit_accel.schedule import ABOUT
+from dit_accel.loop.forecast import newton_weights
+from dit_accel.loop.tracker import ABOUT
 
 KEPT = 6  # records, enough for every predictor here
 

@@ -13,7 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.attention_dispatch import attention_backend
 
 from dit_accel import Preset, accelerate_pipeline, restore_pipeline
-from dit_accel.patcher import Acceleration
+from dit_accel.pipeline import Acceleration
 
 from .forced import forced_density
 from .models import Model, variant

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 
 from dit_accel.kernels import pack_bits
-from dit_accel.layout import TokenLayout
-from dit_accel.policies import flashomni, sparge
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.sparse.policies import flashomni, sparge
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, AttentionPlan, SparseSymbols, TileMasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = [

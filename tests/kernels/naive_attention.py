@@ -5,7 +5,7 @@ import math
 import torch
 
 from dit_accel.kernels import attention, unpack_bits
-from dit_accel.symbols import FIRST_PARTIAL_TILE
+from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE
 
 
 def attending(sparsity):

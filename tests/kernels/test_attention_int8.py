@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.quantize import EXACT_CHANNELS, QK_DTYPES, SAMPLING, sampled_tokens, simulate
-from dit_accel.symbols import SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import SparseSymbols, TileMasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum
 

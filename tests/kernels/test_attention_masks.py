@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel.kernels import attention, lower, pack_bits
-from dit_accel.symbols import FIRST_PARTIAL_TILE, TileMasks
+from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, TileMasks
 from tests.kernels.naive_attention import attending, check
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum

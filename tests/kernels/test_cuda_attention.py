@@ -13,7 +13,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import attention
 from dit_accel.kernels._cuda.attention import limit
 from dit_accel.kernels.backends import backend_status, hopper_limit
-from dit_accel.symbols import TileMasks
+from dit_accel.kernels.symbols import TileMasks
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or hopper_limit(torch.zeros(1, device="cuda")) is not None, reason="needs Hopper"

@@ -17,7 +17,7 @@ import torch
 from dit_accel.kernels import _cute, attention, lower, pack_bits, unpack_bits
 from dit_accel.kernels._cute import attention as launcher
 from dit_accel.kernels._cute.attention import attention_into, limit, tile_lists
-from dit_accel.symbols import AttentionPlan, SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols, TileMasks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NAN = math.nan

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.symbols import SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import SparseSymbols, TileMasks
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="CUDA kernels need a GPU")

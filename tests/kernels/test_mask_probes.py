@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dit_accel.kernels import attention, backend_status, lower
+from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask
-from dit_accel.layout import TokenLayout
-from dit_accel.policies import plan as draw_plan
-from dit_accel.policies import static
 from dit_accel.presets import Skip
+from dit_accel.sparse.policies import plan as draw_plan
+from dit_accel.sparse.policies import static
 from tests.kernels.conftest import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy on the log of an empty sum

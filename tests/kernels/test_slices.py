@@ -9,7 +9,7 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import attention, lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.symbols import SparseSymbols
+from dit_accel.kernels.symbols import SparseSymbols
 from tests.kernels.conftest import DEVICE
 from tests.kernels.naive_attention import attending, check, dense
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dit_accel.testing import tiny_inputs, tiny_pipeline
-from dit_accel.trainable import swap_attention, swapped_attention
+from dit_accel.sla.swap import swap_attention, swapped_attention
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

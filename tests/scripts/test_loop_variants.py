@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel import accelerated, load_preset
-from dit_accel.testing import tiny_output, tiny_pipeline
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dit_accel.compare import Method, Sweep
+from dit_accel.tools.compare import Method, Sweep
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

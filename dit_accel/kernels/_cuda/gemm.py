@@ -6,7 +6,7 @@ import torch
 
 from dit_accel.kernels._cuda.runtime import Defines
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 BLOCK = 128
 HEAD_DIMS = (64, 128)

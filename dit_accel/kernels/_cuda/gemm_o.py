@@ -10,8 +10,8 @@ import torch
 from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters
 from dit_accel.kernels._cuda.tensor_map import TensorMap, tensor_map, tensor_map_limit
-from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan
 
 COLUMN_TILE = 256
 MAX_SOURCES = 4  # o and its history

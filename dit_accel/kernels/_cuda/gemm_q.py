@@ -9,8 +9,8 @@ import torch
 from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors
 from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
-from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan
 
 MAX_UNITS = 368  # of one thread block: what the table takes that the kernel keeps in shared memory
 MAX_ROWS = 24_576  # words of the plan, which the kernel puts where its ring of stages will be

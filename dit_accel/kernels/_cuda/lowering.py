@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 
 from dit_accel.kernels._cuda.runtime import kernel
+from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.lowering import expanded_codes
-from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 THREADS = 256
 WARPS = 8

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from dit_accel.kernels._cuda.runtime import kernel
-from dit_accel.layout import block_count
+from dit_accel.kernels.layout import block_count
 
 SPAN = 256  # entries of a row that a warp packs
 WARPS = 8

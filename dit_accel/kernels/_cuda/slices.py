@@ -10,7 +10,7 @@ import torch
 from dit_accel.kernels._cuda.attention import BLOCK, MAX_PROGRAMS, SHARED_BEYOND_TILES, THREADS, TILES, tensor_limit
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters, why_not
 from dit_accel.kernels._cuda.tensor_map import tensor_map
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 def limit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, out: torch.Tensor) -> str | None:

@@ -17,7 +17,7 @@ import functools
 import torch
 
 from dit_accel.kernels.forecast import weighted_sum
-from dit_accel.symbols import FIRST_PARTIAL_TILE, AttentionPlan, TileMasks
+from dit_accel.kernels.symbols import FIRST_PARTIAL_TILE, AttentionPlan, TileMasks
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)

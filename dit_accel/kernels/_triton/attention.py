@@ -35,7 +35,7 @@ from dit_accel.kernels._triton.attention_steps import (
 from dit_accel.kernels._triton.launch import launch, on_device
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit, is_short
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 LOG2_E = math.log2(math.e)
 

@@ -24,8 +24,8 @@ from dit_accel.kernels._triton.attention_steps import pairs_that_attend, visits_
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.kernels.transpose import transpose_lists
-from dit_accel.symbols import AttentionPlan
 
 LOG2_E = math.log2(math.e)
 TOKENS = 64  # queries or keys of a program

@@ -25,7 +25,7 @@ from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_r
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
 LN_2 = tl.constexpr(0.6931471805599453)

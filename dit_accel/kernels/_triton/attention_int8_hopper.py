@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dit_accel.kernels._triton.attention_int8 import ValueMatrix
 from dit_accel.kernels._triton.launch import multiprocessors, on_device
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 BLOCK = 128  # queries of a row, and keys of a tile
 HALF = gl.constexpr(64)  # queries of a warpgroup

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dit_accel.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
+from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 
 LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where a difference of two -inf would be NaN
 LN_2 = tl.constexpr(0.6931471805599453)

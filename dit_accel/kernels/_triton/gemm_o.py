@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, set_bits
-from dit_accel.layout import block_count
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 GROUP_BYTES = 2**29
 SUM_ROWS, SUM_COLUMNS = 32, 64

@@ -31,7 +31,7 @@ from dit_accel.kernels._triton.linear_attention import (
     sum_features,
     sum_states,
 )
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device, set_bits
 from dit_accel.kernels.lowering import expanded_codes
-from dit_accel.symbols import FULL_TILE, AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, SparseSymbols
 
 RANK_ROWS = 32  # rows that a program ranks against all rows of their group
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.layout import block_count
+from dit_accel.kernels.layout import block_count
 
 BYTES = 256
 

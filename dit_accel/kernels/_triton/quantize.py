@@ -17,7 +17,7 @@ import triton.language as tl
 
 from dit_accel.kernels import quantize as formulas
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 SLOTS = 16  # the exact channels and the one that masks
 EXACT_CHANNELS = tl.constexpr(formulas.EXACT_CHANNELS)

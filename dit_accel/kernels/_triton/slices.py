@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import LN_2, softmax_step
 from dit_accel.kernels._triton.launch import is_hopper_or_later, multiprocessors, on_device
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 LOG2_E = math.log2(math.e)
 SHORT_POSITIONS = 1 << 16  # tokens up to which a position takes 2 bytes

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit

@@ -1,0 +1,240 @@
+"""Sparse symbols, the packed bits that say what a DISPATCH step computes, and the plan that kernels eat.
+
+Bits are 1 for *compute* and packed least significant bit first, so bit ``i`` of a row is
+``(bytes[i // 8] >> (i % 8)) & 1`` (FlashOmni, section 3.4, decode formula with n = 1). FlashOmni's worked example
+prints the same masks most significant bit first.
+
+Symbols are canonical and small; :func:`dit_accel.kernels.lowering.lower` turns them into an :class:`AttentionPlan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.layout import block_count
+
+MAX_HEADS = 64  # a row-block's heads fit one 64-bit word
+
+FULL_TILE = 0  # codes of TileMasks
+CAUSAL_TILE = 1
+FIRST_PARTIAL_TILE = 2
+
+
+@dataclass(frozen=True)
+class TileMasks:
+    """Masks inside tiles: which (query, key) pairs of a tile that computes attend.
+
+    A code says nothing about tiles that are skipped. Codes are not checked (that would make the host wait): one below
+    0, or beyond the pool's last entry, reads memory that is not the pool's.
+
+    Args:
+        codes: int32 ``[B or 1, H or 1, Tq, Tk]``, axes of size 1 broadcast. 0 = FULL, every pair attends; 1 = CAUSAL, a
+            pair attends where the key's position is at most the query's; ``2 + p`` = PARTIAL, as entry p of the pool
+            says.
+        pool: uint8 ``[P, block, block / 8]``, P may be 0. Row i of an entry holds the bits of the tile's query i,
+            packed along keys, least significant bit first; 1 = attend.
+    """
+
+    codes: torch.Tensor
+    pool: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.int32 or self.codes.dim() != 4:
+            raise ShapeError(
+                f"codes must be int32 [B or 1, H or 1, Tq, Tk], got {self.codes.dtype} {list(self.codes.shape)}"
+            )
+        block = self.block
+        if self.pool.dtype != torch.uint8 or self.pool.dim() != 3 or self.pool.shape[2] * 8 != block:
+            raise ShapeError(
+                f"pool must be uint8 [P, block, block / 8], got {self.pool.dtype} {list(self.pool.shape)}; "
+                "pack masks bool [P, block, block] with pack_bits"
+            )
+        if self.pool.device != self.codes.device:
+            raise ShapeError(f"pool must be on codes's device {self.codes.device}, got {self.pool.device}")
+
+    @property
+    def block(self) -> int:
+        return self.pool.shape[1] if self.pool.dim() == 3 else 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.codes, self.pool]
+
+
+@dataclass(frozen=True)
+class SparseSymbols:
+    """What one site of one branch computes in a DISPATCH step.
+
+    Args:
+        cache_bits: S_c, uint8 ``[B, Tq, ceil(H / 8)]``, packed along heads; 0 = the row is REUSED (filled from the
+            cache).
+        skip_bits: S_s, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, packed along key blocks, each row byte-aligned; 0 = the tile
+            is skipped. None = every tile computes.
+        heads: H, at most 64.
+        tokens: length of the joint sequence; queries and keys are the same tokens.
+        block: tokens in a block.
+        masks: masks inside the tiles that compute, for tiles of the same B, H, Tq, Tk and block. None = all are FULL.
+        linear_bits: SLA's marginal tiles, which linear attention stands for; uint8, packed like ``skip_bits``, and no
+            tile is in both. None = no policy draws them.
+        slice_bits: FG-Attn's single keys, uint8 ``[B, H, Tq, Tk * block / 8]``, packed along key tokens: keys that a
+            row attends to in tiles that ``skip_bits`` skips. In tiles that compute a bit would count its key twice,
+            and is not allowed (nor checked: that would make the host wait). Bits beyond the last token mean nothing.
+            None = no policy draws them.
+    """
+
+    cache_bits: torch.Tensor
+    skip_bits: torch.Tensor | None
+    heads: int
+    tokens: int
+    block: int
+    masks: TileMasks | None = None
+    linear_bits: torch.Tensor | None = None
+    slice_bits: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.heads <= MAX_HEADS:
+            raise ShapeError(f"heads must be between 1 and {MAX_HEADS}, got {self.heads}")
+        blocks = self.blocks
+        batch = self.cache_bits.shape[0] if self.cache_bits.dim() else 1
+        device = self.cache_bits.device
+        _require_bits("cache_bits", self.cache_bits, (batch, blocks, block_count(self.heads, 8)), device)
+        for name in ("skip_bits", "linear_bits"):
+            if (bits := getattr(self, name)) is not None:
+                _require_bits(name, bits, (batch, self.heads, blocks, block_count(blocks, 8)), device)
+        if self.slice_bits is not None:
+            _require_bits("slice_bits", self.slice_bits, (batch, self.heads, blocks, blocks * self.block // 8), device)
+            if self.skip_bits is None:
+                raise ShapeError("slice_bits must be None where skip_bits is None, for then every tile computes")
+        if self.masks is not None:
+            _require_masks(self.masks, batch, self.heads, blocks, self.block, device)
+
+    @property
+    def blocks(self) -> int:
+        return block_count(self.tokens, self.block)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return _tensors_of(self)
+
+    def to(self, device: torch.device | str) -> SparseSymbols:
+        """The same symbols on a device."""
+        held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        masks = self.masks and TileMasks(self.masks.codes.to(device), self.masks.pool.to(device))
+        return replace(self, **held, masks=masks)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Single keys that rows attend to beside their tiles (FG-Attn, section 4.1). The bits are the only list of them.
+
+    Args:
+        bits: uint8 ``[B, H, Tq, Tk * block / 8]``, the symbols' ``slice_bits``; those of reused rows mean nothing.
+        count: int32 ``[B, H, Tq]``; single keys of the row (0 for a reused row).
+        work_count: int32 ``[1]``; rows with single keys.
+        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, head by head, those with most keys first.
+    """
+
+    bits: torch.Tensor
+    count: torch.Tensor
+    work_count: torch.Tensor
+    work: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.bits, self.count, self.work_count, self.work]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Lowered symbols: index lists on the device, made without a host synchronisation.
+
+    Counts live on the device, so every list has its full capacity and only its first ``count`` entries mean anything.
+
+    Args:
+        mask64: int64 ``[B, Tq]``; bit h set = head h of the row-block computes.
+        kv_count: int32 ``[B, H, Tq]``; tiles that compute in the row (0 for a reused row).
+        kv_index: int32 ``[B, H, Tq, Tk]``; key blocks of those tiles, ascending.
+        row_count: int32 ``[B, H]``; row-blocks that compute.
+        row_index: int32 ``[B, H, Tq]``; those row-blocks, ascending.
+        work_count: int32 ``[1]``; rows that compute over all batches and heads.
+        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
+            index, either head by head or over all heads (:func:`dit_accel.kernels.lowering.lower`'s ``order``).
+        tokens: length of the sequence.
+        block: tokens in a block.
+        full_count: int32 ``[B, H, Tq]``; how many of the row's tiles are FULL. Only with masks: a row's ``kv_index``
+            then holds its FULL tiles, ascending, and behind them its masked tiles, ascending.
+        masks: the symbols' masks. None = all tiles are FULL.
+        linear_bits: the symbols' marginal tiles, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, in none of the lists; those of
+            reused rows mean nothing. None = linear attention has no part.
+        slices: single keys beside the tiles. None = there are none.
+    """
+
+    mask64: torch.Tensor
+    kv_count: torch.Tensor
+    kv_index: torch.Tensor
+    row_count: torch.Tensor
+    row_index: torch.Tensor
+    work_count: torch.Tensor
+    work: torch.Tensor
+    tokens: int
+    block: int
+    full_count: torch.Tensor | None = None
+    masks: TileMasks | None = None
+    linear_bits: torch.Tensor | None = None
+    slices: Slices | None = None
+
+    def __post_init__(self) -> None:
+        if (self.full_count is None) != (self.masks is None):
+            raise ShapeError("full_count and masks must both be given, or both be None")
+        if self.linear_bits is not None:
+            row_bytes = block_count(self.blocks, 8)
+            shape = (self.batch, self.heads, self.blocks, row_bytes)
+            _require_bits("linear_bits", self.linear_bits, shape, self.kv_count.device)
+        if self.masks is None:
+            return
+        shape = (self.batch, self.heads, self.blocks)
+        if self.full_count.dtype != torch.int32 or tuple(self.full_count.shape) != shape:
+            raise ShapeError(
+                f"full_count must be int32 {list(shape)}, got {self.full_count.dtype} {list(self.full_count.shape)}"
+            )
+        _require_masks(self.masks, *shape, self.block, self.kv_count.device)
+
+    @property
+    def batch(self) -> int:
+        return self.kv_count.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.kv_count.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        return self.kv_count.shape[2]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return _tensors_of(self)
+
+
+def _tensors_of(holder: SparseSymbols | AttentionPlan) -> list[torch.Tensor]:
+    held = [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+    parts = [value for value in vars(holder).values() if isinstance(value, TileMasks | Slices)]
+    return held + [tensor for part in parts for tensor in part.tensors()]
+
+
+def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if bits.device != device:
+        raise ShapeError(f"{name} must be on the device {device} of the other lists, got {bits.device}")
+    if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
+        raise ShapeError(f"{name} must be uint8 {list(shape)}, got {bits.dtype} {list(bits.shape)}")
+
+
+def _require_masks(masks: TileMasks, batch: int, heads: int, blocks: int, block: int, device: torch.device) -> None:
+    shape = tuple(masks.codes.shape)
+    if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != (blocks, blocks):
+        raise ShapeError(
+            f"masks.codes must have shape [{batch} or 1, {heads} or 1, {blocks}, {blocks}], got {list(shape)}"
+        )
+    if masks.block != block:
+        raise ShapeError(f"masks.pool must hold tiles of {block} tokens, got {masks.block}")
+    if masks.codes.device != device:
+        raise ShapeError(f"masks must be on the device {device} of what they mask, got {masks.codes.device}")

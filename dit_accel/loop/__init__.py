@@ -1,0 +1,1 @@
+"""When is a step computed, and what stands in for one that is not?"""

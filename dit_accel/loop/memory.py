@@ -1,0 +1,242 @@
+"""What a run's caches will take, and how they are kept so that they fit into a budget.
+
+Sizes alone decide, so the plan is made before a branch's first block runs, and without a model at hand:
+
+    layout = TokenLayout(text=0, vision=75_600)
+    wan_14b = ModelSize(
+        batch=1, layout=layout, heads=40, width=5120, output=16 * 21 * 90 * 160, itemsize=2,
+        sites=(SiteSize(stream=layout.tokens, features=3 * layout.tokens, sparse_features=layout.tokens),) * 40,
+    )
+    plan = plan_memory(preset, [wan_14b, wan_14b])  # one entry a branch
+    plan.device_bytes, plan.host_bytes, plan.measures
+
+Nothing is kept that will not be read. Of attention outputs that is D, where a forecast of degree D takes D + 1 values:
+they are read at an UPDATE, whose own output is the newest. Which of their rows it reads is not known when they are
+recorded, because it draws new symbols first; but rows of blocks that hold text are never reused and can be left out.
+The bias stack needs the rows of every row-block in which any head is reused: nearly all but those with text.
+
+The figures are of what stays between calls. While a block runs, its own histories are there a second time, decoded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from dit_accel.errors import MemoryBudgetError
+from dit_accel.kernels.layout import TokenLayout, block_count
+from dit_accel.loop.storage import Storage
+from dit_accel.presets import Preset, Skip
+
+GIB = 2**30
+KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
+
+
+@dataclass(frozen=True)
+class SiteSize:
+    """What one block may remember, in tokens of the model's width.
+
+    Args:
+        stream: tokens whose output projection the bias stack holds: the joint sequence, or one stream of it.
+        features: tokens of all whole features together, which scope layer and degraded layers forecast.
+        sparse_features: tokens of those among them that scope head remembers in any case.
+    """
+
+    stream: int
+    features: int
+    sparse_features: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What decides how much one branch of a transformer remembers.
+
+    Args:
+        output: numbers in the transformer's output.
+        itemsize: bytes of a number.
+        batch: samples in the branch.
+        layout: of the joint sequence; None where blocks remember nothing.
+        heads: of attention.
+        width: features of a token, ``heads * head_dim``.
+        sites: one entry a block.
+    """
+
+    output: int = 0
+    itemsize: int = 2
+    batch: int = 1
+    layout: TokenLayout | None = None
+    heads: int = 1
+    width: int = 0
+    sites: tuple[SiteSize, ...] = ()
+
+
+class Bytes(NamedTuple):
+    """Memory on the device, and on the host in its stead."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the caches of a run are kept, and what they grow to.
+
+    Args:
+        order: degree of all forecasts.
+        rows: attention outputs without blocks that hold text, which are never reused.
+        float8: histories of blocks, and cached biases, as float8.
+        offload: attention outputs in host memory.
+        device_bytes, host_bytes: of all branches together, once histories are full.
+        measures: in words, what keeps the caches smaller than they would be.
+    """
+
+    order: int
+    rows: bool = False
+    float8: bool = False
+    offload: bool = False
+    device_bytes: int = field(default=0, compare=False)
+    host_bytes: int = field(default=0, compare=False)
+    measures: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def features(self) -> Storage:
+        """Form of whole features, which every DISPATCH step reads: they stay on the device."""
+        return Storage(self.float8)
+
+    @property
+    def biases(self) -> Storage:
+        """Form of the bias stack, which every DISPATCH step reads too."""
+        return Storage(self.float8, stacked=True)
+
+    def attention(self, layout: TokenLayout | None) -> Storage:
+        """Form of attention outputs, which only UPDATE steps read."""
+        return Storage(self.float8, self.offload, _reusable(layout) if self.rows else None)
+
+
+def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
+    """The first plan that fits ``memory.budget_gib``: what the preset asks for, then one measure more at a time.
+
+    The order is: rows that are never reused left out, float8, host memory, lower degrees. Measures that would save
+    nothing are not taken.
+
+    Raises:
+        MemoryBudgetError: no plan fits; the message lists what each would take.
+    """
+    budget = preset.memory.budget_gib
+    plans = list(dict.fromkeys(_without_idle(plan, preset, branches) for plan in _plans(preset)))
+    for plan in plans:
+        if budget is None or plan.device_bytes <= budget * GIB:
+            return plan
+    tried = "; ".join(
+        f"{plan.device_bytes / GIB:.2f} GiB with {', '.join(plan.measures) or 'everything as it is'}" for plan in plans
+    )
+    smaller_scope = "" if preset.forecast.scope == "stack" else "set forecast.scope to stack, "
+    raise MemoryBudgetError(
+        f"memory.budget_gib is {budget:g}, and the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need "
+        f"more: {tried}. Raise the budget, {smaller_scope}or ask for a smaller picture, fewer frames or a smaller batch"
+    )
+
+
+def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
+    """What one branch keeps at most, all histories full."""
+    scope, layout = preset.forecast.scope, size.layout
+    values = plan.order + 1
+    keeps_outputs = scope == "stack" or preset.schedule.control == "error"
+    device = values * size.output * size.itemsize * keeps_outputs
+    host = 0
+    if layout is None:
+        return Bytes(device, host)
+
+    def kept(tokens: int, storage: Storage) -> int:
+        return storage.bytes(size.batch * tokens * size.width, size.itemsize)
+
+    for site, count in Counter(size.sites).items():
+        if scope == "layer" or (scope == "head" and preset.reuse.degrade_below > 0):
+            device += count * values * kept(site.features, plan.features)
+        elif scope == "head":
+            device += count * values * kept(site.sparse_features, plan.features)
+        if scope == "head":
+            device += count * kept(values * site.stream, plan.biases)
+        if scope == "head" or preset.skip.steps == "all":
+            device += count * _symbol_bytes(preset, size)
+        if preset.skip.keeps_residuals:
+            device += count * kept(layout.tokens, plan.features)
+    if scope == "head":
+        start, stop = _reusable(layout) if plan.rows else (0, layout.tokens)
+        attention = len(size.sites) * plan.order * kept(stop - start, plan.attention(layout))
+        device, host = device + attention * (not plan.offload), attention * plan.offload
+    return Bytes(device, host)
+
+
+def _plans(preset: Preset) -> Iterator[MemoryPlan]:
+    """From what the preset asks for to all that can be done, one measure after the other."""
+    memory, scope = preset.memory, preset.forecast.scope
+    plan = MemoryPlan(preset.forecast.order, float8=memory.history_dtype == "float8", offload=memory.offload)
+    yield plan
+    whole = ("float8",) if preset.skip.keeps_residuals else ()
+    measures = {"stack": whole, "layer": ("float8",), "head": ("rows", "float8", "offload")}[scope]
+    for measure in measures:
+        if not getattr(plan, measure):
+            plan = replace(plan, **{measure: True})
+            yield plan
+    for order in reversed(range(preset.forecast.order)):
+        yield replace(plan, order=order)
+
+
+def _measured(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
+    """The plan with its figures and its measures in words."""
+    device, host = (sum(each) for each in zip(*(estimate(preset, plan, size) for size in branches), strict=True))
+    in_words = {
+        "no attention history of text blocks": plan.rows,
+        "float8 histories": plan.float8,
+        "attention history in host memory": plan.offload,
+        f"order {plan.order} instead of {preset.forecast.order}": plan.order < preset.forecast.order,
+    }
+    measures = tuple(words for words, taken in in_words.items() if taken)
+    return replace(plan, device_bytes=device, host_bytes=host, measures=measures)
+
+
+def _without_idle(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
+    """The measured plan without measures that save nothing, on the device or beside it, given the others."""
+    plan = _measured(plan, preset, branches)
+    for measure in ("rows", "offload"):
+        without = _measured(replace(plan, **{measure: False}), preset, branches)
+        if (without.device_bytes, without.host_bytes) == (plan.device_bytes, plan.host_bytes):
+            plan = without
+    return plan
+
+
+def _reusable(layout: TokenLayout | None) -> tuple[int, int] | None:
+    """Tokens ``start, stop`` of the blocks without text, the only ones that may be reused."""
+    if layout is None:
+        return None
+    blocks = layout.vision_blocks
+    return min(blocks.start * layout.block, layout.tokens), min(blocks.stop * layout.block, layout.tokens)
+
+
+def _row_bytes(skip: Skip, layout: TokenLayout) -> int:
+    """Bits of one row of a head: of tiles, of tiles for linear attention, of single keys."""
+    tiles = block_count(layout.blocks, 8)
+    keys = layout.blocks * layout.block // 8
+    return {"none": 0, "sparge": tiles, "static": tiles, "sla": 2 * tiles, "fg_attn": tiles + keys}[skip.policy]
+
+
+def _symbol_bytes(preset: Preset, size: ModelSize) -> int:
+    """One site's symbols, and their plan where it is kept."""
+    blocks = size.layout.blocks
+    rows = size.batch * size.heads * blocks
+    symbols = size.batch * blocks * block_count(size.heads, 8)
+    symbols += rows * max(_row_bytes(variant, size.layout) for variant in preset.skip.variants)
+    if preset.forecast.scope != "head":
+        return symbols
+    if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
+        symbols *= 2
+    words = 8 * size.batch * blocks  # of the plan, and of the symbols that the cached biases are made under
+    if rows * blocks > KEPT_TILES:
+        return symbols + words
+    lists = rows * blocks + 3 * rows + size.batch * size.heads + 1  # int32
+    policies = {variant.policy for variant in preset.skip.variants}
+    lists += (2 * rows + 1) * ("fg_attn" in policies) + rows * ("static" in policies)
+    return symbols + 4 * lists + words

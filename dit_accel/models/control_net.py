@@ -1,0 +1,72 @@
+"""ControlNets run before the transformer in every step; here only in those whose transformer reads what they give.
+
+A DISPATCH step of scope ``stack`` runs no block, so nobody reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch.utils import _pytree as pytree
+
+from dit_accel.models.deferred import DeferredCall, DeferredTensor, TensorForm
+from dit_accel.models.transformer_hook import HOOK_NAME, find_hook, is_compiled, register_hook, remove_hook
+
+CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one
+
+
+class ControlNetHook(ModelHook):
+    """Defers calls of a control net that are like the one before, whose output tells the form of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[Any, Any] | None = None  # form of the latest call, and of its output
+
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original, form = self.fn_ref.original_forward, _form((args, kwargs))
+        if _must_run_now(module) or self._known is None or self._known[0] != form:
+            output = original(*args, **kwargs)
+            self._known = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
+            return output
+        leaves, spec = pytree.tree_flatten(self._known[1])
+        call = DeferredCall(lambda: original(*args, **kwargs))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, TensorForm):
+                leaves[index] = DeferredTensor(call, index, leaf)
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def control_net(pipe: Any) -> torch.nn.Module | None:
+    """A pipeline's control net, if it is a pipeline and has one."""
+    net = getattr(pipe, CONTROL_NET, None)
+    return net if isinstance(net, torch.nn.Module) else None
+
+
+def defer_calls(net: torch.nn.Module) -> ControlNetHook:
+    """Hooks a control net, in the place of an earlier hook of ours."""
+    remove_hook(net)
+    hook = ControlNetHook()
+    register_hook(net, hook)
+    return hook
+
+
+def stop_deferring(net: torch.nn.Module, hook: ControlNetHook) -> None:
+    """Takes that hook off, unless another pipeline with the same net has put its own in its place."""
+    if find_hook(net) is hook:
+        remove_hook(net)
+
+
+def _form(tree: Any) -> tuple:
+    """What calls have in common whose outputs have the same form: everything but values, of which flags alone count."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = [TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return spec, tensors, [leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves]
+
+
+def _must_run_now(module: torch.nn.Module) -> bool:
+    """Whether a later call could find the module elsewhere, as where it is offloaded, or gradients need this one."""
+    is_moved = hasattr(module, "_hf_hook") or module._diffusers_hook._hook_order != [HOOK_NAME]
+    is_cast = any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))  # which may end before the call
+    return is_moved or is_cast or is_compiled(module) or torch.is_grad_enabled()

@@ -1,0 +1,162 @@
+"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole.
+
+A family derives a hook per block class and says in :meth:`BlockHook.compute` how the block computes around its
+attention site, in :meth:`BlockHook.forecast` how it runs on remembered features, and in :meth:`BlockHook.why_dense`
+when its attention must be left to diffusers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.hooks import ModelHook
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import nn
+
+from dit_accel.kernels import attention
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models.fused.parts import why_called, why_not_sliceable
+from dit_accel.models.transformer_hook import is_compiled, why_not_replaceable
+from dit_accel.sparse.site import SparseSite
+
+if TYPE_CHECKING:
+    from dit_accel.models.block_adapter import BlockAdapter
+
+_GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class BlockHook(ModelHook, ABC):
+    """Stands in for a block's forward in calls that record, forecast or skip, and where fused kernels are faster; in
+    all others the block's own runs.
+
+    Args:
+        controller: has the call in progress.
+        name: the block's name in the report.
+        adapter: of the block's transformer; knows whether kernels are fused.
+    """
+
+    def __init__(self, controller: Controller, name: str, adapter: BlockAdapter) -> None:
+        super().__init__()
+        self.controller = controller
+        self.name = name
+        self.adapter = adapter
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self._defaults = {each.name: each.default for each in parameters if each.kind not in _GATHERED}
+        return module
+
+    # What a family says of its block. Arguments come by the names of the block's own forward.
+
+    @abstractmethod
+    def compute(self, block: nn.Module, **arguments: Any) -> Any:
+        """The block's output, with attention by :meth:`site` where :attr:`attends`; remembers whole features."""
+
+    @abstractmethod
+    def forecast(self, block: nn.Module, **arguments: Any) -> Any:
+        """The block's output from recalled features; modulation and gates are fresh."""
+
+    @abstractmethod
+    def why_dense(self, block: nn.Module, **arguments: Any) -> str | None:
+        """Why the block's attention must be left to its own processor now, or None."""
+
+    @abstractmethod
+    def sliced(self, block: nn.Module) -> list[nn.Module]:
+        """Projections whose weights GEMM-Q and GEMM-O read without calling the module."""
+
+    # What all families share.
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, as the call in progress wants it."""
+        call, scope = self.controller.call, self.controller.preset.forecast.scope
+        is_ours = call is not None and not is_compiled(module) and not torch.compiler.is_compiling()
+        if not is_ours or not self.stands_in():
+            return self.fn_ref.original_forward(*args, **kwargs)
+        arguments = self._bind(args, kwargs)
+        reason = why_not_replaceable(module) or why_called(module, "norm")
+        forecasts_whole = reason is None and scope == "layer"  # whatever runs its attention
+        if reason is None and self.attends:
+            reason = self._why_dense(module, arguments)
+        if reason is not None:
+            call.dense.add(self.name)
+            self.controller.fall_back(self.name, reason)
+            if not forecasts_whole:
+                return self.fn_ref.original_forward(*args, **kwargs)
+        whole_layer = scope == "layer" or call.site(self.name).degraded
+        if call.mode is StepMode.DISPATCH and whole_layer:
+            return self.forecast(module, **arguments)
+        return self.compute(module, **arguments)
+
+    def stands_in(self) -> bool:
+        """Whether the call in progress needs more of the block than its own forward."""
+        call = self.controller.call
+        records = call.records and self.controller.preset.forecast.scope != "stack"  # there blocks remember nothing
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.adapter.fuses
+
+    @property
+    def attends(self) -> bool:
+        """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
+        call = self.controller.call
+        return (self.controller.preset.forecast.scope == "head" or call.skips) and self.name not in call.dense
+
+    def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
+        """Whether attention runs here: at the site, or merely with fused kernels before it."""
+        if self.attends or not self.adapter.fuses:
+            return self.attends
+        return why_called(block, "attn") is None and self.why_dense(block, **arguments) is None
+
+    def attend_densely(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` to all tokens, by our kernel where that is the fastest.
+
+        Args:
+            backend: that diffusers was told to use; None = its default.
+            kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
+        """
+        if backend is None and self.adapter.attends_by_kernel(q):
+            plan = self.adapter.every_row(*q.shape[:3], q.device)
+            return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
+        return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
+
+    def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
+        """Records a whole feature if a later DISPATCH step may forecast it, ``by_row`` also some rows of it."""
+        call, preset = self.controller.call, self.controller.preset
+        whole = preset.forecast.scope == "layer" or preset.reuse.degrade_below > 0
+        if call.records and (whole or (by_row and preset.forecast.scope == "head")):
+            call.history(self.name, feature).record(call.coordinate, value)
+
+    def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
+        """The forecast of a whole feature."""
+        call = self.controller.call
+        return self.controller.forecast(call.site(self.name).features[feature], call.coordinate, call.branch.order)
+
+    def site(self) -> SparseSite:
+        """The block's attention site in this call."""
+        return SparseSite(self.name, self.controller.call, self.controller.preset, self.adapter.projections)
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""
+        named = dict(zip(self._defaults, args, strict=False)) | kwargs
+        return {name: named.get(name, default) for name, default in self._defaults.items()}
+
+    def _why_dense(self, module: nn.Module, arguments: dict[str, Any]) -> str | None:
+        """Why the site can't run sparsely now, or None."""
+        call, device = self.controller.call, arguments["hidden_states"].device
+        if torch.is_autocast_enabled(device.type):  # it casts what modules get, and sites call no modules
+            return "autocast"
+        if (reason := why_called(module, "attn")) is not None:
+            return reason
+        if (reason := self.why_dense(module, **arguments)) is not None:
+            return reason
+        if self.controller.preset.forecast.scope != "head":
+            return None
+        reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name).symbols is None:
+            reason = "no symbols: the block could not run sparsely at the latest UPDATE"
+        return reason

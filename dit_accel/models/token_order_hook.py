@@ -1,0 +1,144 @@
+"""Video transformers, whose tokens may run through the blocks in another order than they come in.
+
+The order is put on where tokens enter the first block, with their RoPE tables (and, where each token has its own, their
+timesteps), and taken off where they leave the last one. Blocks see nothing of it and no layer pays for it.
+
+Projections at either end are left alone, for LoRA replaces them and would work beside a hook of theirs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.block_adapter import BlockAdapter
+from dit_accel.models.transformer_hook import register_hook, remove_hook
+from dit_accel.sparse.token_order import Grid, inverse_order, token_order
+
+ORDER_HOOK = "dit_accel_token_order"  # beside our other hook on the first block
+
+
+class TokenOrder:
+    """The preset's order, on the grid of the call in progress.
+
+    Args:
+        name: one of ``dit_accel.sparse.token_order.TOKEN_ORDERS``.
+        block: tokens in a block.
+        first_frame_apart: whether the first frame's tokens stay first.
+    """
+
+    def __init__(self, name: str, block: int, first_frame_apart: bool) -> None:
+        self._name = name
+        self._block = block
+        self._first_frame_apart = first_frame_apart
+        self.grid: Grid | None = None  # of the latest call
+        self._on_device: dict[tuple[torch.device, bool], torch.Tensor] = {}  # of this grid; by device and `undo`
+
+    def start(self, grid: Grid) -> None:
+        """A call with this grid begins."""
+        if grid != self.grid:
+            self.grid = grid
+            self._on_device.clear()
+
+    @property
+    def permutation(self) -> torch.Tensor:
+        """The order of the latest call's clip, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
+        return token_order(self._name, self.grid, self._block, first_frame_apart=self._first_frame_apart)
+
+    def apply(self, x: torch.Tensor, axis: int, *, undo: bool = False) -> torch.Tensor:
+        """``x`` with its tokens, along ``axis``, brought into this order or back from it.
+
+        Raises:
+            UnsupportedError: there are not as many tokens as in the clip.
+        """
+        if (x.device, undo) not in self._on_device:
+            order = inverse_order(self.permutation) if undo else self.permutation
+            self._on_device[x.device, undo] = order.to(x.device)
+        order = self._on_device[x.device, undo]
+        if x.shape[axis] != len(order):
+            raise UnsupportedError(
+                f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the clip in one place, got "
+                f"{x.shape[axis]} (context parallelism?): set blocks.token_order to raster"
+            )
+        return x.index_select(axis, order)
+
+
+class ReorderInput(ModelHook):
+    """Reorders the tokens ``[B, S, C]`` that a module takes as its first argument, or takes their order off."""
+
+    def __init__(self, order: TokenOrder, *, undo: bool = False) -> None:
+        super().__init__()
+        self._order = order
+        self._undo = undo
+
+    def pre_forward(self, module: nn.Module, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        return (self._order.apply(tokens, 1, undo=self._undo), *args), kwargs
+
+
+class ReorderOutput(ModelHook):
+    """Reorders what a module gives for each token.
+
+    Args:
+        axes: the axis of tokens in some parts of the module's output, by the part's index. Features come behind it; in
+            a call where they do not, the part is one for all tokens.
+    """
+
+    def __init__(self, order: TokenOrder, axes: dict[int, int]) -> None:
+        super().__init__()
+        self._order = order
+        self._axes = axes
+
+    def post_forward(self, module: nn.Module, output: tuple) -> tuple:
+        parts = list(output)
+        for part, axis in self._axes.items():
+            if parts[part].ndim > axis + 1:
+                parts[part] = self._order.apply(parts[part], axis)
+        return tuple(parts)
+
+
+class VideoAdapter(BlockAdapter):
+    """A family of clips, with its tokens in the preset's order."""
+
+    _order: TokenOrder | None = None  # while attached; None = raster
+
+    @property
+    def token_order(self) -> torch.Tensor | None:
+        return None if self._order is None or self._order.grid is None else self._order.permutation
+
+    @property
+    def first_frame_apart(self) -> bool:
+        """Whether the model tells the first frame's tokens by their place."""
+        return False
+
+    @abstractmethod
+    def grid(self, arguments: dict[str, Any]) -> Grid:
+        """Tokens of a transformer call along frames, height and width."""
+
+    @abstractmethod
+    def order_hooks(self, order: TokenOrder) -> dict[nn.Module, ModelHook]:
+        """Hooks that put the order on at the transformer's entrance and take it off at its exit, by module."""
+
+    def attach(self, acceleration: Any) -> None:
+        super().attach(acceleration)
+        blocks = self.controller.preset.blocks
+        if blocks.token_order != "raster":
+            self._order = TokenOrder(blocks.token_order, blocks.size, self.first_frame_apart)
+            for module, hook in self.order_hooks(self._order).items():
+                register_hook(module, hook, ORDER_HOOK)
+
+    def detach(self) -> None:
+        super().detach()
+        if self._order is not None:
+            for module in self.order_hooks(self._order):
+                remove_hook(module, ORDER_HOOK)
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call; its grid is what the order is for."""
+        if self._order is not None:
+            self._order.start(self.grid(self.named(args, kwargs)))
+        return super().forward(original, context, args, kwargs)

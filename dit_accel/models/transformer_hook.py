@@ -1,0 +1,227 @@
+"""Any diffusers transformer: scope ``stack``, which needs nothing of the model but its forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import BaseState, StateManager
+from torch.utils import _pytree as pytree
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.branch import Call
+from dit_accel.loop.controller import WHOLE_BATCH, Controller
+from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.rows import Rows
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models.deferred import computed
+from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
+
+HOOK_NAME = "dit_accel"
+COMPILED_WHOLE = (
+    "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
+    "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
+)
+TENSOR = object()  # stands for a tensor in the remembered structure of an output
+
+
+class GenericAdapter:
+    """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
+
+    Families with an adapter of their own derive from this and add hooks on blocks.
+
+    Args:
+        transformer: a diffusers transformer that a pipeline calls once per step and branch.
+        controller: decides each call's mode.
+        name: the transformer's name in the pipeline.
+    """
+
+    family = "any"
+    scopes = ("stack",)
+    token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
+
+    def __init__(self, transformer: torch.nn.Module, controller: Controller, name: str) -> None:
+        self.transformer = transformer
+        self.controller = controller
+        self.name = name
+        self._parameters = inspect.signature(type(transformer).forward).parameters
+        if "timestep" not in self._parameters:
+            raise UnsupportedError(
+                f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
+            )
+
+    def layers(self) -> list[str]:
+        """Names of the blocks that the report tells apart."""
+        return [self.name]
+
+    def prepare(self) -> None:
+        """Reads what the preset names, before anything is hooked; what the transformer can't use is an error."""
+
+    def attach(self, acceleration: Any) -> None:
+        """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
+        register_hook(self.transformer, TransformerHook(self, acceleration))
+
+    def detach(self) -> None:
+        """Undoes :meth:`attach`."""
+        remove_hook(self.transformer)
+
+    def account(self, call: Call, arguments: dict[str, Any]) -> None:
+        """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
+        call.work[self.name] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
+
+    def judged(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
+        return output
+
+    def _judged_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """:meth:`judged` of an output that holds some samples of the call's batch."""
+        return self.judged(output, arguments if rows is None else arguments_of_rows(arguments, rows))
+
+    def size(self, arguments: dict[str, Any]) -> ModelSize:
+        """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
+        latents = arguments.get("hidden_states")
+        if not isinstance(latents, torch.Tensor):
+            return ModelSize()
+        return ModelSize(output=latents.numel(), itemsize=latents.element_size())
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a transformer call by name, without defaults."""
+        return {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call: run, or forecast where the whole stack is."""
+        arguments = self.named(args, kwargs)
+        if "timestep" not in arguments:
+            raise UnsupportedError(
+                f"{type(self.transformer).__name__} was called without timestep, which tells its step"
+            )
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        calling = self.controller.calling(
+            self.name,
+            context,
+            arguments["timestep"],
+            shapes,
+            lambda: self.size(arguments),
+            lambda: self.prompts_in(context, arguments),
+        )
+        with calling as call:
+            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
+                output = _nested(call.branch.structure, self.controller.forecast_output(call))
+            else:
+                if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
+                    args, kwargs = (), self.take_rows(arguments, call.computed_rows)
+                args, kwargs = computed((args, kwargs))
+                output = original(*args, **kwargs)
+                leaves, spec = pytree.tree_flatten(output)
+                tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+                call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                if call.mode is not StepMode.DISPATCH:
+                    going_on = self.controller.observe(call, tensors, partial(self._judged_rows, arguments))
+                    output = output if going_on is tensors else _nested(call.branch.structure, going_on)
+            self.controller.read(call)
+            self.account(call, arguments)
+        return output
+
+    def prompts_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
+        """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
+        if not self.controller.preset.schedule.per_prompt:
+            return WHOLE_BATCH
+        if (reason := why_not_divisible(arguments)) is not None:
+            self.controller.note(f"prompts of a batch computed together: {reason}")
+            return WHOLE_BATCH
+        return prompt_rows(context, arguments["hidden_states"])
+
+    def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+        """The arguments of a call for some samples of its batch."""
+        return arguments_of_rows(arguments, rows)
+
+
+def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
+    """Tensors in the place of those that the transformer's latest output held."""
+    spec, leaves = structure
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+class TransformerHook(ModelHook):
+    """Routes a transformer's forward through its adapter; knows the branch from diffusers' cache context."""
+
+    _is_stateful = True
+
+    def __init__(self, adapter: GenericAdapter, acceleration: Any) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.acceleration = acceleration
+        self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
+
+    @torch.compiler.disable
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module._compiled_call_impl is not None:
+            raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
+        # diffusers < 0.38 keeps the context's name in another attribute.
+        context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
+        return self.adapter.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called by diffusers at the end of a pipeline call."""
+        self.adapter.controller.release()
+        return module
+
+
+def register_hook(module: torch.nn.Module, hook: ModelHook, name: str = HOOK_NAME) -> None:
+    """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
+    with _beneath_offload(module):
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+
+
+def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
+    """Takes our hook of that name off a module and leaves nothing behind; nothing happens if there is none."""
+    registry = getattr(module, "_diffusers_hook", None)
+    if registry is None or name not in registry.hooks:
+        return
+    with _beneath_offload(module):
+        registry.remove_hook(name, recurse=False)
+        if not registry.hooks:
+            del module._diffusers_hook
+            if getattr(module.forward, "__func__", None) is type(module).forward:
+                del module.forward
+
+
+def find_hook(module: torch.nn.Module) -> TransformerHook | None:
+    """Our hook on a transformer, whoever put it there."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return registry.hooks.get(HOOK_NAME) if registry is not None else None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled, in either way in which PyTorch does it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def why_not_replaceable(module: torch.nn.Module) -> str | None:
+    """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
+    beneath = module._diffusers_hook._hook_order[0]
+    return None if beneath == HOOK_NAME else f"another hook of diffusers lies on the block: {beneath}"
+
+
+@contextmanager
+def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
+    """Within, ``module.forward`` is what accelerate's offload hook wraps.
+
+    diffusers takes offload hooks off and puts them on again at the end of every pipeline call, which would lose a hook
+    on top of them.
+    """
+    if not hasattr(module, "_old_forward"):
+        yield
+        return
+    offloading, module.forward = module.forward, module._old_forward
+    try:
+        yield
+        module._old_forward = module.forward
+    finally:
+        module.forward = offloading

@@ -1,0 +1,225 @@
+"""Accelerates pipelines and undoes it: the only place that mutates a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.report import RunReport
+from dit_accel.loop.tracker import SchedulerClock, TimestepClock
+from dit_accel.models import TRANSFORMER_NAMES, adapter_class, denoisers
+from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
+from dit_accel.models.transformer_hook import GenericAdapter, find_hook
+from dit_accel.presets import Preset, load_preset
+
+
+class Acceleration:
+    """What :func:`accelerate_pipeline` leaves at ``pipe.dit_accel``: the report, and the way back.
+
+    Args:
+        controller: of this denoising loop.
+        adapters: one a transformer.
+        owner: the pipeline that carries this object, or None.
+        deferral: control net whose calls are deferred, and the hook that does it, or None.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        adapters: list[GenericAdapter],
+        owner: Any = None,
+        deferral: tuple[torch.nn.Module, ControlNetHook] | None = None,
+    ) -> None:
+        self._controller = controller
+        self._adapters = adapters
+        self._owner = owner
+        self._deferral = deferral
+
+    @property
+    def preset(self) -> Preset:
+        return self._controller.preset
+
+    @property
+    def family(self) -> str:
+        """Model family of the adapter: ``flux``, or ``any``."""
+        return self._controller.family
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Token layout of the last run's latest symbols, or None at scope ``stack``."""
+        return self._controller.last_layout
+
+    @property
+    def token_order(self) -> torch.Tensor | None:
+        """Order of the last run's vision tokens (:mod:`dit_accel.sparse.token_order`); None = raster order."""
+        return self._adapters[0].token_order
+
+    def report(self) -> RunReport:
+        """What the last run did; the current one if it is still going."""
+        return self._controller.read_report()
+
+    def symbols(self) -> dict[str, SparseSymbols]:
+        """Latest symbols of the last run's first branch, by block; empty at scopes ``stack`` and ``layer``."""
+        return dict(self._controller.last_symbols)
+
+    def reset(self) -> None:
+        """Forgets caches and report; the next call starts a new run."""
+        self._controller.reset()
+
+    def restore(self) -> None:
+        """Takes the acceleration off, exactly; restoring twice does nothing."""
+        for adapter in self._adapters:
+            adapter.detach()
+        if self._deferral is not None:
+            stop_deferring(*self._deferral)
+        self._controller.reset()
+        if self._owner is not None and vars(self._owner).get("dit_accel") is self:
+            del self._owner.dit_accel
+
+    def __repr__(self) -> str:
+        return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
+
+
+def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Any:
+    """Makes a diffusers pipeline faster, in place.
+
+    A pipeline that is accelerated already gets the new preset instead of the old. Nothing is changed if this raises.
+
+    Args:
+        pipe: a diffusers pipeline with a transformer.
+        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`.
+        overrides: preset keys to change, e.g. ``**{"forecast.order": 2}``.
+
+    Returns:
+        The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
+
+    Raises:
+        PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
+        UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
+    """
+    settings = load_preset(preset, **overrides)
+    transformers = denoisers(pipe)
+    if not transformers or not hasattr(pipe, "scheduler"):
+        raise UnsupportedError(
+            "pipe must be a diffusers pipeline with a scheduler and a component named "
+            f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
+            "pipelines that denoise with a UNet are not supported"
+        )
+    clock = SchedulerClock(lambda: pipe.scheduler)
+    pipe.dit_accel = _attach(transformers, settings, clock, control_net(pipe), owner=pipe)
+    return pipe
+
+
+def restore_pipeline(pipe: Any) -> Any:
+    """Undoes :func:`accelerate_pipeline`, exactly; nothing happens if the pipeline is not accelerated."""
+    acceleration = vars(pipe).get("dit_accel")
+    if acceleration is not None:
+        acceleration.restore()
+    return pipe
+
+
+@contextmanager
+def accelerated(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Iterator[Any]:
+    """Accelerates a pipeline within a ``with`` block, whatever happens in it.
+
+    A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
+    through ``pipe.dit_accel`` only inside.
+    """
+    before = vars(pipe).get("dit_accel")
+    accelerate_pipeline(pipe, preset, **overrides)
+    try:
+        yield pipe
+    finally:
+        restore_pipeline(pipe)
+        if before is not None:
+            accelerate_pipeline(pipe, before.preset)
+
+
+def accelerate_transformer(
+    transformer: torch.nn.Module,
+    preset: str | Path | Preset,
+    timesteps: Sequence[float] | torch.Tensor,
+    control_net: torch.nn.Module | None = None,
+    **overrides: Any,
+) -> Acceleration:
+    """Makes a diffusers transformer faster in a caller's own denoising loop.
+
+    Args:
+        transformer: called once per step and branch; several branches in one step keep their order, or are told
+            apart by ``transformer.cache_context(name)``.
+        preset: as for :func:`accelerate_pipeline`.
+        timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
+            ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
+            before needs ``reset()``.
+        control_net: that the loop calls before the transformer, if there is one; at scope ``stack`` it then runs in
+            those steps only whose transformer reads its output.
+        overrides: preset keys to change.
+
+    Returns:
+        The :class:`Acceleration`, with ``report()`` and ``restore()``.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+        UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
+    """
+    settings = load_preset(preset, **overrides)
+    return _attach({"transformer": transformer}, settings, TimestepClock(timesteps), control_net)
+
+
+def _attach(
+    transformers: dict[str, torch.nn.Module],
+    preset: Preset,
+    clock: SchedulerClock | TimestepClock,
+    net: torch.nn.Module | None,
+    owner: Any = None,
+) -> Acceleration:
+    classes = {name: adapter_class(transformer) for name, transformer in transformers.items()}
+    for name, cls in classes.items():
+        _check_family(preset, cls, type(transformers[name]).__name__)
+    controller = Controller(preset, clock, next(iter(classes.values())).family)
+    adapters = [cls(transformers[name], controller, name) for name, cls in classes.items()]
+    _check_layers(preset, [layer for adapter in adapters for layer in adapter.layers()])
+    for adapter in adapters:
+        adapter.prepare()
+    for transformer in transformers.values():
+        hook = find_hook(transformer)
+        if hook is not None:
+            hook.acceleration.restore()
+    net = net if preset.forecast.scope == "stack" else None  # at others every step runs blocks, which read it
+    deferral = None if net is None else (net, defer_calls(net))
+    acceleration = Acceleration(controller, adapters, owner, deferral)
+    for adapter in adapters:
+        controller.add_transformer(adapter.name, adapter.layers())
+        adapter.attach(acceleration)
+    return acceleration
+
+
+def _check_layers(preset: Preset, layers: list[str]) -> None:
+    """What a preset says of single blocks must find its blocks."""
+    unknown = [name for name in preset.skip.layers if name not in layers]
+    if unknown:
+        raise PresetError(
+            f"skip.layers of preset {preset.name!r} names {', '.join(unknown)}, and this pipeline's blocks are "
+            f"{', '.join(layers)}"
+        )
+
+
+def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: str) -> None:
+    if preset.model not in ("any", adapter.family):
+        raise UnsupportedError(
+            f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that serve "
+            "any transformer begin with 'any-'"
+        )
+    if preset.forecast.scope not in adapter.scopes:
+        raise UnsupportedError(
+            f"scope {preset.forecast.scope!r} of preset {preset.name!r} can't run on {transformer}; "
+            f"it takes {', '.join(adapter.scopes)}"
+        )

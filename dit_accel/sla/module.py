@@ -1,0 +1,146 @@
+"""SLA: attention that is exact on critical tiles and linear on marginal ones, to be fine-tuned (SLA, section 4).
+
+>>> from dit_accel.sla.module import SparseLinearAttention
+>>> attend = SparseLinearAttention(head_dim=128)
+>>> o = attend(q, k, v)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.attention import attention
+from dit_accel.kernels.attention_backward import differentiable_attention
+from dit_accel.kernels.classification import require_shares
+from dit_accel.kernels.layout import BLOCK_SIZES, TokenLayout
+from dit_accel.kernels.linear_attention import FEATURE_MAPS, linear_attention
+from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention
+from dit_accel.kernels.lowering import lower
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.sparse.policies.sla import classified
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a :class:`SparseLinearAttention` was made with; arguments as there."""
+
+    head_dim: int
+    critical: float = 0.05
+    negligible: float = 0.10
+    feature_map: str = "softmax"
+    block: int = 64
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 1:
+            raise ShapeError(f"head_dim must be at least 1, got {self.head_dim}")
+        require_shares(self.critical, self.negligible)
+        valid = (("feature_map", FEATURE_MAPS), ("block", BLOCK_SIZES), ("backend", BACKENDS))
+        for name, values in valid:
+            if getattr(self, name) not in values:
+                raise ShapeError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+
+
+class SparseLinearAttention(nn.Module):
+    """``O = O^s + Proj(O^l)``, in place of a self-attention (SLA, equation 6), for inference and training.
+
+    Each call classifies its tiles by the pooled map: in each row the ``critical`` share of most probability attends
+    (O^s), the ``negligible`` share of least takes no part, and linear attention stands for the marginal others (O^l).
+    ``projection``, the one thing to learn, starts at zero: a fresh module is sparse attention alone. Gradients flow to
+    q, k, v and ``projection``, none through the classification. Forward and backward never make the host wait.
+
+    Args:
+        head_dim: D of the inputs.
+        critical: share of a row's tiles that attend, 0..1; at least one does, unless it is 0.
+        negligible: share of a row's tiles that are left out, 0..1; with ``critical`` at most 1.
+        feature_map: phi of linear attention: "softmax" over the head dimension, "elu" (elu + 1) or "relu".
+        block: tokens in a block, 64 or 128; a tile is block × block.
+        backend: "auto", "reference" or "triton", of all kernels.
+
+    Raises:
+        ShapeError: a setting is not as above.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        critical: float = 0.05,
+        negligible: float = 0.10,
+        feature_map: str = "softmax",
+        block: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(head_dim, critical, negligible, feature_map, block, backend)
+        self.projection = nn.Linear(head_dim, head_dim, bias=False)
+        nn.init.zeros_(self.projection.weight)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layout: TokenLayout | None = None,
+        kv_len: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` in q's dtype; under autocast q, k and v are cast to its dtype first.
+
+        Args:
+            q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32.
+            layout: of the S tokens, in blocks of the module's size: rows and columns that hold text are critical as a
+                whole. None = no token is text.
+            kv_len: int32 ``[B]``, valid keys of each sample. None = all.
+
+        Raises:
+            ShapeError: a tensor or the layout does not fit.
+            UnsupportedError, BackendError: the backend can't take these tensors, or can't run here.
+        """
+        settings = self.settings
+        device = q.device.type
+        if torch.is_autocast_enabled(device):
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+            with torch.autocast(device, enabled=False):  # it would round what classes are chosen by
+                return self.forward(q, k, v, layout=layout, kv_len=kv_len)
+        plan = self.plan(q, k, layout, kv_len)
+        linear = {"feature_map": settings.feature_map, "kv_len": kv_len, "backend": settings.backend}
+        weight = self.projection.weight
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weight))):
+            o = attention(q, k, v, plan, kv_len=kv_len, backend=settings.backend)
+            return linear_attention(q, k, v, plan, projection=weight, out=o, accumulate=True, **linear)
+        sparse = differentiable_attention(q, k, v, plan, kv_len=kv_len, backend=settings.backend)
+        marginal = differentiable_linear_attention(q, k, v, plan, **linear)
+        flat = torch.addmm(sparse.flatten(0, 2), marginal.flatten(0, 2), weight.T.to(q.dtype))
+        return flat.view(q.shape)
+
+    @torch.no_grad()
+    def plan(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout | None = None,
+        kv_len: torch.Tensor | None = None,
+    ) -> AttentionPlan:
+        """The classes of the tiles of q and k; arguments and errors as for :meth:`forward`."""
+        settings = self.settings
+        if q.dim() != 4 or q.shape[-1] != settings.head_dim:
+            raise ShapeError(f"q must have shape [B, S, H, {settings.head_dim}], got {list(q.shape)}")
+        layout = TokenLayout(0, q.shape[1], settings.block) if layout is None else layout
+        if (layout.tokens, layout.block) != (q.shape[1], settings.block):
+            raise ShapeError(
+                f"layout must have q's {q.shape[1]} tokens in blocks of {settings.block}, "
+                f"got {layout.tokens} in blocks of {layout.block}"
+            )
+        shares = settings.critical, settings.negligible
+        return lower(
+            classified(q, k, layout, *shares, kv_len=kv_len, backend=settings.backend), backend=settings.backend
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in asdict(self.settings).items())

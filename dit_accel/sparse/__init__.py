@@ -1,0 +1,1 @@
+"""Which pairs of tokens does a computed step attend to?"""

@@ -1,0 +1,75 @@
+"""FG-Attn's policy: each row-block attends to the single keys that carry weight, wherever in the sequence they lie.
+
+Both masks keep keys whose probability among all N exceeds ``key_threshold / N`` (section 4.3): "exact" for any query of
+the row-block, "average_query" for the mean of its queries. FG-Attn-cached is "exact", kept for 15 steps
+(``skip.refresh``). A tile all of whose keys stay computes whole, which is the same but needs no gathering.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dit_accel.kernels.key_selection import select_keys
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.pooling import PooledMap
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.sparse.policies.dense import every_row
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
+
+
+def symbols(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: TokenLayout,
+    config: Skip,
+    *,
+    kv_len: torch.Tensor | None = None,
+    pooled: PooledMap | None = None,
+) -> SparseSymbols:
+    """Keys that compute (FG-Attn, section 4.3), every row computing; rows and columns that hold text compute whole.
+
+    Args:
+        q, k, layout, kv_len: as for :func:`dit_accel.sparse.policies.draw`.
+        config: of policy fg_attn.
+        pooled: not needed: a pooled map knows no single keys.
+    """
+    averages = config.mask == "average_query"
+    queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
+    slice_bits = select_keys(queries, k, config.key_threshold, group=group, block=layout.block, kv_len=kv_len)
+    skip_bits = promote_tiles(slice_bits, layout, kv_len)
+    return SparseSymbols(
+        every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, slice_bits=slice_bits
+    )
+
+
+def block_means(q: torch.Tensor, block: int) -> torch.Tensor:
+    """The mean query of each block, the last of which may be ragged: ``[B, S, H, D]`` -> ``[B, T, H, D]``."""
+    whole = q.shape[1] // block
+    parts = [q[:, : whole * block].unflatten(1, (whole, block)), q[:, None, whole * block :]]
+    means = [part.mean(2, dtype=torch.float32).to(q.dtype) for part in parts if part.numel()]
+    return torch.cat(means, 1)
+
+
+def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None) -> torch.Tensor:
+    """Takes tiles of which every valid key stays out of ``slice_bits``, in place, and returns them as ``skip_bits``.
+
+    Tiles that hold text go with them.
+    """
+    keys = torch.arange(layout.blocks * layout.block, device=slice_bits.device)[None]
+    is_padding = keys >= (layout.tokens if kv_len is None else kv_len.clamp(max=layout.tokens)[:, None])
+    padding, words = (_words_by_tile(bits, layout) for bits in (pack_bits(is_padding)[:, None, None], slice_bits))
+    is_whole = (words | padding).eq(-1).all(-1) & words.ne(0).any(-1)  # [B, H, T, T]
+    is_whole[:, :, layout.text_blocks] = True
+    is_whole[..., layout.text_blocks] = True
+    words.masked_fill_(is_whole[..., None], 0)
+    return pack_bits(is_whole)
+
+
+def _words_by_tile(bits: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """uint8 ``[..., T * block / 8]`` as int64 ``[..., T, block / 64]``, a view."""
+    return bits.view(torch.int64).unflatten(-1, (layout.blocks, layout.block // 64))

@@ -1,0 +1,50 @@
+"""FlashOmni's row policy: vision blocks that hardly matter to text, and to which text hardly matters, are reused.
+
+Wan's self-attention holds no text. There a block counts for as much as all blocks together attend to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.packing import pack_bits, unpack_bits
+from dit_accel.kernels.selection import select_rows, select_tiles
+
+
+def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> torch.Tensor:
+    """Rows that compute (FlashOmni, section 3.3, equation 1), packed.
+
+    Vision block i is scored by its contribution to text, ``C_i = Σ_{text j} P̃[j, i]``, and by the guidance it takes
+    from text, ``G_i = Σ_{text j} softmax_vision(P̃[vision, j])_i``. With each score sorted ascending, a block is
+    reused iff its running sum stays within ``tau`` of the total in both. Rows that hold text always compute.
+
+    In a sequence without text the one score is the attention that the block receives, ``M_i = Σ_j P̃[j, i]``, and the
+    block that receives most of it in its head always computes.
+
+    Args:
+        probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
+        layout: which blocks hold text.
+        tau: share of the score that is reused, 0..1, after its ramp.
+
+    Returns:
+        ``cache_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
+    """
+    if not layout.text:
+        return _bits_by_received_mass(probabilities, tau)
+    return select_rows(probabilities, tau, text=layout.text_blocks, vision=layout.vision_blocks)
+
+
+def _bits_by_received_mass(probabilities: torch.Tensor, tau: float) -> torch.Tensor:
+    """One distribution a head, over the blocks that are attended to; its lowest masses are left out as tiles are."""
+    batch, heads, blocks, _ = probabilities.shape
+    received = probabilities.mean(2).flatten(0, 1)  # [B * H, T], each row sums to 1
+    maps = functional.pad(received, (0, 0, 0, -len(received) % blocks)).view(1, -1, blocks, blocks)
+    rows = unpack_bits(select_tiles(maps, tau).flatten(0, 2)[: len(received)], blocks).view(batch, heads, blocks)
+    return pack_bits(rows.transpose(1, 2))
+
+
+def ramped(tau: float, progress: float, power: float) -> float:
+    """A threshold that grows from 0 at the first step: ``tau · progress ** power`` (FlashOmni, appendix A.1.1)."""
+    return tau * progress**power

@@ -1,0 +1,104 @@
+"""SpargeAttn's tile policy: per row, tiles that carry little probability in the pooled map are skipped.
+
+A mean stands for the tokens of its block only if they resemble each other. With ``similarity`` (θ) blocks of queries or
+keys are judged by their mean pairwise cosine, and those below θ are *fix* blocks (section 3.2): a fix block of queries
+computes its whole row; a fix block of keys computes its whole column and is taken out of the compressed softmax, whose
+rows sum to 1 over the others. Blocks are judged by their valid tokens that are not 0, for 0 has no direction: ragged
+tails, padding and blocks of zeros are no reason to compute. (Queries of 0 attend to all keys alike; as equal
+probabilities go or stay together, such a row keeps its tiles all the same.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.pooling import PooledMap, pooled_map
+from dit_accel.kernels.selection import select_tiles
+from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
+from dit_accel.sparse.policies.dense import every_row
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
+
+
+def symbols(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: TokenLayout,
+    config: Skip,
+    *,
+    kv_len: torch.Tensor | None = None,
+    pooled: PooledMap | None = None,
+    causal: bool = False,
+) -> SparseSymbols:
+    """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
+
+    Args:
+        q, k, layout, kv_len, pooled: as for :func:`dit_accel.sparse.policies.draw`.
+        config: of policy sparge.
+        causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
+            later ones never do, and rows of the map sum to 1 over the others.
+    """
+    pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
+    probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
+    if config.similarity is not None:
+        whole_rows, whole_columns = pooled.q_similarity < config.similarity, pooled.k_similarity < config.similarity
+    if causal:
+        probabilities = probabilities.tril()
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns)
+    if config.sinks:
+        skip_bits[..., 0] |= 1
+    masks = None
+    if causal:
+        square = torch.ones(layout.blocks, layout.blocks, dtype=torch.bool, device=q.device)
+        skip_bits = skip_bits & pack_bits(square.tril()) | pack_bits(square.tril() & square.triu())
+        masks = _diagonal_masks(layout, q.device)
+    return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, masks)
+
+
+def tile_bits(
+    probabilities: torch.Tensor,
+    layout: TokenLayout,
+    tau_kv: float,
+    top_k: float | None = None,
+    whole_rows: torch.Tensor | None = None,
+    whole_columns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
+
+    In each row, tiles are kept from the largest pooled probability down until their mass *reaches* ``1 − tau_kv``; so
+    at least one tile is kept, and tiles of equal probability go or stay together. Rows and columns that hold text are
+    kept whole, for text guides vision and is guided by it (FlashOmni, observation 1).
+
+    Args:
+        probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
+        layout: which blocks hold text.
+        tau_kv: probability mass that a row may lose, 0..1, after its ramp.
+        top_k: share of a row's tiles that is kept instead, whatever their mass.
+        whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
+
+    Returns:
+        ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`,
+        uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
+    """
+    return select_tiles(
+        probabilities,
+        tau_kv if top_k is None else None,
+        top_k=top_k,
+        always=layout.text_blocks,
+        rows=whole_rows,
+        columns=whole_columns,
+    )
+
+
+def _diagonal_masks(layout: TokenLayout, device: torch.device) -> TileMasks:
+    """CAUSAL on the diagonal, FULL elsewhere."""
+    codes = torch.full((layout.blocks, layout.blocks), FULL_TILE, dtype=torch.int32, device=device)
+    codes.fill_diagonal_(CAUSAL_TILE)
+    pool = torch.empty(0, layout.block, layout.block // 8, dtype=torch.uint8, device=device)
+    return TileMasks(codes[None, None], pool)

@@ -1,0 +1,173 @@
+"""Masks that no query or key changes, from lengths of segments, tile by tile: the S × S mask is never made.
+
+The patterns are OmniAttention's (section 3.1.2): causal, packed documents, text interleaved with images, and random
+FULL / CAUSAL / PARTIAL tiles; beside them a sliding window, and the policy ``static`` of presets. All give
+:class:`~dit_accel.kernels.symbols.SparseSymbols` in which every row computes:
+
+>>> from dit_accel.kernels import lower
+>>> plan = lower(interleaved([133, 309, 70], [True, False, True], heads=8))  # text, an image, text
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.layout import TokenLayout, block_count
+from dit_accel.kernels.pooling import PooledMap
+from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
+from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
+
+TILE_KINDS = ("full", "causal", "partial")
+
+
+def block_mask_from_segments(
+    lengths: Sequence[int],
+    *,
+    causal: bool | Sequence[bool],
+    past: bool = False,
+    block: int = 128,
+    batch: int = 1,
+    heads: int = 1,
+    device: str | torch.device = "cpu",
+) -> SparseSymbols:
+    """The symbols of a sequence of segments, each of which attends to itself.
+
+    Args:
+        lengths: tokens of each segment, at least 1, in the order of the sequence.
+        causal: whether a query attends to its own segment up to itself only, or to all of it; one for each segment, or
+            one for all.
+        past: whether a query attends to all segments before its own as well.
+        block: tokens in a block, 64 or 128.
+        batch, heads: B and H, which share the mask.
+        device: where the symbols are.
+
+    Raises:
+        ShapeError: there is no segment, a length is below 1, or ``causal`` has another number of entries.
+    """
+    causal = [causal] * len(lengths) if isinstance(causal, bool) else list(causal)
+    if not lengths or min(lengths) < 1:
+        raise ShapeError(f"lengths must be those of one segment or more, each at least 1, got {list(lengths)}")
+    if len(causal) != len(lengths):
+        raise ShapeError(f"causal must have one entry for each of {len(lengths)} segments, got {len(causal)}")
+    length = torch.tensor(lengths, device=device)
+    ends = length.cumsum(0)
+    query = torch.arange(sum(lengths), device=device)
+    is_causal = torch.tensor(causal, device=device).repeat_interleave(length)
+    first = torch.zeros_like(query) if past else (ends - length).repeat_interleave(length)
+    end = torch.where(is_causal, query + 1, ends.repeat_interleave(length))
+    return symbols_from_intervals(first[:, None], end[:, None], block=block, batch=batch, heads=heads)
+
+
+def causal(tokens: int, **options: Any) -> SparseSymbols:
+    """Each query attends to itself and to what comes before; options as for :func:`block_mask_from_segments`."""
+    return block_mask_from_segments([tokens], causal=True, **options)
+
+
+def documents(lengths: Sequence[int], *, causal: bool | Sequence[bool] = False, **options: Any) -> SparseSymbols:
+    """Packed documents, none of which sees another; options as for :func:`block_mask_from_segments`."""
+    return block_mask_from_segments(lengths, causal=causal, **options)
+
+
+def interleaved(lengths: Sequence[int], causal: Sequence[bool], **options: Any) -> SparseSymbols:
+    """Text, which attends causally, and images, which see themselves whole; both see all that comes before.
+
+    Options are those of :func:`block_mask_from_segments`.
+    """
+    return block_mask_from_segments(lengths, causal=causal, past=True, **options)
+
+
+def sliding(
+    tokens: int,
+    window: int,
+    *,
+    block: int = 128,
+    batch: int = 1,
+    heads: int = 1,
+    device: str | torch.device = "cpu",
+) -> SparseSymbols:
+    """Query q attends to the ``window`` keys from ``q - window // 2`` on; other arguments as for the segments'."""
+    first, end = _around(torch.arange(tokens, device=device), window)
+    return symbols_from_intervals(first[:, None], end[:, None], block=block, batch=batch, heads=heads)
+
+
+def random_tiles(
+    tokens: int,
+    kinds: Sequence[str] = TILE_KINDS,
+    *,
+    generator: torch.Generator | None = None,
+    block: int = 128,
+    batch: int = 1,
+    heads: int = 1,
+    device: str | torch.device = "cpu",
+) -> SparseSymbols:
+    """Tiles on and below the diagonal, each of a random kind; in PARTIAL ones every second pair attends, at random.
+
+    Args:
+        tokens: S.
+        kinds: "full", "causal" and "partial", those that are drawn, with equal odds.
+        generator: on ``device``; None = torch's own.
+        block, batch, heads, device: as for :func:`block_mask_from_segments`.
+
+    Raises:
+        ShapeError: a kind is unknown.
+    """
+    if not kinds or set(kinds) - set(TILE_KINDS):
+        raise ShapeError(f"kinds must be among {TILE_KINDS}, got {tuple(kinds)}")
+    blocks = block_count(tokens, block)
+    tiles = torch.ones(1, 1, blocks, blocks, dtype=torch.bool, device=device).tril()
+    code_of = {"full": FULL_TILE, "causal": CAUSAL_TILE, "partial": FIRST_PARTIAL_TILE}
+    choices = torch.tensor([code_of[kind] for kind in kinds], dtype=torch.int32, device=device)
+    codes = choices[torch.randint(len(kinds), tiles.shape, generator=generator, device=device)]
+    partial = tiles & (codes == FIRST_PARTIAL_TILE)
+    count = int(partial.sum())
+    codes[partial] += torch.arange(count, dtype=torch.int32, device=device)
+    shape = (count, block, block // 8)
+    pool = torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8)
+    return symbols_of_tiles(tiles, TileMasks(codes, pool), tokens, block, batch, heads)
+
+
+def symbols(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: TokenLayout,
+    config: Skip,
+    *,
+    kv_len: torch.Tensor | None = None,
+    pooled: PooledMap | None = None,
+) -> SparseSymbols:
+    """Policy ``static``: vision tokens attend by ``config.pattern``; text attends to all, and all attend to text.
+
+    The symbols of a layout are made once, and shared by all sites and steps. Arguments as for
+    :func:`dit_accel.sparse.policies.draw`.
+    """
+    return _symbols_of_layout(layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device)
+
+
+@functools.lru_cache(maxsize=16)  # a pipeline has a layout or two, and a few layers of their own pattern
+def _symbols_of_layout(
+    layout: TokenLayout, pattern: str, window: int | None, batch: int, heads: int, device: torch.device
+) -> SparseSymbols:
+    query = torch.arange(layout.tokens, device=device)
+    first, end = (torch.zeros_like(query), query + 1) if pattern == "causal" else _around(query, window)
+    vision_end = layout.vision_start + layout.vision
+    is_text = (query < layout.vision_start) | (query >= vision_end)
+    first = first.clamp(min=layout.vision_start).masked_fill_(is_text, layout.vision_start)
+    end = end.clamp(max=vision_end).masked_fill_(is_text, vision_end)
+    text_start = 0 if layout.text_first else layout.vision
+    first = torch.stack([first, torch.full_like(first, text_start)], 1)
+    end = torch.stack([end, torch.full_like(end, text_start + layout.text)], 1)
+    return symbols_from_intervals(first, end, block=layout.block, batch=batch, heads=heads)
+
+
+def _around(query: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First key, and the one behind the last, of the window around each query."""
+    first = query - window // 2
+    return first, first + window

@@ -1,0 +1,324 @@
+"""One attention site: from q and k to symbols, then GEMM-Q, attention and GEMM-O under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dit_accel.kernels import (
+    PooledMap,
+    attention,
+    gemm_o_dispatch,
+    gemm_o_update,
+    gemm_q,
+    linear_attention,
+    lower,
+    pooled_map,
+    unpack_bits,
+)
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.loop.branch import Call, SiteState
+from dit_accel.loop.forecast import History, forecast_weights
+from dit_accel.loop.memory import KEPT_TILES
+from dit_accel.loop.tracker import StepMode
+from dit_accel.presets import Preset
+from dit_accel.sparse import policies
+from dit_accel.sparse.policies import flashomni
+from dit_accel.sparse.probe import attention_error, guarded_rows
+from dit_accel.sparse.projections import Projections
+
+_ATTENDED, _ERROR = 3, slice(5, 6)  # places in Call.densities
+
+
+class SparseSite:
+    """The site's state in one call, with the ops that read and write it in the order of the data flow.
+
+    A computed call: :meth:`attend_computed`, and at an UPDATE of scope head :meth:`project_out`.
+    DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
+
+    Args:
+        name: the block's name in the report.
+        call: the call in progress.
+        preset: of the run; section ``skip`` holds as it is for this block.
+        projections: of SLA's linear attention, by block.
+    """
+
+    def __init__(self, name: str, call: Call, preset: Preset, projections: Projections) -> None:
+        self.state: SiteState = call.site(name)
+        self._name = name
+        self._call = call
+        self._preset = preset
+        self._projections = projections
+        self._skip = preset.skip.at(name)
+        self._gemm = preset.kernels.gemm
+        self._at_head = preset.forecast.scope == "head"
+        self._plan: AttentionPlan | None = None
+
+    @property
+    def dispatches(self) -> bool:
+        return self._call.mode is StepMode.DISPATCH
+
+    @property
+    def caches_bias(self) -> bool:
+        """Whether the output projection goes through :meth:`project_out`, and not through its module."""
+        return self._at_head and self._call.mode is not StepMode.FULL
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The lowered symbols of DISPATCH steps."""
+        if self._plan is None:
+            self._plan = self.state.plan or lower(self.state.symbols)
+        return self._plan
+
+    def attend_computed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        dense: Callable[[], torch.Tensor],
+        *,
+        kv_len: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for.
+
+        Args:
+            q, k, v: ``[B, S, H, D]`` as attention gets them.
+            layout: of the joint sequence.
+            dense: the family's own attention of them, for calls that leave no tile out.
+            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+        """
+        draws = self._skips or self.caches_bias
+        plan = self._draw(q, k, layout, kv_len) if draws else None
+        o = dense() if plan is None else self._attention(q, k, v, plan, kv_len)
+        is_exact = plan is None
+        if self._skips and self._skip.residual:
+            is_exact = self.state.tiles_step == self._call.tick.step
+            o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
+        if self._skip.guard_rows and not is_exact:
+            self._measure(o, q, k, v, layout, kv_len)
+        if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
+            self._record(o)
+        return o
+
+    def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
+        self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
+        self._call.densities[self._name][_ATTENDED] += 1
+        return dense
+
+    def _measure(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        kv_len: torch.Tensor | None,
+    ) -> None:
+        """The guard: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
+        rows = guarded_rows(layout, self._skip.guard_rows, self.state.guard_turn)
+        self.state.guard_turn += 1
+        self._call.densities[self._name][_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
+        self._call.guarded[self._name] = sum(row.stop - row.start for row in rows) / layout.tokens
+
+    def _record(self, o: torch.Tensor) -> None:
+        memory, size = self._call.branch.memory, self._call.branch.size
+        if self.state.attention is None:
+            self.state.attention = History(memory.order, memory.attention(size.layout))
+        self.state.attention.record(self._call.coordinate, (o,))
+
+    def _draw(
+        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
+    ) -> AttentionPlan | None:
+        """New symbols; returns the plan of this call's own attention, None where that is dense."""
+        call, reuse = self._call, self._preset.reuse
+        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
+        symbols = self._tiles(q, k, layout, kv_len, pooled)
+        attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        projected = torch.zeros_like(error)
+        if self.caches_bias:
+            every_row = symbols.cache_bits
+            tau_rows = flashomni.ramped(reuse.tau_q, call.progress, reuse.ramp)
+            symbols = replace(symbols, cache_bits=flashomni.row_bits(pooled.probabilities, layout, tau_rows))
+            before = self.state.symbols.cache_bits if self._rebases else every_row
+            projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
+            self._plan = lower(symbols)
+            self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
+        if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
+            self.state.symbols = symbols
+        call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected, error])
+        return attended
+
+    def _tiles(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        kv_len: torch.Tensor | None,
+        pooled: PooledMap | None,
+    ) -> SparseSymbols:
+        """What the skip policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
+        state, call = self.state, self._call
+        if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
+            return state.tiles
+        growth = flashomni.ramped(1.0, call.progress, self._preset.reuse.ramp) if self._at_head else 1.0
+        if self._skip.guard_error is not None:
+            growth *= state.growth
+            state.tiles_growth = state.growth
+        symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)
+        if self._skip.refresh > 1:
+            state.tiles, state.tiles_step = symbols, call.tick.step
+        return symbols
+
+    @property
+    def _skips(self) -> bool:
+        """Whether this call's own attention leaves something out, though the call computes."""
+        return self._call.skips and self._skip.policy != "none"
+
+    def _attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        kv_len: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention."""
+        kernels = self._preset.kernels
+        o = attention(
+            q,
+            k,
+            v,
+            plan,
+            kv_len=kv_len,
+            pv_threshold=self._skip.pv_threshold,
+            qk_dtype=kernels.qk_dtype,
+            backend=kernels.attention,
+        )
+        projection = None if plan.linear_bits is None else self._projections.of(self._name, q)
+        if projection is not None:
+            linear_attention(
+                q,
+                k,
+                v,
+                plan,
+                feature_map=self._skip.feature_map,
+                projection=projection,
+                kv_len=kv_len,
+                out=o,
+                accumulate=True,
+                backend="reference" if kernels.attention == "reference" else "auto",
+            )
+        return o
+
+    def query(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: nn.RMSNorm,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        offset: int,
+    ) -> torch.Tensor:
+        """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
+        return gemm_q(
+            x,
+            weight,
+            bias,
+            self.plan,
+            offset=offset,
+            norm_weight=norm.weight,
+            norm_eps=norm.eps,
+            rope=rope,
+            out=out,
+            backend=self._gemm,
+        )
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sparse attention ``[B, S, H, D]`` of a DISPATCH call; reused rows of the result hold nothing."""
+        return self._attention(q, k, v, self.plan, kv_len)
+
+    def project_out(
+        self,
+        o: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+    ) -> torch.Tensor:
+        """GEMM-O of the stream of ``length`` tokens (None = all) from ``offset`` of ``o`` ``[B, T, H, D]``.
+
+        Returns ``[B, length, N]``. An UPDATE makes the bias stack under the new symbols from earlier attention outputs
+        and remembers this one; DISPATCH reads the stack.
+        """
+        state, stream = self.state, slice(offset, None if length is None else offset + length)
+        if self.dispatches:
+            weights = forecast_weights(
+                self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order
+            )
+            return gemm_o_dispatch(
+                o[:, stream], weight, self.plan, state.bias_stack.read(), weights, offset=offset, backend=self._gemm
+            )
+        branch, history = self._call.branch, state.attention
+        remembered = [] if history is None else [value[:, stream] for (value,) in history.values]
+        previous = (state.bias_stack.read(), state.bias_mask64) if self._rebases else None
+        state.bias_coordinates = (self._call.coordinate, *self._recorded)
+        branch.fetch_after(self._name)
+        self._record(o)
+        out, stack = gemm_o_update(
+            o[:, stream],
+            weight,
+            bias,
+            self.plan,
+            history=remembered,
+            previous=previous,
+            offset=offset,
+            backend=self._gemm,
+        )
+        state.bias_stack, state.bias_mask64 = branch.memory.biases.keep(stack), self.plan.mask64
+        return out
+
+    @property
+    def _recorded(self) -> tuple[float, ...]:
+        """Coordinates of the remembered attention outputs, newest first."""
+        return () if self.state.attention is None else self.state.attention.coordinates
+
+    @property
+    def _rebases(self) -> bool:
+        """Whether an UPDATE takes the older entries of its bias stack over from the last stack.
+
+        It must hold one for each remembered output (FULL steps record an output alone), and not be float8: an entry's
+        roundings would add up.
+        """
+        recorded = self._recorded
+        held = self.state.bias_coordinates[: len(recorded)]
+        return len(recorded) > 0 and held == recorded and not self._call.branch.memory.float8
+
+
+def _densities(plan: AttentionPlan, attended: AttentionPlan | None) -> list[torch.Tensor]:
+    """float32 ``[1]`` each, shares of all: rows of ``plan`` that compute, row-blocks of it with any such row, scores of
+    it, and scores of ``attended``; None = 1.
+    """
+    rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
+    scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
+    return [rows, row_blocks, *scores]
+
+
+def _density(plan: AttentionPlan) -> torch.Tensor:
+    """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
+
+    Linear attention takes the same time whatever its tiles, little, and is not counted.
+    """
+    tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
+    if plan.slices is None:
+        return tiles
+    return tiles + plan.slices.count.sum()[None] / (plan.slices.count.numel() * plan.tokens)

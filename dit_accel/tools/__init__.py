@@ -1,0 +1,1 @@
+"""What is built on acceleration: measuring, tuning, comparing, drawing, and the models that ship."""

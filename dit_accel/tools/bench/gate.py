@@ -1,0 +1,272 @@
+"""The gate: every op on every backend against float64, on sizes small enough to look at every token.
+
+Ragged tails, single-row lengths, both block sizes, both head dimensions, three dtypes, ``kv_len``; outputs are poisoned
+with NaN first. And a DISPATCH step's ops must never make the host wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dit_accel import kernels
+from dit_accel.errors import BackendError, UnsupportedError
+from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.tools.bench import verify
+from dit_accel.tools.bench.cases import Case, Inputs, causal, documents, make_inputs, make_masked_inputs
+from dit_accel.tools.bench.marginal import verify_linear_attention
+from dit_accel.tools.bench.verify import Verdict
+
+QUICK_CASES = [
+    Case(4608, rows=0.5, tiles=0.5),
+    Case(1000, heads=5, head_dim=64, block=64, batch=2, rows=0.5, tiles=0.1, dtype=torch.float16, valid_keys=700),
+    Case(1000, heads=5, batch=2, rows=0.5, tiles=0.5, valid_keys=900),
+]
+CASES = [
+    Case(4608),
+    Case(4608, tiles=0.5),
+    Case(4608, tiles=0.1),
+    Case(4608, rows=0.5),
+    Case(4608, rows=0.1),
+    *QUICK_CASES,
+    Case(4608, block=64, rows=0.5, tiles=0.5),
+    Case(4500, batch=2, rows=0.5, tiles=0.5, valid_keys=4300),
+    Case(4500, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
+    Case(1000, heads=5, head_dim=64, block=64, batch=2, tiles=0.5, dtype=torch.float32),
+]
+SMALL_CASES = [  # for compute-sanitizer, under which a kernel takes a hundred times as long
+    Case(700, heads=3, batch=2, rows=0.6, tiles=0.4, valid_keys=500),
+    Case(300, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
+]
+TINY_CASES = [
+    Case(300, heads=3, head_dim=32, block=64, batch=2, rows=0.5, tiles=0.5, dtype=torch.float32, valid_keys=200),
+    Case(300, heads=2, head_dim=64, block=128, tiles=0.5, dtype=torch.float16),
+]
+MASKED_TOKENS = 1100  # at most, where masks inside tiles are checked: nine blocks, the last one ragged
+LINEAR_ROWS = 40  # of linear attention that are compared with float64
+WEIGHTS = (1.5, -0.5)
+Checks = Iterator[tuple[str, Verdict]]
+
+
+def available_backends() -> list[str]:
+    """The backends that run on this machine, without the reference."""
+    return [name for name, status in kernels.backend_status().items() if status == "ok" and name != "reference"]
+
+
+def check_kernels(
+    device: str, cases: Sequence[Case], backends: Sequence[str], benchmarks: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Ops over all cases and backends: one dict a check, with error, bound and ``passed``.
+
+    ``benchmarks``: check what these time, by the names of ``CHECKS``; None = everything. What a backend doesn't offer,
+    or refuses for a case, is left out.
+    """
+    chosen = CHECKS if benchmarks is None else benchmarks
+    checks = list(dict.fromkeys(check for name in chosen for check in CHECKS[name]))
+    results = []
+    for case in cases:
+        inputs = make_inputs(case, device)
+        for backend in backends:
+            for check in checks:
+                results += _rows(partial(check, inputs, backend), backend, case.name)
+    if check_attention not in checks:
+        return results
+    case = next(case for case in cases if case.valid_keys is None)
+    case = replace(case, tokens=min(case.tokens, MASKED_TOKENS), rows=1.0, tiles=1.0)
+    for name, attends in (("causal", causal), ("documents", documents(case.tokens, case.tokens // 5, device))):
+        masked = make_masked_inputs(case, attends, device)
+        for backend in backends:
+            for check in (check_plan, check_attention):
+                results += _rows(partial(check, masked, backend), backend, f"{case.shape} {name}")
+    return results
+
+
+def _rows(check: Callable[[], Checks], backend: str, case: str) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        for op, verdict in check():
+            rows.append({"op": op, "backend": backend, "case": case} | verdict.fields())
+    except (BackendError, UnsupportedError):
+        pass  # the op has no such backend, or the backend doesn't take such a case: nothing to check
+    except Exception as error:  # a kernel that does not run has failed its check, whatever it raises
+        op = getattr(check, "func", check).__name__.removeprefix("check_")
+        rows.append(outcome(op, backend, case, f"{type(error).__name__}: {error}"))
+    return rows
+
+
+def check_plan(inputs: Inputs, backend: str) -> Checks:
+    yield "lower", verify.verify_plan(kernels.lower(inputs.symbols, backend=backend), inputs.symbols)
+
+
+def check_symbols(inputs: Inputs, backend: str) -> Checks:
+    yield from check_plan(inputs, backend)
+    yield "pack_bits", verify.verify_packing(inputs, backend)
+    yield "unpack_bits", verify.verify_unpacking(inputs, backend)
+
+
+def check_attention(inputs: Inputs, backend: str) -> Checks:
+    case = inputs.case
+    q, k, v = inputs.features(), inputs.features(), inputs.features()
+    kv_len = None
+    if case.valid_keys is not None:
+        kv_len = torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=q.device)
+    out = torch.full_like(q, math.nan)
+    kernels.attention(q, k, v, inputs.plan, kv_len=kv_len, out=out, backend=backend)
+    yield "attention", verify.verify_attention(out, q, k, v, inputs, kv_len=kv_len, poisoned=True)
+
+
+def check_linear_attention(inputs: Inputs, backend: str) -> Checks:
+    """Every second of the tiles that don't compute is marginal."""
+    case = inputs.case
+    marginal = ~inputs.tiles
+    marginal[..., ::2] = False
+    symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal, backend="reference"))
+    q, k, v = inputs.features(), inputs.features(), inputs.features()
+    kv_len = None
+    if case.valid_keys is not None:
+        kv_len = torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=q.device)
+    plan, out = kernels.lower(symbols), torch.full_like(q, math.nan)
+    kernels.linear_attention(q, k, v, plan, kv_len=kv_len, out=out, backend=backend)
+    yield "linear_attention", verify_linear_attention(out, q, k, v, plan, kv_len=kv_len, samples=LINEAR_ROWS)
+    probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
+    actual, expected = (
+        kernels.classify_tiles(probabilities, 0.05, 0.1, backend=name) for name in (backend, "reference")
+    )
+    same = all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    yield "classify_tiles", Verdict(0.0 if same else math.inf, 0.0)
+
+
+def check_gemm_q(inputs: Inputs, backend: str) -> Checks:
+    case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
+    x = inputs.normal(case.batch, case.tokens, width)
+    fused, bias = inputs.normal(3 * width, width, scale=width**-0.5), inputs.normal(width)
+    angle = inputs.normal(case.tokens, case.head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
+    extras = {"norm_weight": inputs.normal(case.head_dim), "rope": (angle.cos(), angle.sin())}
+    for op, options in (("gemm_q", {}), ("gemm_q+norm+rope", extras)):
+        out = x.new_full((case.batch, case.tokens, case.heads, case.head_dim), math.nan)
+        kernels.gemm_q(x, fused[:width], bias, inputs.plan, out=out, backend=backend, **options)
+        yield op, verify.verify_gemm_q(out, x, fused[:width], bias, inputs, poisoned=True, **options)
+
+
+def check_gemm_o(inputs: Inputs, backend: str) -> Checks:
+    width = inputs.case.heads * inputs.case.head_dim
+    o, old = inputs.features(), inputs.features()
+    fused, bias = inputs.normal(width, 2 * width, scale=width**-0.5), inputs.normal(width)
+    weight = fused[:, width:]
+    out, stack = kernels.gemm_o_update(o, weight, bias, inputs.plan, history=[old], backend=backend)
+    verdicts = verify.verify_gemm_o_update(out, stack, (o, old), weight, bias, inputs)
+    for name, verdict in verdicts.items():
+        yield f"gemm_o_update {name}", verdict
+    before = make_inputs(inputs.case, o.device, seed=1).plan  # other symbols, from which the stack is rebased
+    _, stack_before = kernels.gemm_o_update(old, weight, bias, before, backend=backend)
+    previous = stack_before, before.mask64
+    _, rebased = kernels.gemm_o_update(o, weight, bias, inputs.plan, history=[old], previous=previous, backend=backend)
+    verdict = verify.verify_gemm_o_update(out, rebased, (o, old), weight, bias, inputs)["B_1"]
+    yield "gemm_o_update B_1, rebased", verdict
+    poisoned = torch.where(inputs.computed[..., None], o, math.nan)  # reused rows must not be read
+    out = kernels.gemm_o_dispatch(poisoned, weight, inputs.plan, stack, WEIGHTS, backend=backend)
+    yield "gemm_o_dispatch", verify.verify_gemm_o_dispatch(out, o, weight, stack, WEIGHTS, inputs)
+
+
+def check_pooling(inputs: Inputs, backend: str) -> Checks:
+    q, k = inputs.features() + 0.5, inputs.features() + 0.5
+    actual, low = (kernels.pooled_map(q, k, inputs.case.block, backend=name) for name in (backend, "reference"))
+    for name, verdict in verify.verify_pooled_map(actual, low, q, k, inputs.case.block).items():
+        yield f"pooled_map {name}", verdict
+
+
+def check_forecast(inputs: Inputs, backend: str) -> Checks:
+    history = inputs.features(), inputs.features()
+    everything = kernels.weighted_sum(history, WEIGHTS, backend=backend)
+    yield "weighted_sum", verify.verify_weighted_sum(everything, history, WEIGHTS)
+    out = torch.full_like(history[0], math.nan)
+    kernels.weighted_sum(history, WEIGHTS, plan=inputs.plan, out=out, backend=backend)
+    yield "weighted_sum plan", verify.verify_weighted_sum(out, history, WEIGHTS, inputs)
+
+
+def check_selection(inputs: Inputs, backend: str) -> Checks:
+    blocks = inputs.plan.blocks
+    probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
+    text, vision = slice(0, blocks // 4), slice(blocks // 4, blocks)
+    tiles, expected = (select_tiles(probabilities, 0.3, always=text, backend=name) for name in (backend, "reference"))
+    yield "select_tiles", Verdict(0.0 if torch.equal(tiles, expected) else math.inf, 0.0)
+    rows, expected = (
+        select_rows(probabilities, 0.5, text=text, vision=vision, backend=name) for name in (backend, "reference")
+    )
+    # A row at the threshold may go either way, by the rounding of an exponential.
+    yield "select_rows", Verdict((rows != expected).double().mean().item(), 0.01)
+
+
+CHECKS: dict[str, tuple[Callable[[Inputs, str], Checks], ...]] = {  # a benchmark's name to what it stands on
+    "attention": (check_symbols, check_attention),
+    "masks": (check_symbols, check_attention),
+    "quantised": (check_symbols, check_attention),
+    "gemm_q": (check_symbols, check_gemm_q),
+    "gemm_o": (check_symbols, check_gemm_o),
+    "lowering": (check_symbols,),
+    "pooling": (check_pooling,),
+    "symbols": (check_symbols, check_pooling, check_selection),
+    "sparge": (check_symbols, check_attention, check_pooling, check_selection),
+    "forecast": (check_symbols, check_forecast),
+    "slices": (check_symbols, check_attention),
+    "sla": (check_symbols, check_attention, check_linear_attention, check_pooling),
+}
+
+
+def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str, Any]]:
+    """A DISPATCH step on a GPU with the host forbidden to wait: attention by each backend, the other ops by ``auto``.
+
+    The step that has attention in Triton has everything in it.
+    """
+    case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
+    x, weight = inputs.normal(case.batch, case.tokens, width), inputs.normal(width, width, scale=width**-0.5)
+    k, v, old = inputs.features(), inputs.features(), inputs.features()
+    stack = inputs.normal(len(WEIGHTS), case.batch, case.tokens, width)
+
+    def step(attention: str, others: str) -> None:
+        plan = kernels.lower(inputs.symbols, scratch=inputs.plan, backend=others)
+        q = kernels.gemm_q(x, weight, None, plan, backend=others)
+        o = kernels.attention(q, k, v, plan, backend=attention)
+        kernels.weighted_sum((old, v), WEIGHTS, plan=plan, out=o, backend=others)
+        kernels.gemm_o_dispatch(o, weight, plan, stack, WEIGHTS, backend=others)
+
+    rows = []
+    for backend in backends:
+        if backend == "reference":
+            continue  # it reads counts on the host
+        chosen = backend, "triton" if backend == "triton" else "auto"
+        try:
+            step(*chosen)  # compiles
+        except (BackendError, UnsupportedError):
+            continue
+        reason = None
+        try:
+            with host_must_not_wait():
+                step(*chosen)
+        except RuntimeError as error:
+            reason = str(error)
+        rows.append(outcome("DISPATCH step, no host wait", backend, case.name, reason))
+    return rows
+
+
+def outcome(op: str, backend: str, case: str, reason: str | None) -> dict[str, Any]:
+    """A row of what has no error but passes, or fails for a reason."""
+    verdict = Verdict(0.0 if reason is None else math.inf, 0.0)
+    return {"op": op, "backend": backend, "case": case, **verdict.fields(), "reason": reason}
+
+
+@contextmanager
+def host_must_not_wait() -> Iterator[None]:
+    """Inside, whatever makes the host wait for the GPU raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

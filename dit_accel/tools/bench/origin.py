@@ -1,0 +1,60 @@
+"""What figures were measured on and with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def describe_run(device: str | torch.device) -> dict[str, Any]:
+    """Device, driver, versions, commit and command of this process; what is missing is None.
+
+    Args:
+        device: what the process computes on.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "flash-attn-4": _version("flash-attn-4"),
+        "diffusers": _version("diffusers"),
+        "cache-dit": _version("cache-dit"),
+        # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
+        "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit; None where the package is installed, inside whatever repository that may be."""
+    return _output("git", "-C", str(CHECKOUT), "rev-parse", "HEAD") if (CHECKOUT / ".git").exists() else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """First line that a command prints, or None if it can't run."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return lines[0].strip() if lines else None

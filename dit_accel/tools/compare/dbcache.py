@@ -1,0 +1,101 @@
+"""cache-dit, where it is installed: DBCache with and without TaylorSeer, and its masks of steps (SCM)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from dit_accel.tools.compare.methods import Method, Subject
+
+# Warm-up and threshold.
+_SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
+MASKS = ("slow", "medium", "fast", "ultra")
+
+
+def dbcache(steps: int) -> list[Method]:
+    return [_method("DBCache (cache-dit)", warmup=w, threshold=t) for w, t in _SETTINGS]
+
+
+def dbcache_taylorseer(steps: int) -> list[Method]:
+    series = "DBCache + TaylorSeer (cache-dit)"
+    return [_method(series, warmup=w, threshold=t, order=1) for w, t in _SETTINGS]
+
+
+def step_masks(steps: int) -> list[Method]:
+    """Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
+
+    Under policy ``dynamic`` some of the masked steps compute all the same.
+    """
+    series = partial(_method, "SCM + TaylorSeer (cache-dit)", order=1)
+    return [
+        *(series(warmup=8, mask=mask, policy="static") for mask in MASKS),
+        *(series(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
+        *(series(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
+    ]
+
+
+def why_not_cached(pipe: Any) -> str | None:
+    """Why cache-dit can't run on a pipeline, or None."""
+    if find_spec("cache_dit") is None:
+        return "cache-dit is not installed"
+    import cache_dit
+
+    _quieten()
+    known = cache_dit.BlockAdapterRegister.is_supported(pipe)
+    return None if known else f"cache-dit {cache_dit.__version__} does not know {type(pipe).__name__}"
+
+
+def _method(series: str, **setting: Any) -> Method:
+    letters = {"mask": "", "warmup": "W=", "interval": "N=", "threshold": "R=", "policy": "", "order": "D="}
+    label = " ".join(f"{letter}{setting[key]}" for key, letter in letters.items() if key in setting)
+    kind = "SCM" if "policy" in setting else "DBCache"
+    return Method(series, f"{kind} {label}", partial(_put_on, **setting))
+
+
+@contextmanager
+def _put_on(
+    subject: Subject,
+    warmup: int,
+    threshold: float = 0.08,
+    order: int | None = None,
+    mask: str | None = None,
+    interval: int | None = None,
+    policy: str = "dynamic",
+) -> Iterator[dict[str, Any]]:
+    import cache_dit
+
+    _quieten()
+    steps, masked = subject.steps, None
+    if mask is not None:
+        masked = cache_dit.steps_mask(total_steps=steps, mask_policy=mask)
+    elif interval is not None:
+        masked = [int(step < warmup or step % interval == 0 or step == steps - 1) for step in range(steps)]
+    cache_dit.enable_cache(
+        subject.pipe,
+        cache_config=cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,  # its default 8 of a full-size model's 57 are more than a demo model has
+            Bn_compute_blocks=0,
+            max_warmup_steps=warmup,
+            residual_diff_threshold=threshold,
+            enable_separate_cfg=subject.branches == 2,
+            num_inference_steps=steps,
+            steps_computation_mask=masked,
+            steps_computation_policy=policy,
+        ),
+        calibrator_config=order and cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order),
+    )
+    try:
+        yield {}
+    finally:
+        cache_dit.disable_cache(subject.pipe)
+
+
+def _quieten() -> None:
+    """It tells every setting on the console, and that it was taken off as a warning."""
+    for name in logging.root.manager.loggerDict:
+        if name.lower().startswith(("cache_dit", "cache-dit")):
+            logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,98 @@
+"""Fewer steps, with the model's own solver and with solvers of higher order over its noise levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from dit_accel.tools.compare.methods import Method, Subject
+
+SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
+
+
+def fewer_steps(steps: int) -> list[Method]:
+    """The model's own solver with so many of ``steps``."""
+    return [Method("fewer steps", f"{count} steps", partial(_fewer, count=count)) for count in _counts(steps)]
+
+
+def fewer_steps_solved(solver: str, steps: int) -> list[Method]:
+    """One of `SOLVERS` with so many of ``steps``, and with all of them.
+
+    That last one is near the picture that it converges to, which is not quite the plain one: others come closer to that
+    only where their error resembles Euler's.
+    """
+    return [
+        Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
+        for count in (*_counts(steps), steps)
+    ]
+
+
+def why_not_solvable(pipe: Any) -> str | None:
+    """Why solvers of flow models can't run a pipeline, or None."""
+    name = type(pipe.scheduler).__name__
+    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not Euler's of flow matching"
+
+
+class _FlowSchedule:
+    """Before a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded.
+
+    Where a pipeline leaves the levels to it (Wan), Euler's choice ends in a leap that no higher order crosses; they are
+    even before the shift then, as FLUX's and HunyuanVideo's pipelines ask for, and as these solvers choose themselves.
+    """
+
+    own: Any
+
+    def set_timesteps(
+        self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, mu: float | None = None
+    ) -> None:
+        if sigmas is None:
+            sigmas = np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
+        self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
+        super().set_timesteps(len(self.own.timesteps), device=device)
+        self.timesteps = self.own.timesteps.clone()
+        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # where all is noise the logarithm of the signal is −∞
+
+    def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of picture and noise."""
+        return 1 - sigma, sigma
+
+
+class _DPM(_FlowSchedule, diffusers.DPMSolverMultistepScheduler):
+    pass
+
+
+class _UniPC(_FlowSchedule, diffusers.UniPCMultistepScheduler):
+    pass
+
+
+SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
+SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+
+
+def _counts(steps: int) -> list[int]:
+    return sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+
+
+@contextmanager
+def _fewer(subject: Subject, count: int) -> Iterator[dict[str, Any]]:
+    yield {"num_inference_steps": count}
+
+
+@contextmanager
+def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
+    own = subject.pipe.scheduler
+    scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
+    scheduler.own = own
+    shift = {key: own.config[key] for key in SHIFT if key in own.config}
+    scheduler.register_to_config(**shift)  # pipelines read from it how far to shift the noise levels
+    subject.pipe.scheduler = scheduler
+    try:
+        yield {"num_inference_steps": count}
+    finally:
+        subject.pipe.scheduler = own

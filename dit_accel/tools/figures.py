@@ -1,0 +1,340 @@
+"""Figures of a run: step modes, densities, symbols over the image, speed against quality.
+
+Each function writes one file. Matplotlib draws without a display and without touching the
+caller's pyplot state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dit_accel.errors import ShapeError
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    from dit_accel.kernels.layout import TokenLayout
+    from dit_accel.kernels.symbols import SparseSymbols
+    from dit_accel.loop.report import RunReport
+
+# Okabe and Ito's palette, told apart with every common colour blindness.
+MODE_COLOURS = {"full": "#0072B2", "update": "#E69F00", "dispatch": "#BFD9E6"}
+SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+SERIES_MARKERS = "osD^vP*"
+ERROR_COLOUR = "#D55E00"
+GREY = "#444444"
+MOST_LABELS = 12  # lines of a legend
+
+
+class FrontierPoint(NamedTuple):
+    """One setting of a method: the fraction of FLOPs it computed and the PSNR it reached, in dB."""
+
+    method: str
+    fraction: float
+    psnr: float
+
+
+def timeline_figure(report: RunReport, path: str | Path) -> None:
+    """Writes when a run computed: seconds of each step coloured by mode, and the errors it measured, of
+    forecasts and, with a guard, of attention.
+    """
+    figure = new_figure(9.0, 4.6)
+    times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
+    milliseconds = [1000 * step.seconds for step in report.steps]
+    for mode, colour in MODE_COLOURS.items():
+        chosen = [step.index for step in report.steps if step.mode == mode]
+        if chosen:
+            label = f"{mode} ({len(chosen)})"
+            times.bar(chosen, [milliseconds[i] for i in chosen], width=0.82, color=colour, label=label)
+        for index in chosen:
+            errors.axvspan(index - 0.41, index + 0.41, color=colour, alpha=0.28, linewidth=0)
+    times.set_ylabel("transformer\ntime (ms)")
+    times.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderaxespad=0.1)
+    times.set_title(f"{report.preset}: {report.computed_fraction:.0%} of the blocks' FLOPs", loc="left")
+    judged = {step.index: step.error for step in report.steps if step.error is not None}
+    guarded: dict[int, float] = {}
+    for each in report.attentions:
+        if each.error is not None:
+            guarded[each.step] = max(each.error, guarded.get(each.step, 0.0))
+    if judged:
+        style = {"color": ERROR_COLOUR, "marker": "o", "markersize": 5, "linewidth": 1.6}
+        errors.plot(*zip(*judged.items(), strict=True), **style, label="forecast")
+    if guarded:
+        style = {"color": GREY, "marker": "s", "markersize": 4, "linewidth": 1.2}
+        errors.plot(*zip(*guarded.items(), strict=True), **style, label="attention of the worst block (guard)")
+        errors.legend(frameon=False, loc="best", fontsize=8)
+    if not judged and not guarded:
+        _note(errors, "no forecast was judged in this run")
+    if any(error > 0 for error in (*judged.values(), *guarded.values())):
+        _log_scale(errors)
+    errors.set_ylabel("measured error\n(relative L2)")
+    errors.set_xlabel("denoising step")
+    errors.set_xlim(-0.6, len(report.steps) - 0.4)
+    errors.xaxis.get_major_locator().set_params(integer=True)
+    tidy_axes(times, grid="y")
+    tidy_axes(errors, grid="y")
+    figure.savefig(path)
+
+
+def density_figure(report: RunReport, path: str | Path) -> None:
+    """Writes a heat map of the computed share of each layer's FLOPs, by layer and step."""
+    density = np.array(report.density, dtype=float).reshape(len(report.layers), -1)
+    height = float(np.clip(1.6 + 0.2 * len(report.layers), 2.6, 12.0))
+    figure = new_figure(9.0, height)
+    axes = figure.subplots()
+    image = axes.imshow(density, aspect="auto", cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
+    every = -(-len(report.layers) // 50)
+    axes.set_yticks(range(0, len(report.layers), every), report.layers[::every], fontsize=8 if height > 4 else 9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("denoising step")
+    axes.set_title(f"{report.preset}: computed share of each layer", loc="left")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=6 * height)
+    bar.set_label("computed share of FLOPs")
+    bar.outline.set_visible(False)
+    tidy_axes(axes)
+    figure.savefig(path)
+
+
+def heads_computed(symbols: SparseSymbols) -> np.ndarray:
+    """Fraction of heads that compute, mean over the batch: float64 ``[Tq]``, from ``cache_bits``."""
+    bits = np.unpackbits(symbols.cache_bits.cpu().numpy(), axis=-1, count=symbols.heads, bitorder="little")
+    return bits.mean(axis=(0, 2))
+
+
+def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) -> tuple[int, int]:
+    """Rows and columns of the vision tokens of a picture, or of each latent frame, of ``width`` × ``height`` pixels.
+
+    Raises:
+        ShapeError: the vision tokens don't fill grids of the picture's shape (reference tokens).
+    """
+    tokens, rest = divmod(layout.vision, frames)
+    rows = round((tokens * height / width) ** 0.5)
+    columns = tokens // max(rows, 1)
+    if rest or rows * columns != tokens or rows * width != columns * height:
+        raise ShapeError(
+            f"{layout.vision} vision tokens don't fill {frames} grid(s) of the shape of a {width} x {height} picture; "
+            "symbol maps need images or clips without reference tokens"
+        )
+    return rows, columns
+
+
+def symbol_map(
+    picture: Image.Image,
+    layout: TokenLayout,
+    symbols: SparseSymbols,
+    path: str | Path,
+    title: str,
+    *,
+    frame: int = 0,
+    frames: int = 1,
+    order: torch.Tensor | None = None,
+) -> None:
+    """Writes the picture, and beside it under a map of how many heads computed where at the last UPDATE.
+
+    Blocks that hold text count as computed, as they are.
+
+    Args:
+        frame: the latent frame of a clip that ``picture`` belongs to.
+        frames: latent frames of the clip; 1 for a picture.
+        order: of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
+
+    Raises:
+        ShapeError: see :func:`token_grid`.
+    """
+    rows, columns = token_grid(layout, *picture.size, frames)
+    tokens = np.repeat(heads_computed(symbols), layout.block)[layout.vision_start :][: layout.vision]
+    if order is not None:
+        ordered, tokens = tokens, np.empty_like(tokens)
+        tokens[order.numpy()] = ordered
+    tokens = tokens.reshape(frames, rows, columns)[frame]
+    width, height = picture.size
+    figure = new_figure(9.6, 4.2 * height / width + 0.45)
+    plain, painted = figure.subplots(1, 2)
+    extent = (0, width, height, 0)
+    plain.imshow(picture, extent=extent)
+    plain.set_title("picture", loc="left")
+    painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
+    image = painted.imshow(
+        tokens,
+        extent=extent,
+        cmap="cividis",
+        vmin=0,
+        vmax=1,
+        alpha=0.65,
+        interpolation="nearest",
+    )
+    painted.set_title(f"{title}: {tokens.mean():.0%} computed", loc="left")
+    for axes in (plain, painted):
+        axes.set_axis_off()
+    bar = figure.colorbar(image, cax=painted.inset_axes((1.03, 0.0, 0.035, 1.0)))
+    bar.set_label("share of heads that compute")
+    bar.solids.set_alpha(1)
+    bar.outline.set_visible(False)
+    figure.savefig(path)
+
+
+def frontier_plot(
+    points: Sequence[FrontierPoint | tuple[str, float, float]],
+    path: str | Path,
+    *,
+    highlight: str | None = None,
+    x_label: str = "computed fraction of FLOPs (less is faster)",
+) -> None:
+    """Writes PSNR against computed fraction, one colour a method, in the order in which the methods first occur.
+
+    A line joins a method's best settings, those that no setting of it with a smaller fraction reaches; the others are
+    pale.
+
+    Args:
+        highlight: the method whose line stands out.
+        x_label: what the points' fractions are.
+
+    Raises:
+        ShapeError: there are no points.
+    """
+    if not points:
+        raise ShapeError("frontier_plot needs at least one point (method, fraction, psnr), got none")
+    methods = list(dict.fromkeys(point[0] for point in points))
+    crowded = len(methods) > len(SERIES_COLOURS)
+    figure = new_figure(10.4 if crowded else 7.2, 5.6 if crowded else 4.8)
+    axes = figure.subplots()
+    for number, method in enumerate(methods):
+        settings = [(fraction, quality) for name, fraction, quality in points if name == method]
+        turn = number // len(SERIES_COLOURS)  # another marker where a colour comes again
+        style = {
+            "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
+            "marker": SERIES_MARKERS[(number + turn) % len(SERIES_MARKERS)],
+        }
+        weight = 2.8 if method == highlight else 1.8 if highlight is None else 1.0
+        axes.plot(*zip(*settings, strict=True), **style, linestyle="none", markersize=4, alpha=0.25, markeredgewidth=0)
+        axes.plot(
+            *zip(*best_settings(settings), strict=True),
+            **style,
+            label=method,
+            markersize=4 + weight,
+            linewidth=weight,
+            linestyle=("-", "--", ":")[turn % 3],
+            zorder=3 if method == highlight else 2,
+        )
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("PSNR against all steps computed (dB)")
+    axes.set_title("Speed against quality", loc="left")
+    outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
+    axes.legend(frameon=False, **outside)
+    tidy_axes(axes, grid="both")
+    figure.savefig(path)
+
+
+class LayerCurve(NamedTuple):
+    """Sparsities and relative L1 errors of a layer's attention over its thresholds, and the pair that was chosen."""
+
+    layer: str
+    points: list[tuple[float, float]]
+    chosen: tuple[float, float] | None
+
+
+def tuning_figure(
+    tried: Sequence[tuple[float, float]],
+    confirmed: tuple[float, float],
+    target: float,
+    quality: str,
+    layers: Sequence[LayerCurve],
+    bound: float | None,
+    path: str | Path,
+) -> None:
+    """Writes what a tuning tried and, where there are layers, each layer's error against its sparsity.
+
+    Args:
+        tried: computed fraction and quality of each setting, means over the tuning prompts.
+        confirmed: the same of the setting taken, over the held-out prompts.
+        target: what the quality was to be.
+        quality: its name, with its unit.
+        layers: curves, from the first layer to the last.
+        bound: error that layers were allowed; None without layers.
+    """
+    figure = new_figure(11.0 if layers else 6.0, 4.6)
+    axes, *others = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
+    axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
+    axes.plot(*zip(*tried, strict=True), "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
+    axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="taken, held-out prompts")
+    axes.set_xlabel("computed fraction of FLOPs (less is faster)")
+    axes.set_ylabel(quality)
+    axes.legend(frameon=False, loc="best")
+    axes.set_title("Settings", loc="left")
+    for axes_of_layers in others:
+        _draw_layers(axes_of_layers, layers, bound)
+    for each in (axes, *others):
+        tidy_axes(each, grid="both")
+    figure.savefig(path)
+
+
+def _draw_layers(axes: Axes, layers: Sequence[LayerCurve], bound: float | None) -> None:
+    from matplotlib import colormaps
+
+    for number, curve in enumerate(layers):
+        colour = colormaps["viridis"](number / max(len(layers) - 1, 1))
+        points = sorted(curve.points)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=curve.layer)
+        if curve.chosen:
+            axes.plot(*curve.chosen, "o", color=colour, markersize=6)
+    axes.axhline(bound, color=GREY, linewidth=1, linestyle="--")
+    if any(error > 0 for curve in layers for _, error in curve.points):
+        _log_scale(axes)
+    axes.set_xlabel("sparsity")
+    axes.set_ylabel("relative L1 error of attention")
+    taken = sum(curve.chosen is not None for curve in layers)
+    axes.set_title(f"Layers: {taken} of {len(layers)} leave tiles out", loc="left")
+    if len(layers) <= MOST_LABELS:
+        axes.legend(frameon=False, loc="best", fontsize=7)
+
+
+def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The ``(fraction, psnr)`` pairs, by ascending fraction, whose PSNR no pair of at most that fraction reaches."""
+    best: list[tuple[float, float]] = []
+    for fraction, quality in sorted(settings, key=lambda pair: (pair[0], -pair[1])):
+        if not best or quality > best[-1][1]:
+            best.append((fraction, quality))
+    return best
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of that size in inches, drawn by Agg."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy_axes(axes: Axes, grid: str | None = None) -> None:
+    """Leaves only the lines that carry something."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=GREY, labelcolor="black")
+    if grid:
+        axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def _log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _note(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.set_yticks([])

@@ -1,0 +1,272 @@
+"""Thresholds of single layers: how sparse and how wrong attention gets on tensors of a plain run.
+
+SpargeAttn (section 3.6) searches the thresholds of each layer on recorded inputs: those that leave out most with a
+relative L1 error ``Σ|O − O'| / Σ|O|`` of at most l1, then λ with one of at most l2. Here each layer's errors are
+measured once over rows of values, for every policy's own thresholds, so that any l1 and l2 can be answered from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dit_accel.errors import TuningError
+from dit_accel.kernels import attention, linear_attention
+from dit_accel.presets import Preset, Skip
+from dit_accel.sparse.policies import flashomni, plan
+from dit_accel.sparse.projections import load_projections
+from dit_accel.tools.capture import AttentionTap, Site
+from dit_accel.tools.tune.axes import BOUND_RATIOS, BOUNDS
+from dit_accel.tools.tune.runs import left_out
+
+# Values of each policy's thresholds, from the closest to the cheapest, in rows along the last key.
+THRESHOLDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "sparge": {
+        "similarity": (0.7, 0.5, 0.3, 0.15),
+        "top_k": (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
+        "tau_kv": (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.55),
+    },
+    "sla": {"critical": (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)},
+    "fg_attn": {"key_threshold": (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 8.0)},
+    "static": {},
+}
+PV_THRESHOLDS = (-20.0, -15.0, -12.0, -9.0, -7.0, -5.0, -4.0, -3.0)
+SAMPLES = 4  # recorded steps of each layer, across prompts and the run
+LEAST_SPARSITY = 0.02  # a layer that leaves out less is not worth its masks
+MEMORY = 4 * 2**30  # bytes of recorded tensors; of each attention as many heads are kept as fit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Thresholds for one layer and what they do there, means over the recorded steps.
+
+    Args:
+        changes: keys of section ``skip``.
+        error: relative L1 of the attention's output.
+        sparsity: share of the attention that is left out, before pv_threshold.
+    """
+
+    changes: dict[str, Any]
+    error: float
+    sparsity: float
+
+    @property
+    def skips_values(self) -> bool:
+        return self.changes.get("pv_threshold") is not None
+
+    def refines(self, other: Candidate) -> bool:
+        """Whether it adds a pv_threshold to the other's tiles."""
+        return self.skips_values and {**self.changes, "pv_threshold": None} == other.changes
+
+
+Curves = dict[str, list[Candidate]]  # by block, from the closest to the cheapest
+
+
+@dataclass(frozen=True)
+class _Sample:
+    site: Site
+    tensors: tuple[torch.Tensor, ...]  # q, k, v [B, S, some heads, D], in the preset's token order, on the CPU
+    progress: float
+
+
+class Recorder:
+    """Keeps q, k and v at a few steps of plain runs, of every block that the preset lets leave something out.
+
+    Args:
+        preset: says from which step on, and in which blocks and order of tokens.
+        steps: of a run.
+        prompts: number of runs, over which the recorded steps are spread.
+        memory: bytes that all of it may take.
+    """
+
+    def __init__(self, preset: Preset, steps: int, prompts: int, memory: int = MEMORY) -> None:
+        self.samples: dict[str, list[_Sample]] = defaultdict(list)
+        self._preset = preset
+        self._steps = steps
+        self._memory = memory
+        warmup = min(preset.schedule.warmup, steps - 1)
+        count = max(SAMPLES, prompts)
+        places = [warmup + math.floor((place + 0.5) / count * (steps - warmup)) for place in range(count)]
+        self._chosen = [set(places[prompt::prompts]) for prompt in range(prompts)]
+        self._share = count  # samples of a block
+        self._wanted: set[int] = set()
+        self._names: list[str] = []
+        self._blocks = 1
+
+    def tap(self, pipe: Any, prompt: int) -> AttentionTap:
+        """The tap for the plain run of one prompt."""
+        tap = AttentionTap(pipe, self._visit, block=self._preset.blocks.size)
+        self._wanted, self._blocks, self._names = set(self._chosen[prompt]), len(tap.blocks), tap.blocks
+        self._seen: set[tuple[str, int]] = set()
+        return tap
+
+    def require_every_block(self) -> None:
+        """Each block that may leave something out was seen at some of the chosen steps.
+
+        Raises:
+            TuningError: one was not.
+        """
+        skipping = [block for block in self._names if self._preset.skip.at(block).policy != "none"]
+        missing = [block for block in skipping if block not in self.samples]
+        if missing:
+            steps = sorted(set().union(*self._chosen))
+            raise TuningError(
+                f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: pass as "
+                "num_inference_steps what the pipeline really makes, or set skip.layers to policy none there"
+            )
+
+    def _visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if site.step not in self._wanted or self._preset.skip.at(site.block).policy == "none":
+            return
+        if (site.block, site.step) in self._seen:  # of branches, the first
+            return
+        self._seen.add((site.block, site.step))
+        heads = q.shape[2]
+        each = 3 * q[:, :, 0].numel() * q.element_size() * self._share * self._blocks
+        kept = max(1, min(heads, self._memory // each))
+        taken = len(self.samples[site.block])
+        chosen = (torch.arange(kept) + taken * kept) % heads  # others in the next sample
+        places = site.places(self._preset.blocks.token_order)
+        tensors = tuple(x[:, :, chosen.to(x.device)][:, places.to(x.device)].cpu() for x in (q, k, v))
+        self.samples[site.block].append(_Sample(site, tensors, site.step / self._steps))
+
+
+def measure(recorder: Recorder, preset: Preset, device: torch.device) -> Iterator[tuple[str, list[Candidate]]]:
+    """Each recorded block's candidates, one block after the other."""
+    for block, samples in recorder.samples.items():
+        yield block, _candidates(block, samples, preset, device)
+
+
+def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | None]:
+    """For each block what leaves out most under l1 and, with pv_threshold, under ``l2 = ratio · l1``.
+
+    None where that would not be worth its masks.
+    """
+    chosen: dict[str, Candidate | None] = {}
+    for block, candidates in curves.items():
+        best = _sparsest([each for each in candidates if not each.skips_values], bound)
+        if best is not None:
+            further = [each for each in candidates if each.refines(best) and each.error <= ratio * bound]
+            best = max(further, key=lambda each: each.changes["pv_threshold"], default=best)
+            if best.sparsity < LEAST_SPARSITY and not best.skips_values:
+                best = None
+        chosen[block] = best
+    return chosen
+
+
+def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None:
+    """What leaves out most of those that the bound allows."""
+    allowed = [each for each in candidates if each.error <= bound]
+    return max(allowed, key=lambda each: (each.sparsity, -each.error), default=None)
+
+
+def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
+    """The choice as ``skip.layers``."""
+    return {block: {"policy": "none"} if each is None else dict(each.changes) for block, each in chosen.items()}
+
+
+def to_json(curves: Curves) -> dict[str, list[dict[str, Any]]]:
+    return {block: [asdict(each) for each in candidates] for block, candidates in curves.items()}
+
+
+def from_json(values: dict[str, list[dict[str, Any]]]) -> Curves:
+    return {block: [Candidate(**each) for each in candidates] for block, candidates in values.items()}
+
+
+def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> list[Candidate]:
+    """Rows of values, each up to what no bound allows; and λ for those that some bound would choose."""
+    config, measured = preset.skip.at(block), _Measured(block, samples, preset, device)
+    found: list[Candidate] = []
+    for row in _rows(config):
+        for changes in row:
+            candidate = measured.candidate(config, changes)
+            if candidate.error > BOUNDS[-1]:
+                break
+            found.append(candidate)
+    if config.pv_threshold is None:
+        return found
+    winners = {id(best): (best, bound) for bound in BOUNDS if (best := _sparsest(found, bound)) is not None}
+    for best, bound in winners.values():  # the widest bound that would choose it
+        for threshold in PV_THRESHOLDS:
+            further = measured.candidate(config, {**best.changes, "pv_threshold": threshold})
+            if further.error > BOUND_RATIOS[-1] * bound:
+                break
+            found.append(further)
+    return found
+
+
+def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
+    """Changes to a block's section, in rows of rising sparsity."""
+    thresholds = dict(THRESHOLDS[config.policy])
+    if config.policy == "sparge":
+        del thresholds["tau_kv" if config.top_k is not None else "top_k"]
+        if config.similarity is None:
+            del thresholds["similarity"]
+    *slow, fast = thresholds.items() if thresholds else [(None, (None,))]
+    for values in itertools.product(*(values for _, values in slow)):
+        fixed = dict(zip((key for key, _ in slow), values, strict=True))
+        if config.pv_threshold is not None:
+            fixed["pv_threshold"] = None
+        key, row = fast
+        yield [_fitting(config, {**fixed, key: value} if key else fixed) for value in row]
+
+
+def _fitting(config: Skip, changes: dict[str, Any]) -> dict[str, Any]:
+    """SLA's classes are shares of the same tiles: a large critical one leaves less for the negligible."""
+    if "critical" in changes and changes["critical"] + config.negligible > 1:
+        return {**changes, "negligible": round(1 - changes["critical"], 4)}
+    return changes
+
+
+class _Measured:
+    """The samples of one block with their dense outputs, on the device."""
+
+    def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
+        self._preset = preset
+        projections = preset.skip.at(block).projection
+        self._projection = None if projections is None else load_projections(projections).get(block)
+        self._samples = []
+        for sample in samples:
+            q, k, v = (x.to(device) for x in sample.tensors)
+            dense = attention(q, k, v, plan(q, k, Skip(), layout=sample.site.layout), kv_len=sample.site.kv_len)
+            self._samples.append((sample, q, k, v, dense.float()))
+
+    def candidate(self, config: Skip, changes: dict[str, Any]) -> Candidate:
+        changed = Skip.model_validate({**config.model_dump(exclude_unset=True, exclude={"layers"}), **changes})
+        errors, sparsities = [], []
+        for sample, q, k, v, dense in self._samples:
+            site = sample.site
+            tiles = plan(q, k, self._at(changed, sample.progress), layout=site.layout, kv_len=site.kv_len)
+            kernels = self._preset.kernels
+            made = attention(
+                *(q, k, v, tiles),
+                kv_len=site.kv_len,
+                pv_threshold=changed.pv_threshold,
+                qk_dtype=kernels.qk_dtype,
+                backend=kernels.attention,
+            )
+            if tiles.linear_bits is not None and self._projection is not None:
+                linear_attention(
+                    *(q, k, v, tiles),
+                    feature_map=changed.feature_map,
+                    projection=self._projection.to(q),
+                    kv_len=site.kv_len,
+                    out=made,
+                    accumulate=True,
+                )
+            errors.append(((made.float() - dense).abs().sum() / dense.abs().sum()).item())
+            sparsities.append(left_out(tiles))
+        return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
+
+    def _at(self, config: Skip, progress: float) -> Skip:
+        """The section at that point of a run: at scope head its thresholds grow."""
+        if self._preset.forecast.scope != "head":
+            return config
+        return config.ramped(flashomni.ramped(1.0, progress, self._preset.reuse.ramp))

@@ -1,0 +1,227 @@
+"""Whole pipeline runs of a tuning: each is made once, and survives an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dit_accel.errors import TuningError
+from dit_accel.kernels import lower
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.pipeline import accelerated
+from dit_accel.presets import Preset
+from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.metrics import latent_error, psnr
+
+IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One accelerated run beside the plain one.
+
+    Args:
+        psnr: dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`.
+        latent_error: relative L2 error of the last latents.
+        computed_fraction: FLOPs that the blocks did over those of the plain run.
+        tile_sparsity: share of attention tiles that the latest masks leave out of rows that compute, over all blocks.
+    """
+
+    psnr: float
+    latent_error: float
+    computed_fraction: float
+    tile_sparsity: float
+
+
+class Store:
+    """What a tuning has found: JSON values in ``state.json`` of a folder, tensors beside it. Files appear whole.
+
+    Args:
+        folder: made if missing; None = nothing outlives the process.
+        request: what the tuning was asked for, JSON values; the folder of another request is refused.
+
+    Raises:
+        TuningError: the folder belongs to another request; the message says what differs.
+    """
+
+    def __init__(self, folder: Path | None, request: dict[str, Any]) -> None:
+        self._folder = folder
+        self._values: dict[str, Any] = {"request": request}
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._file.is_file():
+            self._values = json.loads(self._file.read_text(encoding="utf-8"))
+            _require_same(self._values["request"], request, folder)
+        self._save()
+
+    def get(self, name: str) -> Any:
+        """The JSON value of that name, or None."""
+        return self._values.get(name)
+
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self._save()
+
+    def get_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """The tensors of that name, on the CPU, or None."""
+        file = self._folder and self._folder / f"{name}.safetensors"
+        return load_file(file) if file and file.is_file() else None
+
+    def put_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self._folder is not None:
+            file = self._folder / f"{name}.safetensors"
+            part = file.with_suffix(".part")
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+            os.replace(part, file)
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "state.json"
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            part = self._file.with_suffix(".part")
+            part.write_text(json.dumps(self._values, indent=1) + "\n", encoding="utf-8")
+            os.replace(part, self._file)
+
+
+class Runs:
+    """Runs of one pipeline on fixed prompts, by their index.
+
+    Args:
+        pipe: the pipeline, plain.
+        arguments: of its call, without prompt and generator.
+        prompts: one a run.
+        seed: of the first prompt's noise; each further prompt has the next.
+        store: keeps what was found.
+        begin: called before each run that is made.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        arguments: dict[str, Any],
+        prompts: list[str],
+        seed: int,
+        store: Store,
+        begin: Callable[[], None],
+    ) -> None:
+        self._pipe = pipe
+        self._arguments = arguments
+        self._prompts = prompts
+        self._seed = seed
+        self._store = store
+        self._begin = begin
+        self._plain: dict[int, dict[str, torch.Tensor]] = {}
+
+    def plain(self, index: int, tap: AttentionTap | None = None) -> dict[str, torch.Tensor]:
+        """``latents`` float32 and ``frames`` uint8 ``[frames, 3, height, width]`` of the plain run.
+
+        Args:
+            tap: on while it runs; the run is made anew for it.
+        """
+        if tap is None and index not in self._plain:
+            stored = self._store.get_tensors(_plain_name(index))
+            if stored is not None:
+                self._plain[index] = stored
+        if tap is not None or index not in self._plain:
+            with tap or nullcontext():
+                self._plain[index] = self._call(index)
+            self._store.put_tensors(_plain_name(index), self._plain[index])
+        return self._plain[index]
+
+    def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
+        """Figures of the preset's runs on these prompts."""
+        return [self._measured(preset, index) for index in indices]
+
+    def _measured(self, preset: Preset, index: int) -> Figures:
+        known = self._store.get("runs") or {}
+        key = f"{_digest(preset)} {index}"
+        if key not in known:
+            plain = self.plain(index)
+            with accelerated(self._pipe, preset):
+                made = self._call(index)
+                acceleration = self._pipe.dit_accel
+                report, symbols = acceleration.report(), acceleration.symbols()
+            sparsity = sum(left_out(lower(each)) for each in symbols.values()) / len(report.layers)
+            figures = Figures(
+                psnr=min(psnr(made["frames"], plain["frames"]), IDENTICAL),
+                latent_error=latent_error(made["latents"], plain["latents"]),
+                computed_fraction=report.computed_fraction,
+                tile_sparsity=sparsity,
+            )
+            known[key] = asdict(figures)
+            self._store.put("runs", known)
+        return Figures(**known[key])
+
+    def _call(self, index: int) -> dict[str, torch.Tensor]:
+        self._begin()
+        made = run_pipeline(self._pipe, self._arguments, self._prompts[index], self._seed + index)
+        frames = (255 * made["frames"].clamp(0, 1)).round().to(torch.uint8)
+        return {"latents": made["latents"], "frames": frames}
+
+
+def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
+    """What one call makes, float32 on the CPU: its last ``latents``, and ``frames`` ``[frames, 3, height, width]``.
+
+    Args:
+        pipe: the pipeline; of a batch the first picture or clip counts, and a picture is one frame in 0..1.
+        arguments: of its call, without prompt and generator.
+        seed: of the noise, which is drawn on the CPU.
+    """
+    latents: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        latents[:] = [tensors["latents"]]
+        return tensors
+
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)[0][0]
+    frames = made.float().cpu()
+    return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+
+
+def left_out(plan: AttentionPlan) -> float:
+    """Share of the rows that compute which a plan leaves out: tiles, less the single keys that are kept of them."""
+    rows = plan.work_count.sum().clamp(min=1)
+    kept = plan.kv_count.sum() / (rows * plan.blocks)
+    if plan.slices is not None:
+        kept = kept + plan.slices.count.sum() / (rows * plan.tokens)
+    return 1 - kept.item()
+
+
+def _plain_name(index: int) -> str:
+    return f"plain-{index:02d}"
+
+
+def _digest(preset: Preset) -> str:
+    """The same for presets that do the same."""
+    values = preset.model_dump(mode="json", exclude={"description"})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _require_same(found: dict[str, Any], request: dict[str, Any], folder: Path) -> None:
+    if (difference := difference_of(found, request)) is not None:
+        raise TuningError(
+            f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, name "
+            "another output, or remove the folder"
+        )
+
+
+def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
+    """The keys in which what was done differs from what is asked for, with both values of the first; None = in none."""
+    differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
+    if not differing:
+        return None
+    key = differing[0]
+    return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"

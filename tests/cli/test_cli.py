@@ -1,0 +1,292 @@
+"""The command line end to end, on tiny pipelines saved to disk: files, numbers, messages and exit codes."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import dit_accel
+from dit_accel.presets import load_preset, preset_names
+from dit_accel.tools.metrics import psnr, ssim
+from dit_accel.tools.testing import tiny_pipeline
+
+SMALL = ("--steps", "10", "--height", "64", "--width", "64")
+FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast badly; this lets them
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders of saved tiny pipelines, by name."""
+    root = tmp_path_factory.mktemp("models")
+    for name in ("flux", "flux-schnell", "sd3"):
+        tiny_pipeline(name).save_pretrained(root / name)
+    return root
+
+
+def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
+    """The JSON's metrics are those of the written files, its times give the speed-up, and some steps were forecast."""
+    result = run(
+        *("generate", "-p", "a fox", "-m", models / "flux", *SMALL, *FORECASTS, "--compare"),
+        *("--output", "fox.png", "--json", "fox.json", "--plot", "fox-run.png"),
+    )
+    assert result.exit_code == 0, result.output
+    names = {"fox.png", "fox-plain.png", "fox-compare.png", "fox.json", "fox-run.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    facts = json.loads((tmp_path / "fox.json").read_text())
+    plain, fast = (Image.open(tmp_path / name) for name in ("fox-plain.png", "fox.png"))
+    assert fast.size == (64, 64)
+    assert facts["psnr_db"] == pytest.approx(psnr(plain, fast)) and facts["identical"] is False
+    assert facts["ssim"] == pytest.approx(ssim(plain, fast))
+    assert facts["speedup"] == pytest.approx(facts["plain_seconds"] / facts["accelerated_seconds"])
+    assert 0 < facts["accelerated_seconds"] < facts["accelerated_call_seconds"]
+    assert facts["report"]["steps_by_mode"]["dispatch"] > 0
+    assert facts["computed_fraction"] == facts["report"]["computed_fraction"] < 1
+    assert "speed-up" in result.stdout and "flux-balanced" in result.stdout
+
+
+def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
+    """With every step computed the comparison says identical; PSNR, which would be infinite, is null in the JSON."""
+    result = run(
+        "generate", "-p", "a", "-m", models / "flux", *SMALL, "--preset", "exact", "--compare", "--json", "o.json"
+    )
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "o.json").read_text())
+    assert (facts["identical"], facts["psnr_db"], facts["ssim"]) == (True, None, pytest.approx(1.0))
+    assert "identical" in result.stdout
+
+
+def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
+    """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    assert run("generate", "-p", "a fox", "-m", models / "flux", *SMALL, "--seed", 7, "--preset", "none").exit_code == 0
+    pipe = DiffusionPipeline.from_pretrained(models / "flux")
+    generator = torch.Generator("cpu").manual_seed(7)
+    expected = pipe("a fox", num_inference_steps=10, height=64, width=64, generator=generator).images[0]
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
+
+
+def test_without_compare_the_plain_values_are_null(run, models, tmp_path):
+    """Nothing is claimed about a run that was not made, and no file of it is written."""
+    assert run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--json", "o.json").exit_code == 0
+    facts = json.loads((tmp_path / "o.json").read_text())
+    for key in ("plain_seconds", "plain_call_seconds", "speedup", "psnr_db", "ssim", "identical"):
+        assert facts[key] is None, key
+    assert facts["accelerated_seconds"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"output.png", "o.json"}
+
+
+def test_several_images_are_numbered(run, models, tmp_path):
+    """--num-images 2 writes NAME-0 and NAME-1, which differ, and compares each."""
+    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--num-images", 2, "--compare", "-o", "n.png")
+    assert result.exit_code == 0, result.output
+    expected = {f"n-{index}{suffix}.png" for index in (0, 1) for suffix in ("", "-plain", "-compare")}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    first, second = (np.asarray(Image.open(tmp_path / f"n-{index}.png")) for index in (0, 1))
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "noted"),
+    [(("--steps", 3), True), (("--steps", 3, "--preset", "exact"), False), (("--steps", 10, *FORECASTS), False)],
+    ids=["too-short", "exact", "long"],
+)
+def test_a_run_too_short_to_forecast_says_what_helps(run, models, arguments, noted):
+    """A closed loop that computed every step advises more of them; a preset that wants every step does not."""
+    result = run("generate", "-p", "a", "-m", models / "flux", "--height", 64, "--width", 64, *arguments)
+    assert result.exit_code == 0, result.output
+    assert ("note: every step was computed; a run of more --steps" in result.stdout) is noted
+
+
+def test_quiet_prints_nothing(run, models):
+    """--quiet leaves both streams empty."""
+    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL, "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
+    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the picture changes."""
+    common = ("generate", "-p", "a fox", "-m", models / "flux-schnell", *SMALL, "--preset", "exact")
+    assert run(*common, "-o", "one.png").exit_code == 0
+    assert run(*common, "--negative-prompt", "blue", "--guidance", 4, "-o", "two.png").exit_code == 0
+    one, two = (np.asarray(Image.open(tmp_path / name)) for name in ("one.png", "two.png"))
+    assert (one != two).any()
+
+
+def test_default_preset_follows_the_family(run, models, tmp_path):
+    """A FLUX model gets flux-balanced, and one without an adapter of its own any-balanced."""
+    for model, preset in (("flux", "flux-balanced"), ("sd3", "any-balanced")):
+        assert run("generate", "-p", "a", "-m", models / model, *SMALL, "--json", "o.json").exit_code == 0
+        assert json.loads((tmp_path / "o.json").read_text())["preset"] == preset
+
+
+MISTAKES = {
+    "preset": (["--preset", "flux-balansed"], "did you mean 'flux-balanced'"),
+    "preset-of-another-family": (["--preset", "flux-balanced", "-m", "{models}/sd3", "--compare"], "for flux models"),
+    "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
+    "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
+    "set-value": (["--set", "forecast.order=many"], "forecast.order"),
+    "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),
+    "set-yaml": (["--set", "forecast.order=[1"], "is not YAML"),
+    "model-path": (["-m", "./missing"], "--model: ./missing is neither"),
+    "model-name": (["-m", "missing"], "--model: missing is neither"),
+    "model-folder": (["-m", "."], "no model_index.json"),
+    "device": (["--device", "cuda:99"], "--device: "),
+    "device-name": (["--device", "gpu"], "'gpu' is no device"),
+    "offload-without-gpu": (["--device", "cpu", "--offload", "model"], "needs a CUDA device"),
+    "image-missing": (["--image", "missing.png"], "--image: missing.png does not exist"),
+    "image-unreadable": (["--image", "{models}/flux/model_index.json"], "can't be read as a picture"),
+    "output-folder": (["-o", "missing/o.png"], "missing does not exist"),
+    "output-is-a-folder": (["-o", "."], "is a folder"),
+    "output-format": (["-o", "o.txt"], "must end in .png"),
+    "plain-is-a-folder": (["-o", "{models}/o.png", "--compare"], "o-plain.png is a folder"),
+    "numbered-is-a-folder": (["-o", "{models}/n.png", "--num-images", "2"], "n-1.png is a folder"),
+    "json-folder": (["--json", "missing/o.json"], "--json: folder"),
+    "image-not-taken": (["--image", "{models}/picture.png"], "FluxPipeline takes no image"),
+    "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
+    "guidance-without-embedding": (["-m", "{models}/flux-schnell", "--guidance", "3"], "no guidance embedding"),
+    "compare-of-plain": (["--preset", "none", "--compare"], "--compare: needs an accelerated run"),
+    "plot-of-plain": (["--preset", "none", "--plot", "p.png"], "--plot: needs an accelerated run"),
+    "size": (["-m", "{models}/sd3", "--height", "33"], "divisible by"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
+    """What the user got wrong is said without a traceback, and nothing is written."""
+    Image.new("RGB", (16, 16)).save(models / "picture.png")
+    for folder in ("o-plain.png", "n-1.png"):
+        (models / folder).mkdir(exist_ok=True)
+    arguments = [argument.format(models=models) for argument in arguments]
+    base = () if "-m" in arguments else ("-m", models / "flux")
+    result = run("generate", "-p", "a", *base, *SMALL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch):
+    """A device that runs out of memory gives exit code 1 and says what to try."""
+    import torch
+    from diffusers import FluxPipeline
+
+    def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(FluxPipeline, "__call__", exhausted)
+    result = run("generate", "-p", "a", "-m", models / "flux", *SMALL)
+    assert result.exit_code == 1
+    assert "--offload model" in result.stderr and "Traceback" not in result.output
+
+
+def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path):
+    """At scope head every figure is written, one layer's symbols among them."""
+    arguments = ("inspect", "-p", "a fox", "-m", models / "flux", "--preset", "flux-flashomni", "--output", "deep/run")
+    result = run(*arguments, "--steps", 12, "--height", 128, "--width", 128, "--layer", "transformer_blocks.1")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "deep" / "run"
+    names = {"picture.png", "timeline.png", "density.png", "report.json", "symbols-transformer_blocks.1.png"}
+    assert {path.name for path in folder.iterdir()} == names
+    report = json.loads((folder / "report.json").read_text())
+    assert len(report["steps"]) == 12 and report["preset"] == "flux-flashomni"
+
+
+def test_inspect_at_scope_stack_says_why_there_is_no_map(run, models, tmp_path):
+    """No symbols is no failure, unless a layer's were asked for."""
+    arguments = ("inspect", "-p", "a", "-m", models / "flux", *SMALL, "--output", "run")
+    result = run(*arguments)
+    assert result.exit_code == 0 and "no symbols (scope stack)" in result.stdout
+    assert not list((tmp_path / "run").glob("symbols-*"))
+    result = run(*arguments, "--layer", "transformer_blocks.0")
+    assert result.exit_code == 2 and "scope stack has no symbols" in result.stderr
+
+
+def test_presets_list_names_every_preset(run):
+    """The list holds each shipped preset."""
+    result = run("presets", "list")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.stdout.splitlines()[1:] if not line.startswith(" ")]
+    assert listed == preset_names()
+
+
+def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
+    """What is shown, saved and checked is the preset itself; the check prints it whole."""
+    shown = run("presets", "show", "flux-flashomni")
+    assert shown.exit_code == 0
+    (tmp_path / "mine.yaml").write_text(shown.stdout)
+    checked = run("presets", "check", "mine.yaml")
+    assert checked.exit_code == 0, checked.output
+    printed = yaml.safe_load(checked.stdout)
+    assert printed == load_preset("flux-flashomni").effective()
+
+
+@pytest.mark.parametrize(
+    "action", [("show", "nothing"), ("check", "missing.yaml"), ("check", "bad.yaml")], ids=" ".join
+)
+def test_presets_mistakes_exit_with_2(run, tmp_path, action):
+    """Unknown names, missing files and invalid contents are the user's to mend."""
+    (tmp_path / "bad.yaml").write_text("schedule: {control: error, warm_up: 3}\n")
+    result = run("presets", *action)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ")
+
+
+def test_schema_is_json_and_can_be_written(run, tmp_path):
+    """Printed and written schema agree, and know the preset's sections."""
+    printed = json.loads(run("presets", "schema").stdout)
+    assert run("presets", "schema", "--output", "schema.json").exit_code == 0
+    assert json.loads((tmp_path / "schema.json").read_text()) == printed
+    assert {"schedule", "forecast"} <= set(printed["properties"])
+
+
+def test_env_reports_versions_and_backends(run):
+    """Versions and one line a kernel backend, with no GPU needed."""
+    import torch
+
+    result = run("env")
+    assert result.exit_code == 0
+    rows = dict(line.split("  ", 1) for line in result.stdout.splitlines())
+    assert rows["torch"].strip() == torch.__version__
+    assert rows["dit-accel"].strip() == dit_accel.__version__
+    assert {"kernels: reference", "kernels: triton"} <= set(rows)
+
+
+def test_bench_kernels_measures_and_writes(run, tmp_path):
+    """The options are the script's; a quick run on the CPU leaves its JSON and tables."""
+    arguments = ("--quick", "--device", "cpu", "--backends", "reference", "--ops", "gemm_q", "--output", "b/k")
+    result = run("bench", "kernels", *arguments)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"k.json", "k.md", "k.png"}
+    shown = run("bench", "kernels", "--help")
+    assert shown.exit_code == 0 and "usage: dit-accel bench kernels" in shown.stdout and "--merge" in shown.stdout
+
+
+def test_bench_kernels_without_a_gpu_says_so(run, tmp_path, monkeypatch):
+    """Exit code 2 and one line, as for every mistake."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("bench", "kernels")
+    assert result.exit_code == 2 and result.stderr.startswith("error: --device cuda: the benchmark needs a CUDA GPU")
+    assert run("bench", "kernels", "--opps", "gemm_q").exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version(run):
+    """--version names the program and its version."""
+    assert run("--version").stdout.strip() == f"dit-accel {dit_accel.__version__}"
+
+
+def test_import_is_quick_and_light():
+    """Help needs neither torch nor diffusers: importing the commands takes well under 0.3 s on an idle machine."""
+    code = "import sys, dit_accel.cli; print(sorted({'torch', 'diffusers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    started = time.perf_counter()
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert loaded == "[]"
+    assert time.perf_counter() - started < 1.5  # generous: other tests run at the same time

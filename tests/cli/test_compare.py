@@ -1,0 +1,96 @@
+"""dit-accel compare on a tiny pipeline saved to disk: files, messages and exit codes."""
+
+import json
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dit_accel.cli import compare
+from dit_accel.cli.pipelines import load_pipeline
+from dit_accel.tools.compare import Method
+from dit_accel.tools.testing import tiny_pipeline
+
+SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a saved tiny pipeline."""
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny_pipeline("flux").save_pretrained(folder)
+    return folder
+
+
+def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
+    """Table, JSON and plots of presets and peers; asked again with one more peer, only that one is measured."""
+    asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "flux-turbo,any-quality", *SMALL)
+    result = run(*asked, "--peers", "fewer-steps")
+    assert result.exit_code == 0, result.output
+    names = {"comparison.json", "comparison.md", "comparison.png", "comparison-time.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    first = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["name"] for row in first["results"]] == ["flux-turbo", "any-quality", "3 steps"]
+    assert "flux-turbo" in result.stdout and "speed-up" in result.stdout
+    assert run(*asked, "--peers", "fewer-steps,fewer-steps-dpm").exit_code == 0
+    second = json.loads((tmp_path / "comparison.json").read_text())
+    assert second["results"][:3] == first["results"] and len(second["results"]) == 4
+    other = run(*asked, "--peers", "none", "--seed", 1)
+    assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
+
+
+def test_an_edited_preset_is_measured_again(run, model, tmp_path):
+    """Under its old name, in its old row's place; plain seconds stay."""
+    documents = []
+    for warmup in (2, 2, 6):
+        schedule = f"{{warmup: {warmup}, target_error: 0.9}}"
+        (tmp_path / "mine.yaml").write_text(f"base: any-balanced\nschedule: {schedule}\n")
+        result = run("compare", "-m", model, "-p", "a red fox", "--presets", "mine.yaml", "--peers", "none", *SMALL)
+        assert result.exit_code == 0, result.output
+        documents.append(json.loads((tmp_path / "comparison.json").read_text()))
+    first, same, edited = (document["results"] for document in documents)
+    assert same == first and [row["name"] for row in edited] == ["mine"]
+    assert edited[0]["computed_fraction"] == 1.0 > first[0]["computed_fraction"]
+    assert len({document["plain"]["seconds"] for document in documents}) == 1
+
+
+def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
+    """A device may not hold two; here a method changes weights, so that the comparison needs a fresh one."""
+    loaded = []
+
+    def load(*arguments, **options):
+        assert all(transformer() is None for transformer in loaded)
+        pipe = load_pipeline(*arguments, **options)
+        loaded.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    @contextmanager
+    def vandal(subject):
+        with torch.no_grad():
+            subject.pipe.transformer.proj_out.weight.mul_(2)
+        yield {}
+
+    monkeypatch.setattr(compare, "load_pipeline", load)
+    monkeypatch.setattr(compare, "_methods", lambda *_: ([Method("vandal", "vandal", vandal)], {}))
+    result = run("compare", "-m", model, "-p", "a red fox", *SMALL)
+    assert result.exit_code == 0 and len(loaded) == 2, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--prompt: give either a prompt or --prompts"),
+        (("-p", "a", "--prompts", "b.txt"), "--prompt: give either a prompt or --prompts"),
+        (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
+        (("-p", "a", "--peers", "magic"), "--peers: 'magic' is no peer; there are taylorseer, "),
+        (("-p", "a", "--presets", "flux-balance"), "did you mean 'flux-balanced'"),
+        (("-p", "a", "--output", "no/where"), "--output: folder"),
+    ],
+    ids=["no-prompt", "two-prompts", "prompts", "peer", "preset", "folder"],
+)
+def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
+    """Exit code 2 and one line that names the option; the model, which does not exist, is not looked for."""
+    result = run("compare", "-m", "nowhere/at-all", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -1,0 +1,484 @@
+"""The controller: modes by step and branch, what a run remembers and when it forgets, and the report's arithmetic.
+
+A fake clock says which step it is, and calls pass plain tensors, so no model and no pipeline takes part.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dit_accel.loop.branch import NO_SLOPE, Call, PromptState
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.forecast import History
+from dit_accel.loop.storage import PLAIN
+from dit_accel.loop.tracker import StepMode, Tick
+from dit_accel.presets import load_preset
+
+STEPS = 12
+FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
+
+
+class FakeClock:
+    """Reads the step off the timestep itself."""
+
+    moves = tuple(-(1 + step % 3) / STEPS for step in range(STEPS))
+
+    def __init__(self, *, repeats: str | None = None) -> None:
+        self.repeats = repeats
+        self.start_run()
+
+    def start_run(self) -> None:
+        self.run = object()
+
+    def read(self, timestep: float) -> Tick:
+        sigmas = [1 - i / STEPS for i in range(STEPS)]
+        return Tick(self.run, int(timestep), STEPS, range(STEPS), sigmas, self.repeats, self.moves)
+
+
+class Loop:
+    """A denoising loop over one transformer with two layers, under a preset with some keys changed.
+
+    Without changes: warm-up 2, an UPDATE every 4 steps, 1 final step, forecasts of order 1.
+    """
+
+    def __init__(self, preset: str = "exact", *, repeats: str | None = None, **overrides) -> None:
+        defaults = {"schedule": {"warmup": 2, "interval": 4, "final_full": 1}} if preset == "exact" else {}
+        self.clock = FakeClock(repeats=repeats)
+        self.controller = Controller(load_preset(preset, **{**defaults, **overrides}), self.clock, "any")
+        self.controller.add_transformer("transformer", ["first", "second"])
+
+    def call(
+        self,
+        step: int,
+        value: float | torch.Tensor = 1.0,
+        *,
+        context: str | None = "cond",
+        shapes: tuple = ((1, 4),),
+        work: dict[str, tuple[float, float]] | None = None,
+        error: BaseException | None = None,
+    ) -> tuple[Call, torch.Tensor]:
+        """One transformer call that computes ``value``; returns it with its output, computed or forecast."""
+        controller = self.controller
+        with controller.calling("transformer", context, step, shapes) as call:
+            if error is not None:
+                raise error
+            if call.mode is DISPATCH:
+                (output,) = controller.forecast_output(call)
+            else:
+                output = value if isinstance(value, torch.Tensor) else torch.full((1, 4), float(value))
+                (output,) = controller.observe(call, (output,), lambda tensor, rows: tensor)
+                controller.read(call)
+            call.work.update(work or {})
+        return call, output
+
+    def modes(self, steps=range(STEPS), **arguments) -> list[StepMode]:
+        return [self.call(step, **arguments)[0].mode for step in steps]
+
+
+def closed_loop(**overrides) -> Loop:
+    keys = {"schedule.warmup": 2, "schedule.max_interval": 4, "forecast.coordinate": "step"}
+    return Loop("any-balanced", **{**keys, **overrides})
+
+
+def test_modes_follow_the_schedule():
+    """Warm-up, UPDATE and DISPATCH steps, and the final step, as the preset's schedule says."""
+    expected = [FULL, FULL, UPDATE, DISPATCH, DISPATCH, DISPATCH, UPDATE, DISPATCH, DISPATCH, DISPATCH, UPDATE, FULL]
+    loop = Loop()
+    assert loop.modes() == expected
+    assert [step.mode for step in loop.controller.report.steps] == [mode.value for mode in expected]
+    assert loop.controller.report.steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
+
+
+def test_dispatch_continues_what_was_recorded():
+    """A forecast of order 1 continues an output that is linear in the step; one of order 0 repeats it."""
+    for order in (0, 1):
+        loop = Loop(**{"forecast.order": order})
+        outputs = [loop.call(step, 3.0 * step)[1] for step in range(STEPS)]
+        assert outputs[5].unique().tolist() == [3.0 * (5 if order else 2)]
+
+
+def test_forecast_runs_on_the_presets_coordinate():
+    """With coordinate sigma an output that is linear in sigma is continued."""
+    loop = Loop(**{"forecast.coordinate": "sigma"})
+    for step in range(6):
+        call, output = loop.call(step, 1 - step / STEPS)
+        assert call.coordinate == 1 - step / STEPS
+        assert output.unique().item() == pytest.approx(1 - step / STEPS)
+
+
+@pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
+def test_corrector_makes_good_what_forecasts_missed(method, order):
+    """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
+    loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
+    latents = exact = 0.0
+    apart = []
+    for step in range(STEPS):
+        value = (step / 4) ** (order + 1)
+        call, output = loop.call(step, value)
+        latents, exact = latents + loop.clock.moves[step] * output, exact + loop.clock.moves[step] * value
+        error = (latents - exact).abs().max().item()
+        assert call.mode is DISPATCH or error < 1e-5
+        apart.append(error)
+    assert max(apart) > 0.01
+
+
+def test_damping_follows_the_share_of_the_slope_that_fitted_last():
+    """Outputs that wander in one direction half as far as before are forecast so, from the third computed one on."""
+    changes = {"forecast.damping": True, "forecast.beyond": 0.0, "forecast.corrector": False}
+    loop = closed_loop(**changes, **{"schedule.target_error": 0.001})
+    outputs = [torch.full((1, 4), 3.0 - 2.0**-step) for step in range(STEPS)]
+    for step in range(3):
+        call, _ = loop.call(step, outputs[step])
+    prompt = call.branch.prompts[0]
+    assert prompt.damped == pytest.approx(0.5) and prompt.order == 1
+    loop.call(3, outputs[3])
+    assert prompt.order == prompt.damped == pytest.approx(0.5)
+    call, output = loop.call(4)
+    assert call.mode is DISPATCH
+    torch.testing.assert_close(output, outputs[4])
+
+
+@pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], NO_SLOPE), ([1, 1, 1], None)], ids=str)
+def test_damping_is_a_share_below_one(slope, damped):
+    """A slope that grows is followed whole, one that turns back not at all; without one nothing is learned."""
+    loop = closed_loop(**{"forecast.damping": True})
+    for step, value in enumerate(slope):
+        call, _ = loop.call(step, 5.0 + value)
+    assert call.branch.prompts[0].damped == damped
+
+
+@pytest.mark.parametrize("share, order, damped", [(-3.0, NO_SLOPE, NO_SLOPE), (0.7, 0.7, 0.7), (1.4, 1.0, None)])
+def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
+    """Between nothing and all of the slope; and what is no number leaves the forecasts as they are."""
+    prompt = PromptState(2)
+    prompt.refit(0.3)
+    prompt.go_on_with(0.3, beyond=0.5)
+    prompt.refit(share)
+    assert (prompt.order, prompt.damped) == (order, damped)
+    prompt.refit(math.nan)
+    assert (prompt.order, prompt.damped) == (order, None)
+
+
+@pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])
+def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
+    """A computed output goes on untouched, and the report says so where a correction was asked for."""
+    loop = Loop(**{"forecast.corrector": corrector})
+    loop.clock.moves = moves
+    for step in range(STEPS):
+        value = torch.full((1, 4), float(step**3))
+        call, output = loop.call(step, value)
+        assert call.mode is DISPATCH or output is value
+    assert bool(loop.controller.report.notes) == corrector
+
+
+def test_recorded_output_is_a_copy():
+    """Pipelines may change the transformer's output in place; the history keeps what was computed."""
+    loop = Loop(**{"forecast.order": 0})
+    for step in range(3):
+        loop.call(step, 1.0)[1].fill_(99.0)
+    assert loop.call(3)[1].tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("contexts", [("cond", "uncond"), (None, None)], ids=["by-context", "by-call-order"])
+def test_branches_do_not_mix(contexts):
+    """Each CFG stream is forecast from its own outputs, told apart by name or by the order of calls in a step."""
+    loop = Loop()
+    for step in range(6):
+        for value, context in zip((1.0, 2.0), contexts, strict=True):
+            assert loop.call(step, value, context=context)[1].unique().item() == value
+    assert len(loop.controller.report.steps) == 6
+
+
+def test_branches_share_the_steps_mode():
+    """In the closed loop the worst branch decides when all of them compute."""
+    generator = torch.Generator().manual_seed(0)
+    loop, calm = closed_loop(), closed_loop()
+    for step in range(STEPS):
+        noise = torch.randn(1, 4, generator=generator)
+        steady = loop.call(step, step + 1.0, context="cond")[0].mode
+        assert loop.call(step, noise, context="uncond")[0].mode is steady
+        assert steady is not DISPATCH
+    assert calm.modes(value=1.0).count(DISPATCH) > 0
+
+
+def test_closed_loop_stretches_its_gaps_while_forecasts_hold():
+    """An output that is linear in the step is computed every max_interval steps, once two records tell the slope."""
+    loop = closed_loop()
+    modes = [loop.call(step, 1.0 + step)[0].mode for step in range(STEPS)]
+    assert modes == [FULL, FULL, UPDATE, *[DISPATCH] * 3, UPDATE, *[DISPATCH] * 3, UPDATE, FULL]
+
+
+def test_measured_error_is_the_worst_samples():
+    """‖F − F̂‖ / ‖F‖ is taken a sample; the worst of samples and branches is reported."""
+    loop = closed_loop()
+    loop.call(0, torch.ones(2, 4), context="cond")
+    loop.call(0, torch.ones(2, 4), context="uncond")
+    changed = torch.tensor([[1.0] * 4, [2.0] * 4])
+    loop.call(1, changed, context="cond")
+    loop.call(1, torch.ones(2, 4), context="uncond")
+    assert [step.error for step in loop.controller.report.steps] == [None, 0.5]
+
+
+def test_error_that_is_no_number_is_not_hidden():
+    """If one tensor of the output has no error, the call has none, whatever the other tensors' errors are."""
+    loop = closed_loop()
+    for step in range(3):
+        with loop.controller.calling("transformer", "cond", step, ()) as call:
+            output = (torch.ones(1, 4), torch.full((1, 4), torch.nan))
+            loop.controller.observe(call, output, lambda tensor, rows: tensor)
+            loop.controller.read(call)
+        assert call.mode is not DISPATCH
+    assert loop.call(3, context="cond")[0].mode is UPDATE
+
+
+def test_judged_tokens_decide():
+    """Tokens that the pipeline drops have no say in the error."""
+    loop = closed_loop()
+    for step in range(2):
+        with loop.controller.calling("transformer", "cond", step, ()) as call:
+            output = torch.tensor([[1.0, 1.0, 100.0 * step]])
+            loop.controller.observe(call, (output,), lambda tensor, rows: tensor[:, :2])
+            loop.controller.read(call)
+    assert loop.controller.report.steps[1].error == 0.0
+
+
+def test_branch_without_history_computes():
+    """A branch that appears in a DISPATCH step computes, and the others are forecast as planned."""
+    loop = Loop()
+    loop.modes(range(3))
+    assert loop.call(3)[0].mode is DISPATCH
+    assert loop.call(3, context="skip-layer")[0].mode is UPDATE
+    assert loop.call(4)[0].mode is DISPATCH
+    assert loop.call(4, context="skip-layer")[0].mode is DISPATCH
+    assert [step.mode for step in loop.controller.report.steps] == ["full", "full", "update", "update", "dispatch"]
+
+
+def test_branch_that_missed_an_update_computes():
+    """Guidance off for a while: the gap was chosen for records that the branch does not have."""
+    loop = Loop()
+    for step in range(8):
+        mode = loop.call(step)[0].mode
+        if step < 4:
+            late = loop.call(step, context="uncond")[0].mode
+            assert late is mode
+    assert mode is DISPATCH
+    assert loop.call(7, context="uncond")[0].mode is UPDATE  # the others computed step 6
+    assert loop.call(8)[0].mode is DISPATCH
+    assert loop.call(8, context="uncond")[0].mode is DISPATCH
+
+
+@pytest.mark.parametrize("scope, warm", [("layer", True), ("head", False)])
+def test_sites_need_what_their_scope_reads(scope, warm):
+    """Features of the warm-up are enough for scope layer; scope head needs the symbols of an UPDATE."""
+    loop = Loop(model="flux", **{"forecast.scope": scope, "schedule.warmup": 3, "schedule.interval": 2})
+    for step in range(5):
+        with loop.controller.calling("transformer", "cond", step, ()):
+            pass
+    with loop.controller.calling("transformer", "late", 4, ()) as call:
+        assert call.mode is UPDATE  # a branch that never computed
+    loop = Loop(model="flux", **{"forecast.scope": scope, "schedule.warmup": 3, "schedule.interval": 2})
+    for step in (0, 1, 2, 4):  # the UPDATE at step 3 is left out
+        with loop.controller.calling("transformer", "cond", step, ()) as call:
+            pass
+    assert call.mode is (DISPATCH if warm else UPDATE)
+
+
+@pytest.mark.parametrize(
+    "overrides, recording",
+    [({}, [0, 1, 2, 6, 10]), ({"schedule.interval": 1}, []), ({"schedule.warmup": 0}, [0, 4, 8])],
+    ids=["warmup-and-updates", "every-step", "updates"],
+)
+def test_blocks_record_only_what_may_be_forecast(overrides, recording):
+    """Warm-up and UPDATE steps are remembered; the final step is not, nor is a run that forecasts nothing."""
+    loop = Loop(**overrides)
+    assert [step for step in range(STEPS) if loop.call(step)[0].records] == recording
+
+
+def test_changed_shape_drops_caches_and_is_noted():
+    """A forecast never meets tensors of another shape: the call computes, afresh, and the report says why."""
+    loop = Loop()
+    loop.modes(range(3))
+    call, _ = loop.call(3, torch.ones(2, 4), shapes=((2, 4),))
+    assert call.mode is UPDATE
+    assert len(call.branch.prompts[0].outputs) == 1
+    assert loop.controller.report.notes == ["shapes changed at step 3: caches dropped"]
+    assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
+
+
+def test_changed_shape_keeps_unnamed_branches_apart():
+    """Calls that are told apart by their order still are after the first of them changed its shape."""
+    loop = Loop()
+    for step in range(6):
+        shapes = ((1, 4),) if step < 3 else ((2, 4),)
+        for value in (1.0, 2.0):
+            assert loop.call(step, value, context=None, shapes=shapes)[1].unique().item() == value
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "interrupt"])
+def test_exception_drops_caches(error):
+    """A call that raises ends what was remembered, and the error reaches the caller."""
+    loop = Loop()
+    loop.modes(range(3))
+    with pytest.raises(type(error)):
+        loop.call(3, error=error)
+    assert loop.controller.call is None
+    call, _ = loop.call(4)
+    assert call.mode is UPDATE
+    assert len(call.branch.prompts[0].outputs) == 1
+
+
+def test_new_run_starts_clean():
+    """A run that follows an abandoned one has the modes, outputs and report of a first run."""
+    loop, fresh = closed_loop(), closed_loop()
+    for step in range(7):
+        loop.call(step, -5.0 * step)
+    loop.clock.start_run()
+    for step in range(STEPS):
+        call, output = loop.call(step, 1.0 + step**2)
+        expected_call, expected = fresh.call(step, 1.0 + step**2)
+        assert call.mode is expected_call.mode
+        assert torch.equal(output, expected)
+    report, expected = loop.controller.report, fresh.controller.report
+    assert [(step.index, step.mode, step.error) for step in report.steps] == [
+        (step.index, step.mode, step.error) for step in expected.steps
+    ]
+
+
+@pytest.mark.parametrize("control", ["fixed", "error"])
+def test_repeated_timesteps_compute_every_step(control):
+    """Under a scheduler of second order nothing is forecast, and the report says so once."""
+    loop = Loop(repeats="Heun repeats") if control == "fixed" else closed_loop(repeats="Heun repeats")
+    assert set(loop.modes()) == {FULL}
+    assert loop.controller.report.notes == ["every step computed: Heun repeats"]
+
+
+def test_release_frees_caches_and_keeps_the_report():
+    """After a run its tensors can be freed while its report stays readable."""
+    loop = Loop()
+    loop.modes(work={"first": (1.0, 1.0)})
+    loop.controller.release()
+    assert loop.controller.read_report().steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
+    assert len(loop.call(STEPS - 1)[0].branch.prompts[0].outputs) == 1  # what the call itself recorded
+
+
+def test_report_adds_up_work():
+    """Density is a layer's share of FLOPs at a step, over its branches; the computed fraction is the run's."""
+    loop = Loop()
+    loop.call(0, work={"first": (10.0, 10.0), "second": (30.0, 30.0)})
+    loop.call(0, context="uncond", work={"first": (10.0, 10.0), "second": (30.0, 30.0)})
+    loop.call(1, work={"first": (5.0, 10.0), "second": (0.0, 30.0)})
+    loop.call(1, context="uncond", work={"first": (10.0, 30.0), "second": (15.0, 30.0)})
+    report = loop.controller.report
+    assert report.layers == ["first", "second"]
+    assert report.density == [[1.0, 15 / 40], [1.0, 15 / 60]]
+    assert report.computed_fraction == 110 / 180
+
+
+def test_report_counts_a_storage_once():
+    """Cache memory counts each storage once, at the run's peak; forgetting does not lower it."""
+    loop = Loop(**{"forecast.order": 0})
+    stack = torch.zeros(2, 1, 8, 4)  # 64 numbers
+    for step in range(3):
+        with loop.controller.calling("transformer", "cond", step, ()) as call:
+            loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
+            site = call.site("first")
+            site.bias_stack = PLAIN.keep(stack)
+            site.attention = site.features["mlp"] = History(1)
+            site.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
+    assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
+    loop.controller.release()
+    loop.modes(range(6, 7))
+    assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
+
+
+def test_report_adds_up_times(monkeypatch):
+    """A step's time is that of all its branches' calls, read once however often the report is asked for."""
+    ticks = iter([10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
+    monkeypatch.setattr("dit_accel.loop.timing.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    loop = Loop()
+    loop.call(0)
+    loop.call(0, context="uncond")
+    loop.call(1)
+    for _ in range(2):
+        report = loop.controller.read_report()
+        assert [step.seconds for step in report.steps] == [0.75, 1.0]
+        assert report.seconds == 1.75
+
+
+def test_layers_degrade_below_their_threshold():
+    """New densities reach their sites, and a layer that computes less than S_q is forecast whole until the next."""
+    loop = Loop("flux-flashomni-turbo")  # S_q = 0.3
+    for rows, degraded in ((0.25, True), (0.3125, False)):
+        with loop.controller.calling("transformer", "cond", 8, ()) as call:
+            call.densities["first"] = torch.tensor([rows, 0.75, 0.125, 0.5, 0.25, 0.0])
+            loop.controller.read(call)
+            site = call.site("first")
+        assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
+        assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
+
+
+def test_the_guards_errors_reach_report_and_site():
+    """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
+    loop = Loop("wan21-sparge-balanced", **{"skip.guard_rows": 2, "skip.guard_error": 0.04})
+    for context, error in (("cond", 0.16), ("uncond", 0.01)):
+        with loop.controller.calling("transformer", context, 8, ()) as call:
+            site = call.site("first")
+            site.growth = site.tiles_growth = 0.5
+            site.tiles = masks = object()
+            call.skips = True
+            call.densities = {name: torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error]) for name in ("first", "second")}
+            call.guarded["first"] = 0.2
+            loop.controller.read(call)
+            tightened = error > 0.04
+            assert site.growth == pytest.approx(0.25 if tightened else 0.625)
+            assert (site.tiles is masks) != tightened
+            assert call.site("second").growth == 1.0
+            site.tiles = None
+    records = [(each.layer, each.density, each.error) for each in loop.controller.report.attentions]
+    assert records == [
+        ("first", 0.75, pytest.approx(0.16)),
+        ("second", 0.75, None),
+        ("first", 0.75, pytest.approx(0.01)),
+        ("second", 0.75, None),
+    ]
+
+
+def test_latest_symbols_are_the_first_branchs():
+    """The report's symbols come from the first branch of the run and its latest UPDATE."""
+    loop = Loop("flux-flashomni")
+    for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
+        with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
+            call.site("first").symbols = SimpleNamespace(label=symbols, tensors=list)
+            call.densities["first"] = torch.ones(6)
+        assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
+
+
+def test_fallbacks_are_listed_once():
+    """A site that runs densely step after step is one entry; another reason is another."""
+    controller = Loop().controller
+    for reason in ("LoRA", "LoRA", "offload"):
+        controller.fall_back("first", reason)
+    assert controller.report.fallbacks == [{"site": "first", "reason": "LoRA"}, {"site": "first", "reason": "offload"}]
+
+
+def test_progress_runs_from_0_towards_1():
+    """The policies' ramp sees step / steps."""
+    loop = Loop()
+    assert [loop.call(step)[0].progress for step in (0, 3, 11)] == [0.0, 0.25, 11 / 12]
+
+
+def test_two_transformers_keep_apart():
+    """Where a second transformer takes over within a run, it starts by computing, and the first forgets."""
+    loop = Loop()
+    loop.controller.add_transformer("transformer_2", ["third"])
+    for step in range(4):
+        loop.call(step)
+    with loop.controller.calling("transformer_2", "cond", 4, ((1, 4),)) as call:
+        assert call.mode is UPDATE
+        loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
+        call.work["third"] = (1.0, 1.0)
+    assert loop.controller.report.layers == ["first", "second", "third"]
+    assert loop.controller.report.density[2] == [None, None, None, None, 1.0]
+    assert loop.call(5)[0].mode is UPDATE

@@ -1,0 +1,174 @@
+"""schedule.per_prompt: in a batch each prompt gets what it gets alone, in steps, in output and in work."""
+
+import re
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset
+from dit_accel.errors import PresetError
+from dit_accel.loop.rows import join_rows, take_rows
+from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+STEPS = 16
+PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
+PRESET = load_preset("any-balanced", **{"schedule.per_prompt": True, "schedule.target_error": 0.06})
+
+LAYERS_APART = {"schedule.per_prompt": True, "forecast.scope": "layer"}
+
+
+def generators(count):
+    return [torch.Generator().manual_seed(11 * index) for index in range(count)]
+
+
+def run(pipe, name, prompts, seeds, **overrides):
+    """Latents, and the computed share of every step."""
+    output = tiny_output(pipe, name, steps=STEPS, prompt=prompts, generator=seeds, **overrides)
+    report = pipe.dit_accel.report()
+    return output, torch.tensor(report.density[0]), report
+
+
+@pytest.mark.parametrize(
+    "name, target", [("flux", 0.06), ("wan", 0.04), ("hunyuan", 0.06), ("ltx", 0.06), ("sd3", 0.06)]
+)
+def test_each_prompt_gets_what_it_gets_alone(name, target):
+    """Guidance comes in calls of its own (Wan), in one batch that says so (LTX), in one that doesn't (SD3), or not."""
+    pipe = accelerate_pipeline(tiny_pipeline(name), PRESET, **{"schedule.target_error": target})
+    together, density, report = run(pipe, name, PROMPTS, generators(3))
+    alone = [run(pipe, name, prompt, seed) for prompt, seed in zip(PROMPTS, generators(3), strict=True)]
+    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    shares = torch.stack([share for _, share, _ in alone])
+    assert torch.equal(density, shares.mean(0))
+    assert report.computed_fraction == pytest.approx(shares.mean().item())
+    assert name == "hunyuan" or len(shares.unique(dim=0)) > 1  # that one's prompts differ too little
+    assert not any("computed together" in note for note in report.notes)
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return tiny_pipeline("flux")
+
+
+def test_prompts_share_computed_steps_otherwise(flux):
+    """Without the option the batch computes whenever one of its prompts needs to, so more than the mean of them."""
+    with accelerated(flux, PRESET, **{"schedule.per_prompt": False}):
+        shared = run(flux, "flux", PROMPTS, generators(3))[2].computed_fraction
+    with accelerated(flux, PRESET):
+        apart = run(flux, "flux", PROMPTS, generators(3))[2].computed_fraction
+    assert apart < shared
+
+
+def test_pictures_of_one_prompt_go_their_own_ways(flux):
+    """num_images_per_prompt: every picture is a sample of its own."""
+    with accelerated(flux, PRESET):
+        together, density, _ = run(flux, "flux", PROMPTS[0], generators(2), num_images_per_prompt=2)
+        alone = [run(flux, "flux", PROMPTS[0], seed) for seed in generators(2)]
+    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    assert torch.equal(density, torch.stack([share for _, share, _ in alone]).mean(0))
+
+
+def test_other_batches_and_aborted_runs_leave_nothing(flux):
+    """A run equals a fresh one after a run of another batch, and after one that an exception ended."""
+
+    def stop(pipe, step, timestep, tensors):
+        if step == STEPS // 2:
+            raise KeyboardInterrupt
+        return tensors
+
+    with accelerated(flux, PRESET):
+        fresh = run(flux, "flux", PROMPTS[:2], generators(2))[0]
+        run(flux, "flux", PROMPTS, generators(3))
+        assert torch.equal(run(flux, "flux", PROMPTS[:2], generators(2))[0], fresh)
+        with pytest.raises(KeyboardInterrupt):
+            run(flux, "flux", PROMPTS[::-1][:2], generators(2), callback_on_step_end=stop)
+        assert torch.equal(run(flux, "flux", PROMPTS[:2], generators(2))[0], fresh)
+
+
+@pytest.mark.parametrize("name", ["flux-controlnet", "flux-ip-adapter"])
+def test_residuals_and_picture_embeddings_are_divided_too(name):
+    """Lists of a ControlNet's residuals, and what an IP adapter adds, follow their samples."""
+    pipe = accelerate_pipeline(tiny_pipeline(name), PRESET)
+    together, density, report = run(pipe, name, PROMPTS[:2], generators(2))
+    assert not report.notes
+    alone = [run(pipe, name, prompt, seed) for prompt, seed in zip(PROMPTS[:2], generators(2), strict=True)]
+    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    assert torch.equal(density, torch.stack([share for _, share, _ in alone]).mean(0))
+
+
+def test_a_call_that_cannot_be_divided_computes_together():
+    """Qwen's transformer takes shapes a sample, in lists: the batch's worst decides, and the report says why."""
+    pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), PRESET)
+    _, density, report = run(pipe, "qwen-image", PROMPTS[:2], generators(2), negative_prompt=["blurred"] * 2)
+    assert set(density.tolist()) == {0.0, 1.0}
+    assert len(report.notes) == 1 and report.notes[0].startswith("prompts of a batch computed together")
+
+
+def test_rows_of_a_prompt():
+    """Every sample is a prompt, and where both branches of guidance lie in one batch every pair."""
+    latents = torch.randn(4, 2, 3)
+    doubled = latents[:2].repeat(2, 1, 1)
+    assert prompt_rows("cond", latents) == prompt_rows(None, latents) == [(0,), (1,), (2,), (3,)]
+    assert prompt_rows("cond_uncond", doubled) == prompt_rows(None, doubled) == [(0, 2), (1, 3)]
+    assert prompt_rows("cond", doubled) == [(0,), (1,), (2,), (3,)]  # two prompts from the same two seeds
+    assert prompt_rows("cond", latents[:1]) == prompt_rows("cond_uncond", doubled[::2]) == [None]
+    assert prompt_rows("cond_uncond", latents[:3]) == [(0,), (1,), (2,)]  # without guidance, whatever the name
+
+
+def test_arguments_of_rows():
+    """Nested tensors with an entry a sample are divided; ids, one entry for all and plain values are not."""
+    arguments = {
+        "hidden_states": torch.arange(3.0)[:, None],
+        "timestep": torch.tensor(5.0),
+        "img_ids": torch.zeros(3, 3),  # as many tokens as samples
+        "controlnet_block_samples": [torch.arange(3.0), torch.zeros(1, 2)],
+        "joint_attention_kwargs": {"scale": 0.5, "ip_adapter_image_embeds": (torch.arange(3.0),)},
+        "guidance": None,
+    }
+    assert why_not_divisible(arguments) is None
+    part = arguments_of_rows(arguments, (2, 0))
+    assert part["hidden_states"].tolist() == [[2.0], [0.0]]
+    assert part["controlnet_block_samples"][0].tolist() == [2.0, 0.0]
+    assert part["joint_attention_kwargs"]["ip_adapter_image_embeds"][0].tolist() == [2.0, 0.0]
+    untouched = ("timestep", "img_ids", "guidance")
+    assert all(part[name] is arguments[name] for name in untouched)
+    assert part["controlnet_block_samples"][1] is arguments["controlnet_block_samples"][1]
+
+
+@pytest.mark.parametrize(
+    "argument, complaint",
+    [
+        ({"new_condition": torch.zeros(3, 2)}, "argument new_condition"),
+        ({"img_shapes": [[(1, 2, 2)]] * 3}, "argument img_shapes"),
+        ({"guidance": torch.zeros(2)}, r"shape \[2\] in a batch of 3"),
+    ],
+    ids=["unknown-tensor", "unknown-list", "another-batch"],
+)
+def test_arguments_that_cannot_be_divided(argument, complaint):
+    """What is not known to have an entry a sample keeps the batch together."""
+    assert re.search(complaint, why_not_divisible({"hidden_states": torch.zeros(3, 1), **argument}))
+
+
+def test_rows_taken_and_joined_are_the_batch():
+    """Parts in any order of rows make the batch again."""
+    batch, rows = torch.randn(5, 2), [(4, 1), (0,), (3, 2)]
+    assert torch.equal(join_rows([take_rows(batch, each) for each in rows], rows), batch)
+
+
+@pytest.mark.parametrize(
+    "preset, overrides, complaint",
+    [
+        ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'error'"),
+        ("flux-balanced", {"forecast.corrector": False, **LAYERS_APART}, "per_prompt works on .*'layer'"),
+        ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
+        ("flux-taylorseer", {"forecast.corrector": True}, "corrector works on .*'layer'"),
+        ("flux-taylorseer", {"forecast.damping": True}, "damping works on .*'layer'"),
+        ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond works on .*'layer'"),
+        ("exact", {"forecast.damping": True}, "damping rests on what control 'error' measures"),
+    ],
+    ids=["fixed", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-fixed"],
+)
+def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
+    """A key without effect, or with a wrong one, is an error."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset(preset, **overrides)

@@ -1,0 +1,76 @@
+"""The report: counts, plain values, and what a reader sees."""
+
+import json
+
+from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
+
+
+def report() -> RunReport:
+    return RunReport(
+        preset="flux-balanced",
+        family="flux",
+        layers=["transformer_blocks.0"],
+        steps=[
+            StepRecord(0, 1000.0, "full", seconds=1.0),
+            StepRecord(1, 750.0, "update", error=0.25, seconds=1.0),
+            StepRecord(2, 500.0, "dispatch"),
+            StepRecord(3, 250.0, "update", error=0.125, seconds=1.0),
+        ],
+        density=[[1.0, 1.0, 0.0, 1.0]],
+        computed_fraction=0.75,
+        attentions=[
+            AttentionRecord("transformer_blocks.0", 1, 0.5, 0.0625),
+            AttentionRecord("transformer_blocks.0", 3, 0.25, 0.1875),
+            AttentionRecord("transformer_blocks.1", 3, 0.75),
+        ],
+        fallbacks=[{"site": f"block.{i}", "reason": "LoRA"} for i in range(5)] + [{"site": "last", "reason": "hooked"}],
+        seconds=3.0,
+        cache_bytes=3 * 2**19,
+        host_bytes=2**19,
+        estimated_bytes=2**21,
+        memory_measures=["attention history in host memory"],
+        notes=["shapes changed at step 2: caches dropped"],
+    )
+
+
+def test_steps_are_counted_by_mode():
+    """Modes that did not occur are not listed."""
+    assert report().steps_by_mode == {"full": 1, "update": 2, "dispatch": 1}
+    assert RunReport("exact", "any", []).steps_by_mode == {}
+
+
+def test_json_holds_every_field():
+    """The report survives a round trip through JSON, its counts included."""
+    values = json.loads(json.dumps(report().to_json()))
+    assert values.pop("steps_by_mode") == {"full": 1, "update": 2, "dispatch": 1}
+    steps = [StepRecord(**step) for step in values.pop("steps")]
+    attentions = [AttentionRecord(**each) for each in values.pop("attentions")]
+    assert RunReport(**values, steps=steps, attentions=attentions) == report()
+
+
+def test_text_states_what_ran():
+    """Steps, fraction, time, memory, errors and notes are readable; long lists of fallbacks are cut by reason."""
+    lines = [" ".join(line.split()) for line in str(report()).splitlines()]
+    assert lines == [
+        "dit-accel flux-balanced on flux",
+        "steps 4 (1 full, 2 update, 1 dispatch)",
+        "computed fraction 0.750 of the blocks' FLOPs",
+        "transformer time 3.00 s",
+        "cache memory 1.5 MiB, 2.0 MiB expected, and 0.5 MiB of the host's",
+        "to save memory attention history in host memory",
+        "forecast error 0.1250 at the last judged step, 0.2500 at most",
+        "tiles left out 50% on computed steps after the warm-up",
+        "attention error 0.1250 on the guard's rows, 0.1875 at most (transformer_blocks.0, step 3)",
+        "note shapes changed at step 2: caches dropped",
+        "ran densely block.0, block.1, block.2 and 2 more: LoRA",
+        "ran densely last: hooked",
+    ]
+
+
+def test_text_of_a_run_without_steps():
+    """A report before the first call prints, and claims no errors and no tiles left out."""
+    report = RunReport("exact", "any", [])
+    text = str(report)
+    assert "0 (none)" in text
+    assert "error" not in text and "tiles" not in text
+    assert report.left_out == 0.0

@@ -1,0 +1,320 @@
+"""The HunyuanVideo adapter against a naive HunyuanVideo that keeps the padding, computes everything and overwrites."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.models import hunyuan_video
+from dit_accel.models.fused import block_hook
+from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
+from dit_accel.models.hunyuan_video import HunyuanVideoAdapter
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from tests.models.naive_hunyuan_video import run
+
+STEPS = 8
+BLOCK_KINDS = ("hunyuan", "hunyuan-i2v")  # the latter's first frame has gates of its own
+VARIANTS = (*BLOCK_KINDS, "hunyuan-i2v-concat")
+PROMPTS = ["a fox", "a large dark forest in the snow"]
+SCHEDULE = {"control": "fixed", "warmup": 2, "interval": 3, "final_full": 1}  # full ×3, update ×2, dispatch ×3
+TILES = {"policy": "sparge", "tau_kv": 0.4}
+
+
+@pytest.fixture(scope="module")
+def pipes():
+    """The variants, built when a test first asks for them."""
+    built = {}
+
+    def pipe(name):
+        if name not in built:
+            built[name] = tiny_pipeline(name)
+        return built[name]
+
+    return pipe
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Padding is cut off on this CPU as it would be on a GPU."""
+    monkeypatch.setattr(HunyuanVideoAdapter, "cuts_padding", lambda adapter, device: True)
+
+
+def inputs(name="hunyuan", **overrides):
+    # 360 tokens of video and up to 37 of text: 6 blocks of 64, the last of which holds both.
+    return tiny_inputs(name, steps=STEPS, **{"height": 96, "width": 80, **overrides})
+
+
+def preset(scope, **overrides):
+    """A preset for tests; at scope head with rows reused and tiles skipped."""
+    sections = {"model": "hunyuan_video", "schedule": SCHEDULE, "forecast": {"scope": scope, "method": "taylor"}}
+    if scope == "head":
+        sections |= {"blocks": {"size": 64}, "reuse": {"tau_q": 0.9, "ramp": 0.3}, "skip": TILES}
+    return load_preset(load_preset("exact", **sections), **overrides)
+
+
+def skipping(scope, **overrides):
+    """Tiles are skipped on computed steps too."""
+    return preset(scope, **{"skip": {**TILES, "steps": "all"}, "blocks.size": 64, **overrides})
+
+
+def accelerate(pipe, chosen, **call):
+    """One accelerated call: its result and its report; the pipeline is plain again afterwards."""
+    accelerate_pipeline(pipe, chosen)
+    try:
+        return pipe(**call)[0], pipe.dit_accel.report()
+    finally:
+        restore_pipeline(pipe)
+
+
+@pytest.mark.parametrize(
+    "name, chosen",
+    [
+        pytest.param("hunyuan", preset("head"), id="rows-and-tiles"),
+        pytest.param("hunyuan-i2v", preset("head"), id="rows-and-tiles-first-frame"),
+        pytest.param("hunyuan", preset("head", **{"reuse.tau_q": 1.0}), id="every-vision-row-reused"),
+        pytest.param("hunyuan-i2v", preset("head", **{"reuse.degrade_below": 0.7}), id="degraded-layers"),
+        pytest.param("hunyuan", preset("head", **{"forecast.method": "newton", "forecast.order": 2}), id="newton"),
+        pytest.param("hunyuan", skipping("head"), id="rows-and-tiles-on-all-steps"),
+        pytest.param("hunyuan", skipping("layer"), id="layers-with-tiles-on-computed-steps"),
+        pytest.param("hunyuan-i2v", skipping("stack"), id="stack-with-tiles-on-computed-steps"),
+        pytest.param("hunyuan", preset("layer"), id="layers"),
+        pytest.param("hunyuan-i2v", preset("layer"), id="layers-first-frame"),
+    ],
+)
+def test_result_equals_naive_overwriting(pipes, name, chosen):
+    """Cut padding, GEMM-Q, sparse attention, cached biases and whole features give what overwriting gives."""
+    pipe = pipes(name)
+    expected, processors = run(pipe, chosen, inputs(name))
+    result, report = accelerate(pipe, chosen, **inputs(name))
+    assert _distance(result, expected) < 2e-5
+    assert _distance(expected, pipe(**inputs(name))[0]) > 1e-3, "the case must differ from a plain run"
+    assert report.family == "hunyuan_video"
+    assert report.fallbacks == []
+    assert report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 3}
+    assert report.computed_fraction < 1
+    if chosen.reuse.degrade_below:
+        degraded = {processor.row_density < chosen.reuse.degrade_below for processor in processors}
+        assert degraded == {True, False}, "some layers must degrade and some not"
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+@pytest.mark.parametrize(
+    "chosen, count",
+    [
+        pytest.param(load_preset("exact"), 7 * STEPS, id="exact"),
+        pytest.param(preset("layer"), 7 * 5, id="layers"),
+        pytest.param(skipping("head"), 7 * 5 + 3 * 3, id="rows-and-tiles-on-all-steps"),
+    ],
+)
+def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name, chosen, count):
+    """GEMM-Q of every row, with norm and RoPE inside, is a projection like any other.
+
+    A computed step has eight of them, one of which carries a hook and is called; a DISPATCH step has the four of keys.
+    """
+    pipe = pipes(name)
+    apart, _ = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
+    fused = []
+    gemm_q = hunyuan_video_blocks.gemm_q
+    monkeypatch.setattr(HunyuanVideoAdapter, "fuses_kernels", lambda adapter, x: True)
+    monkeypatch.setattr(
+        hunyuan_video_blocks, "gemm_q", lambda *args, **options: fused.append(1) or gemm_q(*args, **options)
+    )
+    called = []
+    handle = pipe.transformer.transformer_blocks[1].attn.to_k.register_forward_hook(lambda *_: called.append(1))
+    result, report = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
+    handle.remove()
+    assert _distance(result, apart) < 1e-5
+    assert report.fallbacks == []
+    assert len(fused) == count
+    assert called
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one-prompt", "unequal-prompts"])
+def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monkeypatch, prompt):
+    """The op over every tile, which takes each prompt's length, is dense attention without its padding."""
+    plain = pipes("hunyuan")(**inputs(prompt=prompt))[0]
+    attended = []
+    attention = block_hook.attention
+
+    def counted(*args, **options):
+        attended.append(options["kv_len"] is not None)
+        return attention(*args, **options)
+
+    monkeypatch.setattr(block_hook, "attention", counted)
+    for condition in ("fuses_kernels", "attends_by_kernel"):
+        monkeypatch.setattr(HunyuanVideoAdapter, condition, lambda adapter, x: True)
+    result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
+    assert _distance(result, plain) < 1e-5
+    assert attended == [prompt == PROMPTS] * 4 * STEPS
+    assert report.fallbacks == []
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one-prompt", "unequal-prompts"])
+@pytest.mark.parametrize("scope", ["stack", "head"])
+def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, scope):
+    """At zero thresholds sites compute everything, in batches of unequal prompts too, and so give the plain result."""
+    pipe = pipes(name)
+    off = {"skip.tau_kv": 0.0, **({"reuse.tau_q": 0.0} if scope == "head" else {"schedule.interval": 1})}
+    plain = pipe(**inputs(name, prompt=prompt))[0]
+    result, report = accelerate(pipe, skipping(scope, **off), **inputs(name, prompt=prompt))
+    assert _distance(result, plain) < 1e-5
+    assert report.fallbacks == []
+    assert report.computed_fraction == pytest.approx(1)
+
+
+@pytest.mark.parametrize("preset", ["exact", "any-video-balanced"])  # three steps are all warm-up and final step
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
+    """With everything computed, a CPU's result is diffusers' own to the bit, before, during and after."""
+    pipe, few = pipes(name), {"prompt": PROMPTS, "num_inference_steps": 3}
+    plain = pipe(**inputs(name, **few))[0]
+    result, report = accelerate(pipe, preset, **inputs(name, **few))
+    assert torch.equal(result, plain)
+    assert report.computed_fraction == 1
+    assert torch.equal(pipe(**inputs(name, **few))[0], plain)
+    assert not any("forward" in vars(module) for module in pipe.transformer.modules())
+
+
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+@pytest.mark.parametrize(
+    "prompt", [PROMPTS[0], [PROMPTS[0]] * 2, PROMPTS], ids=["one-prompt", "equal-prompts", "unequal-prompts"]
+)
+def test_cut_padding_equals_masked_padding(pipes, as_on_a_gpu, name, prompt):
+    """Without padding no attention gets a mask or a token more than the longest prompt, and the result is the same."""
+    pipe = pipes(name)
+    plain = pipe(**inputs(name, prompt=prompt))[0]
+    seen = []
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+        for block in [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
+    ]
+    try:
+        result, report = accelerate(pipe, "exact", **inputs(name, prompt=prompt))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert _distance(result, plain) < 1e-6
+    assert report.fallbacks == []
+    assert len(seen) >= STEPS * 4
+    assert all(kwargs.get("attention_mask") is None for kwargs in seen)
+    lengths = {kwargs["encoder_hidden_states"].shape[1] for kwargs in seen}
+    assert len(lengths) == (2 if prompt == PROMPTS else 1)
+    assert max(lengths) < 37
+
+
+def test_mask_is_read_once_a_branch_and_run(pipes, as_on_a_gpu, monkeypatch):
+    """The host waits for the prompts' lengths once for each mask, whatever the number of steps."""
+    read = []
+
+    class Counted(hunyuan_video.Prompts):
+        def __init__(self, lengths, *others):
+            read.append(lengths)
+            super().__init__(lengths, *others)
+
+    monkeypatch.setattr(hunyuan_video, "Prompts", Counted)
+    accelerate(pipes("hunyuan"), preset("stack"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
+    assert len(read) == len(set(read)) == 2
+
+
+def test_any_mask_in_a_loop_of_ones_own(pipes, as_on_a_gpu):
+    """Lengths follow a mask that changes in place, has a hole, or comes by position; results are the plain ones."""
+    transformer = pipes("hunyuan").transformer
+    config, generator = transformer.config, torch.Generator().manual_seed(0)
+    latents, text, pooled = (
+        torch.randn(2, *shape, generator=generator)
+        for shape in ((config.in_channels, 3, 12, 10), (37, config.text_embed_dim), (config.pooled_projection_dim,))
+    )
+    guidance = torch.full((2,), 6000.0)
+    changes = [(slice(None), slice(30, None)), (0, slice(9, None)), (1, 3)]
+    masks = [torch.ones(2, 37)]
+    for change in changes:
+        masks.append(masks[-1].clone())
+        masks[-1][change] = 0
+    timesteps = [900.0, 600.0, 300.0]
+
+    def step(timestep, mask):
+        return transformer(latents, torch.full((2,), timestep), text, mask, pooled, guidance, return_dict=False)[0]
+
+    with torch.no_grad():
+        plain = [step(timestep, mask) for timestep, mask in zip(timesteps, masks[1:], strict=True)]
+        acceleration = accelerate_transformer(transformer, "exact", timesteps)
+        try:
+            for timestep, change, expected in zip(timesteps, changes, plain, strict=True):
+                masks[0][change] = 0
+                assert _distance(step(timestep, masks[0]), expected) < 1e-6
+        finally:
+            acceleration.restore()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(preset("stack"), id="stack"),
+        pytest.param(preset("layer"), id="layer"),
+        # Without rows reused: padded queries of the shorter prompt take part in the scores of rows.
+        pytest.param(skipping("head", **{"reuse.tau_q": 0.0}), id="tiles-at-scope-head"),
+    ],
+)
+def test_batch_of_unequal_prompts_equals_single_clips(pipes, as_on_a_gpu, chosen):
+    """Each prompt of a batch gets what it gets alone: the other's length is of no consequence."""
+    pipe = pipes("hunyuan")
+    noise = [torch.randn(1, 4, 3, 24, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    both, _ = accelerate(pipe, chosen, **inputs(prompt=PROMPTS, latents=torch.cat(noise)))
+    for clip, prompt, latents in zip(both, PROMPTS, noise, strict=True):
+        alone, _ = accelerate(pipe, chosen, **inputs(prompt=prompt, latents=latents))
+        assert _distance(clip[None], alone) < 1e-5
+
+
+def test_guidance_branches_keep_apart(pipes):
+    """Each branch reuses its own past: with the same prompt on both sides guidance changes nothing."""
+    guided = {"prompt": "a fox", "negative_prompt": "a fox", "true_cfg_scale": 4.0}
+    with_guidance, report = accelerate(pipes("hunyuan"), preset("head"), **inputs(**guided))
+    without, _ = accelerate(pipes("hunyuan"), preset("head"), **inputs(prompt="a fox"))
+    assert _distance(with_guidance, without) < 1e-4
+    assert len(report.steps) == STEPS
+
+
+def test_replaced_first_frame_is_not_judged(pipes):
+    """The pipeline drops what comes out at the frame that the picture replaces, so the closed loop does too."""
+    arguments, output = {}, torch.randn(1, 4, 3, 8, 8)
+    for name, frames in (("hunyuan-i2v", slice(1, None)), ("hunyuan", slice(None))):
+        adapter = HunyuanVideoAdapter(pipes(name).transformer, None, "transformer")
+        assert torch.equal(adapter.judged(output, arguments), output[:, :, frames])
+
+
+class PlainlyOther(HunyuanVideoAttnProcessor2_0):
+    """A processor of the user's own, which happens to do the same."""
+
+
+@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
+def test_foreign_processor_keeps_its_attention(pipes, scope):
+    """A block whose attention is not diffusers' own attends as it does, and the report says so; the others go on."""
+    pipe = tiny_pipeline("hunyuan")
+    chosen = skipping(scope)
+    everywhere, _ = accelerate(pipe, chosen, **inputs())
+    pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())
+    result, report = accelerate(pipe, chosen, **inputs())
+    assert [entry["site"] for entry in report.fallbacks] == ["transformer_blocks.0"]
+    assert "PlainlyOther" in report.fallbacks[0]["reason"]
+    assert 1e-4 < _distance(result, everywhere) < 0.5
+    steps = {step.index for step in report.steps if step.index >= 2 and step.mode != "dispatch"}
+    assert all(report.density[0][step] == 1 for step in steps)
+    assert all(report.density[1][step] != 1 for step in steps)
+
+
+def test_hooked_projection_falls_back_at_scope_head_alone(pipes):
+    """GEMM-Q and GEMM-O need the weight itself; tiles are skipped around a projection that only may be called."""
+    pipe = tiny_pipeline("hunyuan")
+    block = pipe.transformer.single_transformer_blocks[1]
+    handle = block.proj_out.register_forward_hook(lambda module, args, output: output)
+    _, head_report = accelerate(pipe, preset("head"), **inputs())
+    _, stack_report = accelerate(pipe, skipping("stack"), **inputs())
+    handle.remove()
+    assert [entry["site"] for entry in head_report.fallbacks] == ["single_transformer_blocks.1"]
+    assert "carries hooks" in head_report.fallbacks[0]["reason"]
+    assert stack_report.fallbacks == []
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())

@@ -1,0 +1,87 @@
+"""Control nets run in the steps whose transformer reads what they give, and only there."""
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.models.control_net import defer_calls, stop_deferring
+from dit_accel.models.deferred import DeferredCall, DeferredTensor, TensorForm, computed
+from dit_accel.models.transformer_hook import find_hook
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+STEPS = 8
+STACK = {"schedule": {"warmup": 2, "interval": 3, "final_full": 1}}
+
+
+def counted(net):
+    """Number of times the net's own layers have run, in a list of one."""
+    calls = [0]
+    net.x_embedder.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    return calls
+
+
+@pytest.fixture
+def pipe():
+    return tiny_pipeline("flux-controlnet")
+
+
+def test_a_forecast_step_runs_no_control_net(pipe):
+    """What comes out is to the bit what it is where the net runs in every step."""
+    calls = counted(pipe.controlnet)
+    accelerate_pipeline(pipe, load_preset("exact", **STACK))
+    result = tiny_output(pipe, "flux-controlnet", steps=STEPS)
+    report = pipe.dit_accel.report()
+    assert calls[0] == STEPS - report.steps_by_mode["dispatch"] < STEPS
+
+    pipe.controlnet._hf_hook = object()  # as where it is offloaded: it can't wait
+    calls[0] = 0
+    assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=STEPS), result)
+    assert calls[0] == STEPS
+    del pipe.controlnet._hf_hook
+
+
+def test_restoring_leaves_the_net_as_it_was(pipe):
+    plain, calls = tiny_output(pipe, "flux-controlnet", steps=2), counted(pipe.controlnet)
+    for _ in range(2):  # over an earlier acceleration too
+        accelerate_pipeline(pipe, "exact")
+    assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain)
+    restore_pipeline(pipe)
+    assert not hasattr(pipe.controlnet, "_diffusers_hook") and "forward" not in vars(pipe.controlnet)
+    calls[0] = 0
+    assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=2), plain)
+    assert calls[0] == 2
+
+
+def test_another_size_is_another_form(pipe):
+    """A call of other shapes than the one before tells its own form first."""
+    sizes = [{"height": 64, "width": 48}, {"height": 96, "width": 64}]
+    plain = [tiny_output(pipe, "flux-controlnet", steps=3, **size) for size in sizes]
+    accelerate_pipeline(pipe, "exact")
+    for size, expected in zip(sizes * 2, plain * 2, strict=True):
+        assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=3, **size), expected)
+
+
+def test_reading_makes_the_call_once():
+    """Whatever is done with a deferred tensor is done with what the call gives."""
+    runs, value = [], torch.arange(6.0).view(2, 3)
+    call = DeferredCall(lambda: runs.append(1) or (value, [value + 1]))
+    first, second = (DeferredTensor(call, index, TensorForm.of(value)) for index in range(2))
+    assert first.shape == (2, 3) and first.dtype == torch.float32 and not runs
+    assert torch.equal(first + second, 2 * value + 1) and torch.equal(second[1], value[1] + 1)
+    nested = computed({"a": [first, None], "b": 2})
+    assert nested["a"][0] is value and nested["b"] == 2
+    assert runs == [1]
+
+
+def test_autocast_and_another_pipelines_hook_are_left_alone(pipe):
+    """Under autocast the net runs at once; restoring takes off the own hook and no other."""
+    calls = counted(pipe.controlnet)
+    accelerate_pipeline(pipe, load_preset("exact", **STACK))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tiny_output(pipe, "flux-controlnet", steps=STEPS)
+    assert calls[0] == STEPS
+    later = defer_calls(pipe.controlnet)
+    restore_pipeline(pipe)
+    assert find_hook(pipe.controlnet) is later
+    stop_deferring(pipe.controlnet, later)
+    assert not hasattr(pipe.controlnet, "_diffusers_hook")

@@ -1,0 +1,167 @@
+"""Token orders in pipelines: blocks see clips in another order, and nothing else does."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel.errors import UnsupportedError
+from dit_accel.models import denoisers
+from dit_accel.models.token_order_hook import ORDER_HOOK, TokenOrder
+from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.token_order import token_order
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+WAN = ("wan", "wan-i2v", "wan-i2v-clip", "wan22", "wan22-i2v", "wan22-5b", "wan22-5b-i2v")
+HUNYUAN = ("hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat")
+FIRST_FRAME_APART = ("hunyuan-i2v",)
+GRID = (3, 12, 10)  # tokens of the clips here, whose 96 × 80 pixels are 8 × 8 to a token
+SCHEDULE = {"control": "fixed", "warmup": 1, "interval": 2, "final_full": 0}  # FULL UPDATE DISPATCH UPDATE
+DENSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.0}
+SPARSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
+every_pipeline = pytest.mark.parametrize("name", WAN + HUNYUAN)
+every_order = pytest.mark.parametrize("order", ["hilbert", "tiles"])
+
+pipeline = functools.cache(tiny_pipeline)
+
+
+def preset(name: str, order: str, scope: str = "stack", skip: dict = SPARSE, **overrides):
+    sections = {
+        "model": "wan" if name in WAN else "hunyuan_video",
+        "schedule": SCHEDULE,
+        "forecast": {"scope": scope},
+        "blocks": {"size": 64, "token_order": order},
+        "skip": skip,
+    }
+    if scope == "head":
+        sections["reuse"] = {"tau_q": 0.0 if skip is DENSE else 0.7, "ramp": 0.3}
+    return load_preset("exact", **sections, **overrides)
+
+
+def call(name: str, **overrides) -> torch.Tensor:
+    prompt = "a red fox" if name in WAN else ["a red fox", "two blue whales asleep"]  # with padding of unequal length
+    return tiny_output(pipeline(name), name, **{"steps": 4, "height": 96, "width": 80, "prompt": prompt, **overrides})
+
+
+def result(name: str, order: str, *options, **overrides) -> torch.Tensor:
+    with accelerated(pipeline(name), preset(name, order, *options)):
+        return call(name, **overrides)
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@every_pipeline
+def test_dense_results_do_not_depend_on_the_order(name):
+    """Where every tile computes, all orders give what raster order gives, but for rounding; where not, they differ."""
+    expected = result(name, "raster", "stack", DENSE)
+    for order in ("hilbert", "tiles"):
+        assert 0 < distance(result(name, order, "stack", DENSE), expected) < 1e-5
+    assert distance(result(name, "hilbert"), result(name, "raster")) > 1e-4
+
+
+@every_order
+@pytest.mark.parametrize("scope", ["layer", "head"])
+@pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
+def test_what_blocks_remember_keeps_the_order(name, scope, order):
+    """Forecasts of layers and of rows lie where the tokens are, which still come out as in raster order."""
+    ordered = result(name, order, scope, DENSE)
+    assert 0 < distance(ordered, result(name, "raster", scope, DENSE)) < 1e-5
+    if scope == "head":
+        assert distance(result(name, order, scope), result(name, "raster", scope)) > 1e-4
+
+
+@every_order
+@pytest.mark.parametrize("name", ["wan", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"])
+def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
+    """Queries and keys of a whole denoising step are those of raster order, their clip's tokens permuted."""
+    seen = []
+    attend = SparseSite.attend_computed
+
+    def spy(site, q, k, *args, **options):
+        seen.append((q, k))
+        return attend(site, q, k, *args, **options)
+
+    monkeypatch.setattr(SparseSite, "attend_computed", spy)
+    for each in (order, "raster"):
+        with accelerated(pipeline(name), preset(name, each, "stack", DENSE, **{"schedule.warmup": 0})):
+            call(name, steps=1)
+    ordered, raster = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    places = token_order(order, GRID, 64, first_frame_apart=name in FIRST_FRAME_APART)
+    vision = len(places)
+    assert len(ordered) >= 2
+    for actual, expected in zip(sum(ordered, ()), sum(raster, ()), strict=True):
+        assert distance(actual[:, :vision], expected[:, places]) < 1e-5
+        assert distance(actual[:, :vision], expected[:, :vision]) > 0.1
+        if actual.shape[1] > vision:
+            assert distance(actual[:, vision:], expected[:, vision:]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
+def test_restoring_leaves_no_trace(name):
+    """Hooks go on only where an order is asked for, and come off with everything else."""
+    pipe = pipeline(name)
+    plain = call(name)
+
+    def attributes():
+        return [set(vars(module)) for model in denoisers(pipe).values() for module in model.modules()]
+
+    def ordered_modules():
+        registries = (getattr(module, "_diffusers_hook", None) for module in pipe.transformer.modules())
+        return sum(ORDER_HOOK in registry.hooks for registry in registries if registry is not None)
+
+    before = attributes()
+    accelerate_pipeline(pipe, preset(name, "raster"))
+    assert ordered_modules() == 0
+    accelerate_pipeline(pipe, preset(name, "tiles"))
+    assert ordered_modules() >= 3
+    assert pipe.dit_accel.token_order is None, "no run yet"
+    call(name)
+    expected = token_order("tiles", GRID, 64, first_frame_apart=name in FIRST_FRAME_APART)
+    assert torch.equal(pipe.dit_accel.token_order, expected)
+    restore_pipeline(pipe)
+    assert torch.equal(call(name), plain)
+    assert attributes() == before
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan-i2v"])
+def test_another_resolution_has_an_order_of_its_own(name):
+    """A run on another grid equals one in a fresh acceleration."""
+    expected = result(name, "hilbert", height=64, width=112)
+    with accelerated(pipeline(name), preset(name, "hilbert")):
+        call(name)
+        assert torch.equal(call(name, height=64, width=112), expected)
+
+
+@pytest.mark.parametrize(
+    "name, targets",
+    [("wan", ["patch_embedding", "proj_out"]), ("hunyuan", ["x_embedder.proj", "proj_out"])],
+    ids=["wan", "hunyuan"],
+)
+def test_lora_on_the_ends_may_come_later(name, targets):
+    """An adapter that replaces the projections at entrance and exit under an order works as in raster order."""
+    pipe = pipeline(name)
+
+    def with_lora(order):
+        with accelerated(pipe, preset(name, order, "stack", DENSE)):
+            torch.manual_seed(0)
+            pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+            try:
+                return call(name)
+            finally:
+                pipe.transformer.delete_adapters("default")
+
+    expected = with_lora("raster")
+    assert distance(expected, call(name)) > 1e-3
+    assert distance(with_lora("tiles"), expected) < 1e-5
+
+
+def test_a_part_of_the_tokens_is_refused():
+    """Where a clip's tokens are spread over devices, the message names the key and the way out."""
+    order = TokenOrder("tiles", 64, first_frame_apart=False)
+    order.start(GRID)
+    with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set blocks\.token_order to raster"):
+        order.apply(torch.zeros(1, 180, 8), 1)

@@ -1,0 +1,130 @@
+"""Every video pipeline: exact and restored runs are bit-identical, and no run hears of the one before it."""
+
+import functools
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel.models import denoisers, family_of
+from dit_accel.tools.testing import VIDEO_PIPELINES, tiny_output, tiny_pipeline
+
+every_video = pytest.mark.parametrize("name", VIDEO_PIPELINES)
+
+STEPS = 6
+SCHEDULE = {"control": "fixed", "warmup": 2, "interval": 2}  # FULL FULL UPDATE DISPATCH UPDATE FULL
+STACK = load_preset("any-balanced", schedule=SCHEDULE)
+# Everything that a run can carry on: cached heads and layers, their biases, and tiles skipped on computed steps too.
+HEADS = {
+    family: load_preset(
+        preset,
+        schedule=SCHEDULE,
+        blocks={"size": 64},
+        reuse={"tau_q": 0.8, "ramp": 0.3, "degrade_below": 0.4},
+        skip={"policy": "sparge", "steps": "all", "tau_kv": 0.2},
+    )
+    for family, preset in (("hunyuan_video", "hunyuan-flashomni-balanced"), ("wan", "wan21-flashomni"))
+}
+
+pipeline = functools.cache(tiny_pipeline)
+
+
+def guidance(name: str, on: bool) -> dict:
+    """Arguments that switch the second branch on or off; HunyuanVideo 1.5 has a component for it, which is set."""
+    if name.startswith("hunyuan15"):
+        pipeline(name).guider = pipeline(name).guider.new(guidance_scale=6.0 if on else 1.0)
+        return {}
+    if name.startswith("wan"):
+        return {"guidance_scale": 5.0 if on else 1.0}
+    return {"negative_prompt": "blurred", "true_cfg_scale": 3.0} if on else {}
+
+
+# What one call differs by from the next; a batch of HunyuanVideo's image-to-video can't be guided.
+CALLS = {
+    "guided": lambda name: guidance(name, on=True),
+    "unguided": lambda name: guidance(name, on=False),
+    "batch": lambda name: {
+        **guidance(name, on=name.startswith("wan")),
+        "prompt": ["a red fox", "two blue whales asleep"],
+    },
+    "prompt": lambda name: {**guidance(name, on=True), "prompt": "two blue whales asleep"},
+    "resolution": lambda name: {**guidance(name, on=True), "height": 80, "width": 48},
+}
+every_call = pytest.mark.parametrize("kind", ["guided", "unguided", "batch"])
+
+
+def call(name: str, kind: str, steps: int = STEPS) -> torch.Tensor:
+    return tiny_output(pipeline(name), name, steps=steps, **CALLS[kind](name))
+
+
+def caching(name: str):
+    """The preset that makes most use of caches on this pipeline."""
+    return HEADS.get(family_of(pipeline(name)), STACK)
+
+
+@functools.cache
+def fresh(name: str, kind: str) -> torch.Tensor:
+    """What the first call after `accelerate_pipeline` gives."""
+    with accelerated(pipeline(name), caching(name)):
+        return call(name, kind)
+
+
+def attributes(pipe) -> dict[str, set[str]]:
+    """Names of the attributes of every module of a pipeline's transformers."""
+    modules = {
+        f"{part}.{key}": module for part, model in denoisers(pipe).items() for key, module in model.named_modules()
+    }
+    return {key: set(vars(module)) for key, module in modules.items()}
+
+
+@every_call
+@every_video
+def test_exact_and_restored_are_bit_identical(name, kind):
+    """Preset exact gives the plain bits; so does the pipeline once a caching preset is restored, and keeps no trace."""
+    pipe = pipeline(name)
+    plain = call(name, kind)
+    before = attributes(pipe)  # the pipeline's own first call adds one, for its cache contexts
+    accelerate_pipeline(pipe, "exact")
+    assert torch.equal(call(name, kind), plain)
+    assert pipe.dit_accel.report().computed_fraction == 1.0
+    accelerate_pipeline(pipe, caching(name))
+    assert not torch.equal(call(name, kind), plain)
+    assert pipe.dit_accel.report().computed_fraction < 1.0
+    restore_pipeline(pipe)
+    assert torch.equal(call(name, kind), plain)
+    assert attributes(pipe) == before
+
+
+@every_video
+def test_guidance_makes_a_second_branch(name):
+    """What the tests here call guided differs from unguided; else they would test one branch twice."""
+    assert not torch.equal(fresh(name, "guided"), fresh(name, "unguided"))
+
+
+@pytest.mark.parametrize("kind", ["prompt", "resolution", "unguided"])
+@every_video
+def test_a_run_after_another_equals_a_fresh_one(name, kind):
+    """After a guided run, one that differs in prompt, resolution or guidance equals a first one."""
+    with accelerated(pipeline(name), caching(name)):
+        call(name, "guided")
+        assert torch.equal(call(name, kind), fresh(name, kind))
+
+
+@every_video
+def test_a_run_after_an_exception_equals_a_fresh_one(name):
+    """A run that dies inside a transformer, when caches are full, hands nothing on."""
+    pipe = pipeline(name)
+
+    def explode(*_):
+        if pipe.scheduler.step_index == 4:
+            raise RuntimeError("the device fell off")
+
+    with accelerated(pipe, caching(name)):
+        hooks = [model.proj_out.register_forward_hook(explode) for model in denoisers(pipe).values()]
+        try:
+            with pytest.raises(RuntimeError, match="fell off"):
+                call(name, "guided")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert torch.equal(call(name, "guided"), fresh(name, "guided"))

@@ -1,0 +1,254 @@
+"""SLA swapped into tiny pipelines: what it computes, what it leaves behind, and that it is saved whole."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dit_accel import accelerate_pipeline
+from dit_accel.errors import UnsupportedError
+from dit_accel.sla.module import SparseLinearAttention
+from dit_accel.sla.swap import load_swapped, restore_attention, save_swapped, swap_attention, swapped_attention
+from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+FAMILIES = pytest.mark.parametrize("name", ["wan", "flux", "hunyuan"])
+SETTINGS = {"critical": 0.3, "negligible": 0.2, "feature_map": "elu", "block": 64}
+
+
+def paint(pipe, name):
+    """Latents of two steps; several row-blocks of 64 tokens, the last of them ragged."""
+    return tiny_output(pipe, name, steps=2, height=96, width=80)
+
+
+def swapped(name, settings=SETTINGS):
+    """A pipeline with SLA and projections that are not zero."""
+    pipe = tiny_pipeline(name)
+    generator = torch.Generator().manual_seed(0)
+    for attention in swap_attention(pipe, **settings).values():
+        attention.projection.weight.data.normal_(0, 0.2, generator=generator)
+    return pipe
+
+
+@FAMILIES
+def test_a_swap_attends_with_sla_in_every_block(name):
+    """The pipeline gives what it gives where a tap puts the same attentions in, layouts and padding included."""
+    pipe = swapped(name)
+    attentions = swapped_attention(pipe)
+    painted = paint(pipe, name)
+    restore_attention(pipe)
+    visited = set()
+
+    def visit(site, q, k, v):
+        visited.add(site.block)
+        return attentions[site.block](q, k, v, layout=site.layout, kv_len=site.kv_len)
+
+    with AttentionTap(pipe, visit, block=64), torch.no_grad():
+        expected = paint(pipe, name)
+    assert visited == attentions.keys()
+    assert torch.equal(painted, expected)
+    assert (painted - paint(pipe, name)).abs().max() > 0.01
+
+
+@FAMILIES
+def test_everything_critical_is_dense(name):
+    """Where all tiles attend, swapping changes nothing but rounding."""
+    pipe = tiny_pipeline(name)
+    plain = paint(pipe, name)
+    swap_attention(pipe, critical=1.0, negligible=0.0)
+    torch.testing.assert_close(paint(pipe, name), plain, rtol=1e-4, atol=1e-4)
+
+
+@FAMILIES
+def test_restoring_leaves_nothing_behind(name):
+    """The pipeline, its weights and its processors are those of before, after two swaps as after one."""
+    pipe = tiny_pipeline(name)
+    plain, processors, weights = paint(pipe, name), pipe.transformer.attn_processors, pipe.transformer.state_dict()
+    for settings in (SETTINGS, {}):
+        swap_attention(pipe, **settings)
+    added = pipe.transformer.state_dict().keys() - weights.keys()
+    assert len(added) == len(swapped_attention(pipe)) > 0
+    assert all(key.endswith("projection.weight") for key in added)
+    restore_attention(pipe)
+    restore_attention(pipe)
+    assert pipe.transformer.attn_processors == processors
+    assert pipe.transformer.state_dict().keys() == weights.keys()
+    assert not pipe.transformer._forward_pre_hooks
+    assert swapped_attention(pipe) == {}
+    assert torch.equal(paint(pipe, name), plain)
+
+
+@FAMILIES
+def test_what_is_saved_comes_back(name, tmp_path):
+    """Another pipeline that loads it paints the same; the transformer's own file holds no projection."""
+    pipe = swapped(name)
+    painted = paint(pipe, name)
+    save_swapped(pipe, tmp_path)
+    assert torch.equal(paint(pipe, name), painted)
+
+    other = tiny_pipeline(name)  # text encoders and autoencoder are the same
+    for weight in other.transformer.parameters():
+        weight.data.zero_()
+    loaded = load_swapped(other, tmp_path)
+    assert {name: attention.settings for name, attention in loaded.items()} == {
+        name: attention.settings for name, attention in swapped_attention(pipe).items()
+    }
+    for key, weight in pipe.transformer.state_dict().items():
+        assert torch.equal(other.transformer.state_dict()[key], weight), key
+    torch.testing.assert_close(paint(other, name), painted)  # products may differ by where in memory weights lie
+    assert load_file(tmp_path / "sla.safetensors").keys() == loaded.keys()
+    assert not any("processor" in key for key in load_file(next(tmp_path.glob("transformer/*.safetensors"))))
+
+
+def test_projections_of_other_blocks_are_not_loaded(tmp_path):
+    """A folder whose projections are not those of its transformer is refused."""
+    pipe = swapped("wan")
+    save_swapped(pipe, tmp_path)
+    file = tmp_path / "sla.safetensors"
+    with safe_open(file, "pt") as held:
+        metadata = held.metadata()
+    save_file({"transformer.blocks.0": torch.zeros(32, 32)}, file, metadata=metadata)
+    with pytest.raises(UnsupportedError, match=r"must hold blocks .*blocks\.1, got transformer\.blocks\.0$"):
+        load_swapped(pipe, tmp_path)
+
+
+def test_both_transformers_of_wan22_are_swapped_and_saved(tmp_path):
+    """Blocks carry the name of their transformer, and one file holds all of them."""
+    pipe = swapped("wan22")
+    save_swapped(pipe, tmp_path)
+    keys = load_file(tmp_path / "sla.safetensors").keys()
+    assert keys == {f"{name}.blocks.{block}" for name in ("transformer", "transformer_2") for block in (0, 1)}
+    assert (tmp_path / "transformer_2" / "config.json").is_file()
+
+
+def test_gradients_survive_checkpointing():
+    """Blocks that are run again in the backward pass attend by SLA again."""
+    pipe = swapped("wan")
+    transformer = pipe.transformer.train()
+    torch.manual_seed(0)
+    call = {
+        "hidden_states": torch.randn(1, 16, 3, 12, 10),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, transformer.config.text_dim),
+    }
+    gradients = []
+    for _ in range(2):
+        transformer.zero_grad()
+        transformer(**call, return_dict=False)[0].square().mean().backward()
+        gradients.append([weight.grad.clone() for weight in transformer.parameters() if weight.grad is not None])
+        transformer.enable_gradient_checkpointing()
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+    for attention in swapped_attention(pipe).values():
+        assert attention.projection.weight.grad.abs().max() > 0
+
+
+def test_only_plain_pipelines_are_swapped():
+    """Accelerated ones are refused, and so are attentions that torch does not compute."""
+    pipe = accelerate_pipeline(tiny_pipeline("wan"), "exact")
+    with pytest.raises(UnsupportedError, match="plain pipeline, got an accelerated one: restore it first"):
+        swap_attention(pipe)
+    with pytest.raises(UnsupportedError, match="call swap_attention first"):
+        save_swapped(tiny_pipeline("wan"), None)
+    with pytest.raises(UnsupportedError, match="not known here"):
+        swap_attention(tiny_pipeline("sd3"))
+
+    pipe = swapped("wan")
+    attn = pipe.transformer.blocks[1].attn1
+    attn.processor.own = lambda attn, hidden_states, *_: hidden_states
+    with pytest.raises(UnsupportedError, match="attends by something else than torch's scaled_dot_product_attention"):
+        paint(pipe, "wan")
+
+
+def test_swapped_attentions_take_the_settings():
+    """Every block gets what was asked for."""
+    attentions = swap_attention(tiny_pipeline("wan"), **SETTINGS)
+    assert list(attentions) == ["transformer.blocks.0", "transformer.blocks.1"]
+    for attention in attentions.values():
+        assert isinstance(attention, SparseLinearAttention)
+        assert {key: getattr(attention.settings, key) for key in SETTINGS} == SETTINGS
+
+
+MODELS = {"wan": "wan", "flux": "flux", "hunyuan": "hunyuan_video", "wan22": "wan"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_preset_runs_what_was_trained(name, tmp_path):
+    """With the saved projections a preset paints what the swapped pipeline paints, and without them something else."""
+    pipe = swapped(name)
+    painted = paint(pipe, name)
+    save_swapped(pipe, tmp_path)
+    restore_attention(pipe)
+    skip = {
+        "policy": "sla",
+        "steps": "all",
+        **{key: SETTINGS[key] for key in ("critical", "negligible", "feature_map")},
+    }
+    errors = []
+    for projection in (str(tmp_path / "sla.safetensors"), None):
+        sections = {"blocks": {"size": 64}, "skip": {**skip, "projection": projection}}
+        accelerate_pipeline(pipe, "exact", model=MODELS[name], **sections)
+        errors.append((paint(pipe, name) - painted).abs().max())
+    assert errors[0] < 1e-4 < 0.1 < errors[1]
+
+
+def test_the_shipped_preset_needs_nothing_but_the_file(tmp_path):
+    """Default settings of swap and preset are the same."""
+    pipe = swapped("wan", {})
+    painted = paint(pipe, "wan")
+    save_swapped(pipe, tmp_path)
+    restore_attention(pipe)
+    accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": str(tmp_path / "sla.safetensors")})
+    torch.testing.assert_close(paint(pipe, "wan"), painted, rtol=1e-4, atol=1e-4)
+
+
+def test_projections_must_fit_the_blocks(tmp_path):
+    """A file that is missing, of other blocks or of another size is refused, and the pipeline stays as it was."""
+    file = tmp_path / "sla.safetensors"
+    pipe = tiny_pipeline("wan")
+    plain = paint(pipe, "wan")
+
+    def accelerate():
+        skip = {"policy": "sla", "steps": "all", "projection": str(file)}
+        accelerate_pipeline(pipe, "exact", model="wan", blocks={"size": 64}, skip=skip)
+
+    def save(**matrices):
+        save_file({f"transformer.blocks.{block[1:]}": matrix for block, matrix in matrices.items()}, file)
+
+    with pytest.raises(UnsupportedError, match=r"sla\.safetensors does not exist"):
+        accelerate()
+    file.write_text("nothing")
+    with pytest.raises(UnsupportedError, match=r"sla\.safetensors is not: "):
+        accelerate()
+    save(_0=torch.zeros(32, 32))
+    with pytest.raises(UnsupportedError, match=r"it lacks transformer\.blocks\.1, and holds besides none"):
+        accelerate()
+    save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 32), _2=torch.zeros(32, 32))
+    with pytest.raises(UnsupportedError, match=r"it lacks none, and holds besides transformer\.blocks\.2"):
+        accelerate()
+    save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 31))
+    with pytest.raises(UnsupportedError, match=r"floating matrices \[D, D\], got torch.float32 \[32, 31\] for"):
+        accelerate()
+    save(_0=torch.zeros(32, 32), _1=torch.zeros(64, 64))
+    with pytest.raises(UnsupportedError, match=r"matrices \[32, 32\] for this transformer, got \[64, 64\]"):
+        accelerate()
+    assert torch.equal(paint(pipe, "wan"), plain)
+
+
+def test_half_precision_comes_from_autocast():
+    """A float32 transformer computes about the same under autocast, and its weights get gradients."""
+    transformer = swapped("wan").transformer
+    torch.manual_seed(0)
+    call = {
+        "hidden_states": torch.randn(1, 16, 3, 12, 10),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, transformer.config.text_dim),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        expected = transformer(**call)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity = transformer(**call)[0]
+    assert 0 < (velocity - expected).norm() / expected.norm() < 0.05
+    velocity.float().square().mean().backward()
+    assert all(weight.grad.isfinite().all() for weight in transformer.parameters())

@@ -1,0 +1,135 @@
+"""FG-Attn's masks: which single keys stay, which tiles are whole, and that attention over them is a masked softmax."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dit_accel.kernels import attention, unpack_bits
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.presets import Skip
+from dit_accel.sparse.policies import draw, plan
+from dit_accel.sparse.policies.fg_attn import block_means
+from tests.kernels.conftest import DEVICE
+
+LAYOUTS = {
+    "no-text": TokenLayout(0, 300, 64),
+    "block-128": TokenLayout(0, 300, 128),
+    "text-first": TokenLayout(70, 230, 64),
+    "text-last": TokenLayout(70, 230, 64, text_first=False),
+    "single-block": TokenLayout(0, 40, 64),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_mask = pytest.mark.parametrize("mask", ["exact", "average_query"])
+
+
+def queries_and_keys(layout: TokenLayout, sharpness: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, layout.tokens, 2, 16, generator=generator) for _ in range(2))
+    return (q * sharpness).to(DEVICE), k.to(DEVICE)
+
+
+def config(**changes) -> Skip:
+    return Skip(policy="fg_attn", **changes)
+
+
+def keys_of(symbols) -> torch.Tensor:
+    """Keys that a row attends to in whole tiles or alone, bool ``[B, H, T, S]``."""
+    tiles = unpack_bits(symbols.skip_bits, symbols.blocks).repeat_interleave(symbols.block, -1)
+    single = unpack_bits(symbols.slice_bits, symbols.blocks * symbols.block)
+    assert not (tiles & single).any()
+    return (tiles | single)[..., : symbols.tokens].cpu()
+
+
+def keys_by_definition(q, k, layout, mask, threshold, kv_len) -> torch.Tensor:
+    """One query after the other, in float64."""
+    batch, tokens, heads, head_dim = q.shape
+    keys = torch.zeros(batch, heads, layout.blocks, tokens, dtype=torch.bool)
+    text = torch.zeros(layout.blocks, dtype=torch.bool)
+    text[layout.text_blocks] = True
+    for b in range(batch):
+        for h in range(heads):
+            valid = k[b, : kv_len[b], h].double().cpu()
+            for i in range(layout.blocks):
+                rows = q[b, i * layout.block : (i + 1) * layout.block, h].double().cpu()
+                for query in rows if mask == "exact" else rows.mean(0, keepdim=True):
+                    probability = (valid @ query / math.sqrt(head_dim)).softmax(0)
+                    keys[b, h, i, : kv_len[b]] |= probability > threshold / kv_len[b]
+    keys[:, :, text] = True
+    return keys | text.repeat_interleave(layout.block)[:tokens]
+
+
+@pytest.mark.parametrize("shortened", [False, True], ids=["all-keys", "kv-len"])
+@every_mask
+@every_layout
+def test_keys_stay_by_definition(layout, mask, shortened):
+    """Keys above 0.5 / N for a query of the row, or for its mean; text rows and columns are whole."""
+    q, k = queries_and_keys(layout)
+    kv_len = [layout.tokens, layout.tokens - 30 if shortened else layout.tokens]
+    limit = torch.tensor(kv_len, dtype=torch.int32, device=DEVICE) if shortened else None
+    keys = keys_of(draw(q, k, layout, config(mask=mask), kv_len=limit))
+    expected = keys_by_definition(q, k, layout, mask, 0.5, kv_len)
+    for b, length in enumerate(kv_len):  # whether a row holds keys behind the last valid one means nothing
+        assert torch.equal(keys[b, ..., :length], expected[b, ..., :length])
+
+
+@every_layout
+def test_tiles_that_keep_every_key_are_whole(layout):
+    """At a threshold that nothing misses no single key is left over, also in the ragged last tile; and all is dense."""
+    q, k = queries_and_keys(layout)
+    symbols = draw(q, k, layout, config(key_threshold=1e-9))
+    assert unpack_bits(symbols.skip_bits, layout.blocks).all()
+    assert not symbols.slice_bits.any()
+
+
+def test_no_tile_with_a_key_less_is_whole():
+    layout = LAYOUTS["no-text"]
+    q, k = queries_and_keys(layout)
+    symbols = draw(q, k, layout, config())
+    tiles = unpack_bits(symbols.skip_bits, layout.blocks).cpu()
+    expected = keys_by_definition(q, k, layout, "exact", 0.5, [layout.tokens] * 2)
+    padded = torch.nn.functional.pad(expected, (0, -layout.tokens % layout.block), value=True)
+    assert torch.equal(tiles, padded.unflatten(-1, (layout.blocks, layout.block)).all(-1))
+    assert 0 < tiles.sum() < tiles.numel()
+
+
+@every_mask
+def test_attention_of_the_plan_is_the_masked_softmax(mask):
+    layout = LAYOUTS["text-first"]
+    q, k = queries_and_keys(layout, sharpness=3.0)
+    kv_len = torch.tensor([300, 260], dtype=torch.int32, device=DEVICE)
+    out = attention(q, k, k, plan(q, k, config(mask=mask), layout=layout, kv_len=kv_len), kv_len=kv_len)
+    pairs = keys_of(draw(q, k, layout, config(mask=mask), kv_len=kv_len)).repeat_interleave(layout.block, 2)[:, :, :300]
+    pairs &= torch.arange(300) < kv_len.cpu()[:, None, None, None]
+    q, k = q.double().cpu(), k.double().cpu()
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    expected = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~pairs, -math.inf).softmax(-1), k)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_masks_agree_where_the_queries_of_a_block_are_alike():
+    """Then their mean is each of them (FG-Attn's reason for the average), and most keys are left out."""
+    layout = LAYOUTS["no-text"]
+    q, k = queries_and_keys(layout, sharpness=4.0)
+    q = block_means(q, layout.block).mul(8).repeat_interleave(layout.block, 1)[:, : layout.tokens]
+    exact, average = (draw(q, k, layout, config(mask=mask)) for mask in ("exact", "average_query"))
+    assert torch.equal(keys_of(exact), keys_of(average))
+    assert keys_of(exact).float().mean() < 0.5
+
+
+@every_mask
+def test_a_higher_threshold_keeps_no_more(mask):
+    layout = LAYOUTS["no-text"]
+    q, k = queries_and_keys(layout)
+    kept = [keys_of(draw(q, k, layout, config(mask=mask, key_threshold=t))) for t in (0.1, 0.5, 1.0, 3.0)]
+    assert all((more <= fewer).all() for fewer, more in pairwise(kept))
+    assert kept[0].sum() > kept[-1].sum()
+    assert kept[-1].any(-1).all()  # no row is left without a key
+
+
+@pytest.mark.parametrize("tokens", [40, 64, 300])
+def test_mean_queries(tokens):
+    q = torch.randn(2, tokens, 3, 16, dtype=torch.float16)
+    expected = torch.stack([block.double().mean(1) for block in q.split(64, 1)], 1)
+    torch.testing.assert_close(block_means(q, 64).double(), expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,185 @@
+"""Static masks, made tile by tile, are those that their words say about each pair."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import lower, unpack_bits
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
+from dit_accel.kernels.tile_masks import mask_from_plan, symbols_from_mask
+from dit_accel.presets import Skip
+from dit_accel.sparse.policies import draw, static
+
+every_block = pytest.mark.parametrize("block", [64, 128])
+LENGTHS = [[300], [133, 309, 70], [1, 63, 64, 65, 1, 128], [256, 68, 188], [5] * 40]
+every_lengths = pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-of-{sum(lengths)}")
+
+
+def mask_of(symbols) -> torch.Tensor:
+    """bool [S, S]; the same for all samples and heads."""
+    masks = mask_from_plan(lower(symbols))
+    assert (masks == masks[:1, :1]).all()
+    return masks[0, 0]
+
+
+def by_pair(lengths, attends) -> torch.Tensor:
+    """bool [S, S] of ``attends(query, key, query's segment, key's segment)``."""
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    token = torch.arange(sum(lengths))
+    return attends(token[:, None], token[None], segment[:, None], segment[None])
+
+
+@every_block
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 300])
+def test_causal(tokens, block):
+    """Each query attends up to itself; no tile needs the pool."""
+    symbols = static.causal(tokens, block=block, batch=2, heads=3)
+    assert torch.equal(mask_of(symbols), torch.ones(tokens, tokens, dtype=torch.bool).tril())
+    assert symbols.masks is None or symbols.masks.pool.shape[0] == 0
+
+
+@every_block
+@every_lengths
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents(causal, lengths, block):
+    """A query attends within its own segment, wholly or up to itself."""
+    expected = by_pair(lengths, lambda q, k, of_q, of_k: (of_q == of_k) & ((k <= q) | (not causal)))
+    assert torch.equal(mask_of(static.documents(lengths, causal=causal, block=block, heads=2)), expected)
+
+
+@every_block
+@every_lengths
+def test_interleaved(lengths, block):
+    """Every second segment is an image, and sees all of itself; all see what comes before."""
+    is_text = [number % 2 == 0 for number in range(len(lengths))]
+    text = torch.tensor(is_text)
+    expected = by_pair(lengths, lambda q, k, of_q, of_k: (k <= q) | ((of_q == of_k) & ~text[of_q]))
+    assert torch.equal(mask_of(static.interleaved(lengths, is_text, block=block)), expected)
+
+
+def test_the_papers_interleaved_tiles():
+    """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as the paper draws them."""
+    symbols = static.interleaved([133, 309, 70], [True, False, True], block=64)
+    letters = {FULL_TILE: "F", CAUSAL_TILE: "C"}
+    computes = unpack_bits(symbols.skip_bits, 8)[0, 0]
+    drawn = [
+        "".join(letters.get(code, "P") for code in codes[computes[row]].tolist())
+        for row, codes in enumerate(symbols.masks.codes[0, 0])
+    ]
+    assert drawn == ["C", "FC", "FFPPPPP", *["FFFFFFP"] * 4, "FFFFFFFC"]
+    assert symbols.masks.pool.shape[0] == 5  # of 9 PARTIAL tiles
+
+
+@every_block
+@pytest.mark.parametrize("window", [1, 2, 33, 128, 200, 1000])
+def test_sliding(window, block):
+    """``window`` keys, those beyond the ends left out: as many before the query as behind it, or one more."""
+    key = torch.arange(300)
+    expected = (key >= key[:, None] - window // 2) & (key < key[:, None] - window // 2 + window)
+    assert torch.equal(mask_of(static.sliding(300, window, block=block)), expected)
+    assert expected[150].sum() == min(window, 300)
+
+
+@every_block
+@pytest.mark.parametrize("kinds", [("full", "partial"), ("full", "causal", "partial"), ("causal",)], ids="-".join)
+def test_random_tiles(kinds, block):
+    """Tiles on and below the diagonal, of the kinds asked for; half the pairs of a PARTIAL one, other ones in each."""
+    symbols = static.random_tiles(10 * block - 20, kinds, generator=torch.Generator().manual_seed(0), block=block)
+    computes = unpack_bits(symbols.skip_bits, 10)[0, 0]
+    assert torch.equal(computes, torch.ones(10, 10, dtype=torch.bool).tril())
+    codes = symbols.masks.codes[0, 0][computes]
+    expected = {"full": FULL_TILE, "causal": CAUSAL_TILE, "partial": FIRST_PARTIAL_TILE}
+    assert set(codes.clamp(max=FIRST_PARTIAL_TILE).tolist()) == {expected[kind] for kind in kinds}
+    pool = unpack_bits(symbols.masks.pool, block)
+    assert len(pool) == (codes >= FIRST_PARTIAL_TILE).sum() == len({entry.numpy().tobytes() for entry in pool})
+    if len(pool):
+        assert 0.45 < pool.float().mean() < 0.55
+    again = static.random_tiles(10 * block - 20, kinds, generator=torch.Generator().manual_seed(0), block=block)
+    assert torch.equal(mask_of(again), mask_of(symbols))
+
+
+@every_block
+@every_lengths
+def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, block):
+    """The symbols are those of the whole mask, which keeps one entry of equal ones."""
+    symbols = static.documents(lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block)
+    expected = symbols_from_mask(mask_of(symbols)[None, None], block=block)
+    assert all(torch.equal(own, other) for own, other in zip(symbols.tensors(), expected.tensors(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal", "says"),
+    [([], False, "lengths must be"), ([4, 0], False, "lengths must be"), ([4, 4], [True], "one entry for each of 2")],
+    ids=["none", "empty-segment", "too-few"],
+)
+def test_segments_that_make_no_sequence_are_refused(lengths, causal, says):
+    with pytest.raises(ShapeError, match=says):
+        static.block_mask_from_segments(lengths, causal=causal)
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(ShapeError, match="'full', 'causal', 'partial'"):
+        static.random_tiles(100, ("whole",))
+
+
+LAYOUTS = {
+    "no-text": TokenLayout(0, 500, 64),
+    "text-first": TokenLayout(100, 400, 64),
+    "text-last": TokenLayout(100, 400, 64, text_first=False),
+    "block-128": TokenLayout(30, 300, 128),
+    "one-block": TokenLayout(3, 30, 128),
+}
+CONFIGS = {
+    "causal": Skip(policy="static", pattern="causal"),
+    "sliding-1": Skip(policy="static", window=1),
+    "sliding-150": Skip(policy="static", window=150),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def draw_static(layout, config, batch=2, heads=3):
+    q = torch.zeros(batch, layout.tokens, heads, 16)
+    return draw(q, q, layout, config)
+
+
+@every_layout
+@every_config
+def test_policy(config, layout):
+    """Vision attends by the pattern, counted in the sequence; text attends to all, and all attend to text."""
+    token = torch.arange(layout.tokens)
+    is_vision = (token >= layout.vision_start) & (token < layout.vision_start + layout.vision)
+    distance = token - token[:, None]
+    if config.pattern == "causal":
+        near = distance <= 0
+    else:
+        before = config.window // 2
+        near = (distance >= -before) & (distance < config.window - before)
+    expected = near | ~is_vision | ~is_vision[:, None]
+    symbols = draw_static(layout, config)
+    assert torch.equal(mask_of(symbols), expected)
+    assert unpack_bits(symbols.cache_bits, 3).all()
+
+
+def test_policy_makes_symbols_once():
+    """Every step and site of a layout gets the same tensors; another pattern, layout or batch gets its own."""
+    sliding = CONFIGS["sliding-150"]
+    first = draw_static(LAYOUTS["text-first"], sliding)
+    assert draw_static(TokenLayout(100, 400, 64), Skip(policy="static", window=150)) is first
+    others = [
+        first,
+        draw_static(LAYOUTS["text-first"], CONFIGS["causal"]),
+        draw_static(LAYOUTS["text-last"], sliding),
+        draw_static(LAYOUTS["text-first"], sliding, batch=1),
+    ]
+    assert all(one is not other for one, other in pairwise(others))
+
+
+def test_long_sequences_need_no_square():
+    """65536 tokens: a mask over pairs would take 4.3 GB; these symbols take 1.1 MB."""
+    symbols = static.sliding(65536, 4096)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in symbols.tensors()) < 1.2e6
+    assert symbols.masks.pool.shape[0] == 2

@@ -1,0 +1,318 @@
+"""Attention sites of all families: when masks are drawn and how long they stay, blocks of their own, kernel options."""
+
+import functools
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel.errors import PresetError
+from dit_accel.sparse import policies
+from dit_accel.sparse import site as sparse_site
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+STEPS = 8
+PIPELINES = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}  # name: family
+SCOPES = ("stack", "layer", "head")
+every_pipeline = pytest.mark.parametrize("name", PIPELINES)
+every_scope = pytest.mark.parametrize("scope", SCOPES)
+
+pipeline = functools.cache(tiny_pipeline)
+
+
+def preset(name, scope, *, every_step=False, **overrides):
+    """FULL, then UPDATE and DISPATCH by turns, with half of the tiles on all steps that compute; or UPDATEs alone."""
+    schedule = {"control": "fixed", "warmup": 1, "interval": 1 if every_step else 2, "final_full": 1}
+    sections = {
+        "schedule": schedule,
+        "forecast": {"scope": scope, "method": "taylor", "order": 1},
+        "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5},
+        "blocks": {"size": 64},
+    }
+    if scope == "head":
+        sections["reuse"] = {"tau_q": 0.6, "ramp": 0.01}
+    return load_preset(load_preset("exact", model=PIPELINES[name], **sections), **overrides)
+
+
+def call(name, **arguments):
+    unguided = {"guidance_scale": 1.0} if name == "wan" else {}  # one branch in each
+    return tiny_output(pipeline(name), name, steps=STEPS, **unguided, **arguments)
+
+
+class Spy:
+    """Notes what the sites draw, and every plan that they attend under, with the options."""
+
+    def __init__(self, monkeypatch):
+        self.drawn, self.attended = [], []
+
+        def draw(q, k, layout, config, **options):
+            self.drawn.append(config)
+            return original_draw(q, k, layout, config, **options)
+
+        def attention(q, k, v, plan, **options):
+            self.attended.append((plan, options))
+            return original_attention(q, k, v, plan, **options)
+
+        original_draw, original_attention = policies.draw, sparse_site.attention
+        monkeypatch.setattr(policies, "draw", draw)
+        monkeypatch.setattr(sparse_site, "attention", attention)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    return Spy(monkeypatch)
+
+
+def run(name, wanted, **arguments):
+    """The result and the report of one accelerated call."""
+    with accelerated(pipeline(name), wanted) as pipe:
+        result = call(name, **arguments)
+        report = pipe.dit_accel.report()
+    assert report.fallbacks == []
+    return result, report
+
+
+@every_scope
+@every_pipeline
+def test_masks_stay_until_they_are_due(name, scope, spy):
+    """Each block draws when as many steps as `refresh` says have passed since it last did, and not in between."""
+    _, report = run(name, preset(name, scope, **{"skip.refresh": 4}))
+    blocks = len(report.layers)
+    drawn_at = []
+    for step in report.steps[1:]:
+        if step.mode != "dispatch" and (not drawn_at or step.index - drawn_at[-1] >= 4):
+            drawn_at.append(step.index)
+    assert len(drawn_at) == 2
+    assert len(spy.drawn) == blocks * len(drawn_at)
+
+
+@every_pipeline
+def test_kept_masks_are_those_that_were_drawn(name, spy):
+    """Steps between two draws attend to the tiles of the first one; the second draws others."""
+    run(name, preset(name, "stack", every_step=True, **{"skip.refresh": 4}), height=96, width=96)
+    by_step = {}
+    blocks = len(spy.attended) // (STEPS - 1)
+    for index, (plan, _) in enumerate(spy.attended):
+        by_step.setdefault(1 + index // blocks, []).append((plan.kv_count, plan.kv_index))
+    kept = {step: torch.cat([torch.cat([x.flatten() for x in pair]) for pair in by_step[step]]) for step in by_step}
+    assert all(torch.equal(kept[1], kept[step]) for step in (2, 3, 4))
+    assert all(torch.equal(kept[5], kept[step]) for step in (6, 7))
+    assert not torch.equal(kept[1], kept[5])
+
+
+@every_scope
+@every_pipeline
+def test_memory_of_kept_masks_is_accounted(name, scope):
+    """What is expected before the run is what caches take, kept masks included."""
+    _, report = run(name, preset(name, scope, **{"skip.refresh": 4}))
+    assert 0 < report.cache_bytes <= report.estimated_bytes
+
+
+@every_scope
+@pytest.mark.parametrize("policy", ["sparge", "sla", "fg_attn"])
+def test_memory_of_every_plane_is_expected_to_the_byte(policy, scope):
+    """Tiles, tiles for linear attention and single keys take what is said before the first block runs."""
+    skip = load_preset("any-video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
+    wanted = preset("wan", scope)
+    _, report = run("wan", wanted.model_copy(update={"skip": skip}))
+    assert report.cache_bytes == report.estimated_bytes > 0
+
+
+@every_scope
+@every_pipeline
+def test_a_run_after_another_draws_afresh(name, scope):
+    """Masks of one run don't reach the next."""
+    wanted = preset(name, scope, **{"skip.refresh": 100})
+    with accelerated(pipeline(name), wanted):
+        first = call(name)
+        assert not torch.equal(call(name, prompt="two blue whales asleep"), first)
+        assert torch.equal(call(name), first)
+
+
+@every_pipeline
+def test_dense_blocks_run_as_plain_ones(name):
+    """Where every block has policy none of its own, computed steps are the plain pipeline's, bit for bit."""
+    plain = call(name)
+    with accelerated(pipeline(name), preset(name, "stack", every_step=True)) as pipe:
+        sparse = call(name)
+        names = pipe.dit_accel.report().layers
+    assert not torch.equal(sparse, plain)
+    layers = {block: {"policy": "none"} for block in names[1:]}
+    one, report = run(name, preset(name, "stack", every_step=True, **{"skip.layers": layers}))
+    assert not torch.equal(one, plain)
+    assert [min(row) < 1 for row in report.density] == [True] + [False] * (len(names) - 1)
+    restored = {**layers, names[0]: {"top_k": 1.0}}
+    every_tile, _ = run(name, preset(name, "stack", every_step=True, **{"skip.layers": restored}))
+    assert (every_tile - plain).norm() < 1e-5 * plain.norm()
+
+
+@every_scope
+@every_pipeline
+def test_blocks_draw_by_their_own_settings(name, scope, spy):
+    """A block's changes reach its own draws, on computed steps and for DISPATCH steps alike."""
+    with accelerated(pipeline(name), preset(name, scope)) as pipe:
+        last = pipe.dit_accel.report().layers[-1]
+    layers = {last: {"policy": "fg_attn", "mask": "average_query"}}
+    _, report = run(name, preset(name, scope, **{"skip.layers": layers}))
+    own = [config for config in spy.drawn if config.policy == "fg_attn"]
+    assert {config.policy for config in spy.drawn} == {"sparge", "fg_attn"}
+    assert len(own) * len(report.layers) == len(spy.drawn)
+    with_slices = [plan.slices is not None for plan, _ in spy.attended]
+    assert with_slices.count(True) * len(report.layers) == len(with_slices)
+
+
+@pytest.mark.parametrize(
+    "overrides, options",
+    [
+        ({"skip.pv_threshold": -3.0}, {"pv_threshold": -3.0, "qk_dtype": None}),
+        ({"kernels.qk_dtype": "int8"}, {"pv_threshold": None, "qk_dtype": "int8"}),
+        ({"skip.pv_threshold": -3.0, "kernels.qk_dtype": "int8"}, {"pv_threshold": -3.0, "qk_dtype": "int8"}),
+    ],
+    ids=["lambda", "int8", "both"],
+)
+@every_pipeline
+def test_kernel_options_reach_every_step(name, overrides, options, spy):
+    """Computed steps and DISPATCH steps attend with them, and the result differs by what they leave out or round."""
+    exact, _ = run(name, preset(name, "head"))
+    plain_options = len(spy.attended)
+    result, report = run(name, preset(name, "head", **overrides))
+    assert report.steps_by_mode["dispatch"] == 3 and report.steps_by_mode["update"] == 3
+    with_options = spy.attended[plain_options:]
+    assert len(with_options) == (STEPS - 1) * len(report.layers)
+    assert all(options.items() <= given.items() for _, given in with_options)
+    assert 0 < (result - exact).norm() < 0.2 * exact.norm()
+
+
+# The residual
+
+
+@every_scope
+@every_pipeline
+def test_residual_stands_for_what_kept_masks_leave_out(name, scope):
+    """Steps that draw are dense, and counted beside their sparse attention; the others come closer to a plain run."""
+    plain, kept = call(name), {"skip.refresh": 3}
+    without, _ = run(name, preset(name, scope, every_step=True, **kept))
+    result, report = run(name, preset(name, scope, every_step=True, **kept, **{"skip.residual": True}))
+    assert 0 < (result - plain).norm() < 0.5 * (without - plain).norm()
+    densities = {step: density for density, step in ((each.density, each.step) for each in report.attentions)}
+    assert all(densities[step] == pytest.approx(1 + densities[step + 1]) for step in (1, 4))
+    assert 0 < report.cache_bytes <= report.estimated_bytes
+
+
+def test_a_step_that_draws_under_a_residual_is_dense():
+    """Where masks are drawn once, at the last step, the result is the plain pipeline's."""
+    plain = call("wan")
+    drawn_last = {"schedule.warmup": STEPS - 1, "skip.refresh": 4, "skip.residual": True}
+    result, report = run("wan", preset("wan", "stack", every_step=True, **drawn_last))
+    assert (result - plain).norm() < 1e-5 * plain.norm()
+    assert len(report.attentions) == len(report.layers)
+
+
+def test_residuals_are_kept_as_float8():
+    """`memory.history_dtype` is theirs too, and what is expected is what they take."""
+    sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
+    _, report = run("wan", preset("wan", "stack", every_step=True, **sections))
+    _, whole = run("wan", preset("wan", "stack", every_step=True, **sections | {"memory.history_dtype": None}))
+    assert report.cache_bytes == report.estimated_bytes < 0.6 * whole.cache_bytes
+
+
+# The guard
+
+GUARD_POLICIES = {
+    "sparge": {"top_k": 0.4},
+    "sla": {"critical": 0.3},
+    "fg_attn": {"key_threshold": 1.0},
+    "static": {"window": 96},
+}
+
+
+def guarded(scope, policy="sparge", **skip):
+    """Wan, whose tokens hold no text: with enough guard rows the guard sees all of them."""
+    section = {"policy": policy, "steps": "all", "guard_rows": 100, **GUARD_POLICIES[policy], **skip}
+    wanted = preset("wan", scope, every_step=scope == "stack")
+    return wanted.model_copy(update={"skip": load_preset("any-video-balanced", model="wan", skip=section).skip})
+
+
+def errors_of(report):
+    return [each.error for each in report.attentions]
+
+
+@pytest.fixture
+def true_errors(monkeypatch):
+    """Relative L2 error of every sparse attention against float64, in the order of calls."""
+    errors, original = [], sparse_site.attention
+
+    def attention(q, k, v, plan, **options):
+        o = original(q, k, v, plan, **options)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5
+        dense = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
+        errors.append(((o - dense).norm() / dense.norm()).item())
+        return o
+
+    monkeypatch.setattr(sparse_site, "attention", attention)
+    return errors
+
+
+@pytest.mark.parametrize("policy", GUARD_POLICIES)
+def test_guard_measures_against_dense_attention(policy, true_errors):
+    """Over all rows its error is that of every computed call against float64; the result is as without a guard."""
+    plain, without = run("wan", guarded("stack", policy, guard_rows=0), height=96, width=96)
+    count = len(true_errors)
+    result, report = run("wan", guarded("stack", policy), height=96, width=96)
+    assert torch.equal(result, plain)
+    assert errors_of(without) == [None] * count
+    assert errors_of(report) == pytest.approx(true_errors[count:], rel=1e-3, abs=1e-5)
+    assert [(each.layer, each.density) for each in report.attentions] == [
+        (each.layer, each.density) for each in without.attentions
+    ]
+    assert max(errors_of(report)) > 0.001
+
+
+@every_pipeline
+def test_guard_rows_are_counted_as_computed(name):
+    """Their dense attention adds their share of all queries to the block's FLOPs."""
+    reports = [run(name, preset(name, "stack", every_step=True, **{"skip.guard_rows": rows}))[1] for rows in (0, 1)]
+    assert reports[1].computed_fraction > reports[0].computed_fraction
+    assert reports[1].left_out == reports[0].left_out
+
+
+@pytest.mark.parametrize("scope", ["stack", "head"])
+def test_guard_tightens_until_the_target_is_met(scope):
+    """Sites begin above their target, and come back under it; tiles are few here, so they swing about it."""
+    target = 0.1
+    wanted = guarded(scope, guard_error=target)
+    with accelerated(pipeline("wan"), wanted) as pipe:
+        first = call("wan", height=96, width=96)
+        report = pipe.dit_accel.report()
+        assert torch.equal(call("wan", height=96, width=96), first)  # the next run starts afresh
+        assert pipe.dit_accel.report().attentions == report.attentions
+    errors, blocks = errors_of(report), len(report.layers)
+    assert min(errors[:blocks]) > target > sum(errors[-blocks:]) / blocks
+
+
+def test_guard_ends_masks_that_pass_its_target():
+    """Under a residual, masks and residual are drawn anew after the first step whose error is too large."""
+    wanted = guarded("stack", refresh=100, residual=True)
+    _, kept = run("wan", wanted, height=96, width=96)
+    target = 0.2 * max(each.error for each in kept.attentions if each.error is not None)
+    _, held = run("wan", guarded("stack", refresh=100, residual=True, guard_error=target), height=96, width=96)
+    drawn = [[each.step for each in report.attentions if each.error is None] for report in (kept, held)]
+    blocks = len(kept.layers)
+    assert drawn[0] == [1] * blocks and len(drawn[1]) > blocks
+    assert all(
+        (block, step + 1) in {(each.layer, each.step) for each in held.attentions if each.error is None}
+        for block, step in ((each.layer, each.step) for each in held.attentions if (each.error or 0.0) > target)
+        if step + 1 < STEPS
+    )
+
+
+@every_pipeline
+def test_unknown_block_is_an_error_before_anything_changes(name):
+    """The message lists the pipeline's blocks, and what was accelerated before stays so."""
+    wanted = preset(name, "stack", **{"skip.layers": {"blocks.99": {"policy": "none"}}})
+    pipe = accelerate_pipeline(pipeline(name), preset(name, "stack"))
+    before, block = pipe.dit_accel, pipe.dit_accel.report().layers[0]
+    with pytest.raises(PresetError, match=f"skip.layers .* names blocks.99, and this pipeline's blocks are {block}"):
+        accelerate_pipeline(pipe, wanted)
+    assert pipe.dit_accel is before
+    restore_pipeline(pipe)

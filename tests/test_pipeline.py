@@ -1,0 +1,403 @@
+"""Accelerating and restoring whole pipelines: exactness, isolation of runs, and ten kinds of abuse."""
+
+import warnings
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.hooks import HookRegistry, ModelHook
+
+from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
+from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.loop.tracker import SchedulerClock
+from dit_accel.tools.testing import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
+
+STEPS = 12
+CLOSED_LOOP = load_preset("any-turbo")
+HEADS = load_preset(
+    "flux-flashomni",
+    schedule={"warmup": 2, "interval": 3},
+    blocks={"size": 64},
+    reuse={"tau_q": 0.9, "ramp": 0.3},
+)
+LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
+# tests/test_video_pipelines.py asks more of every video pipeline.
+OTHERS = [name for name in TINY_PIPELINES if name not in VIDEO_PIPELINES]
+FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "stack"), (LAYERS, "layer"), (HEADS, "head"))]
+
+
+@pytest.fixture
+def pipe():
+    return tiny_pipeline("flux")
+
+
+def call(pipe, name="flux", steps=STEPS, **overrides):
+    return tiny_output(pipe, name, steps=steps, **overrides)
+
+
+def fresh(preset, **overrides):
+    """What a newly built pipeline gives in its first call."""
+    return call(accelerate_pipeline(tiny_pipeline("flux"), preset), **overrides)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_exact_and_restored_are_bit_identical(name):
+    """Preset exact gives the plain bits; so does the pipeline once restored, and nothing of us is left on it."""
+    pipe = tiny_pipeline(name)
+    plain = call(pipe, name)
+    attributes = {key: set(vars(module)) for key, module in _modules(pipe)}
+    accelerate_pipeline(pipe, "exact")
+    assert torch.equal(call(pipe, name), plain)
+    assert pipe.dit_accel.report().computed_fraction == 1.0
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    call(pipe, name)
+    restore_pipeline(pipe)
+    assert torch.equal(call(pipe, name), plain)
+    assert {key: set(vars(module)) for key, module in _modules(pipe)} == attributes
+    assert not hasattr(pipe, "dit_accel")
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "wan", "wan22", "hunyuan", "framepack"])
+def test_closed_loop_skips_steps_and_stays_close(name):
+    """Scope stack serves every family: fewer computed steps, nearly the plain result, the same in a second run."""
+    pipe = tiny_pipeline(name)
+    plain = call(pipe, name, steps=30)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    first = call(pipe, name, steps=30)
+    report = pipe.dit_accel.report()
+    assert report.computed_fraction < 0.75
+    assert float((first - plain).norm() / plain.norm()) < 0.05
+    assert torch.equal(call(pipe, name, steps=30), first)
+    assert all(note.startswith("nothing corrected") for note in report.notes) and report.fallbacks == []
+
+
+def test_accelerating_is_faster_on_a_cpu(pipe):
+    """A forecast step costs a small part of a computed one."""
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    call(pipe, steps=30, height=320, width=320)
+    steps = pipe.dit_accel.report().steps
+    computed = sorted(step.seconds for step in steps if step.mode != "dispatch")
+    forecast = sorted(step.seconds for step in steps if step.mode == "dispatch")
+    assert forecast[len(forecast) // 2] < 0.2 * computed[len(computed) // 2]
+
+
+@pytest.mark.parametrize("preset", FLUX_PRESETS)
+def test_changed_resolution_steps_and_prompt_equal_fresh_runs(preset):
+    """Abuse: whatever the last call was, the next equals one of a fresh process."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
+    call(pipe)
+    assert torch.equal(call(pipe, height=112, width=96), fresh(preset, height=112, width=96))
+    assert torch.equal(call(pipe, steps=7), fresh(preset, steps=7))
+    assert torch.equal(call(pipe, prompt="another prompt"), fresh(preset, prompt="another prompt"))
+
+
+@pytest.mark.parametrize("preset", FLUX_PRESETS)
+def test_exception_in_a_callback_leaves_the_next_run_clean(preset):
+    """Abuse: a run that dies in the middle hands nothing on."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
+
+    def explode(pipe, step, timestep, tensors):
+        if step == 6:
+            raise RuntimeError("callback failed")
+        return tensors
+
+    with pytest.raises(RuntimeError, match="callback failed"):
+        call(pipe, callback_on_step_end=explode)
+    assert torch.equal(call(pipe), fresh(preset))
+
+
+@pytest.mark.parametrize("preset", FLUX_PRESETS)
+def test_interrupt_leaves_the_next_run_clean(preset):
+    """Abuse: ``pipe._interrupt`` stops a run; the next is whole."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
+
+    def interrupt(pipe, step, timestep, tensors):
+        pipe._interrupt = step == 6
+        return tensors
+
+    call(pipe, callback_on_step_end=interrupt)
+    assert len(pipe.dit_accel.report().steps) == 7
+    assert torch.equal(call(pipe), fresh(preset))
+
+
+def test_exception_inside_the_transformer_drops_its_caches(pipe):
+    """A failing block ends the run, and no call is left open."""
+    accelerate_pipeline(pipe, HEADS)
+    block = pipe.transformer.single_transformer_blocks[1]
+
+    def explode(*args):
+        if pipe.scheduler.step_index == 5:
+            raise RuntimeError("block failed")
+
+    handle = block.norm.register_forward_hook(explode)
+    with pytest.raises(RuntimeError, match="block failed"):
+        call(pipe)
+    handle.remove()
+    assert torch.equal(call(pipe), fresh(HEADS))
+
+
+def test_accelerating_twice_replaces_the_preset(pipe):
+    """Abuse: the new preset takes the old one's place, and one restore undoes both."""
+    plain = call(pipe)
+    accelerate_pipeline(accelerate_pipeline(pipe, HEADS), CLOSED_LOOP)
+    assert pipe.dit_accel.preset == CLOSED_LOOP
+    assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
+    restore_pipeline(pipe)
+    assert torch.equal(call(pipe), plain)
+
+
+def test_two_pipelines_over_one_transformer_replace_each_other(pipe):
+    """A transformer has one acceleration, whoever asked for it last."""
+    other = type(pipe)(**pipe.components)
+    accelerate_pipeline(pipe, HEADS)
+    accelerate_pipeline(other, CLOSED_LOOP)
+    assert not hasattr(pipe, "dit_accel")
+    assert torch.equal(call(other), fresh(CLOSED_LOOP))
+
+
+def test_restoring_twice_does_nothing(pipe):
+    """Abuse: restoring a plain pipeline, or one that is restored already, is harmless."""
+    plain = call(pipe)
+    restore_pipeline(pipe)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    acceleration = pipe.dit_accel
+    acceleration.restore()
+    acceleration.restore()
+    restore_pipeline(pipe)
+    assert torch.equal(call(pipe), plain)
+
+
+def test_unknown_preset_key_changes_nothing(pipe):
+    """Abuse: a wrong key is an error that lists the right ones, and the pipeline keeps what it had."""
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    with pytest.raises(
+        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: scope"
+    ):
+        accelerate_pipeline(pipe, "flux-balanced", **{"forecast.ordre": 2})
+    assert pipe.dit_accel.preset == CLOSED_LOOP
+    assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
+
+
+def test_threshold_out_of_range(pipe):
+    """Abuse: τ beyond 1 is refused with its range and what came."""
+    with pytest.raises(PresetError, match=r"reuse.tau_q: Input should be less than or equal to 1, got 1.5"):
+        accelerate_pipeline(pipe, "flux-flashomni", **{"reuse.tau_q": 1.5})
+    assert not hasattr(pipe, "dit_accel")
+
+
+def test_unsupported_pipeline():
+    """Abuse: something that is no transformer pipeline is refused by name."""
+    with pytest.raises(UnsupportedError, match="component named transformer or transformer_2, got Namespace"):
+        accelerate_pipeline(type("Namespace", (), {})(), "any-balanced")
+
+
+def test_preset_of_another_family():
+    """A FLUX preset on another model names what would fit."""
+    with pytest.raises(UnsupportedError, match=r"is for flux models, and SD3Transformer2DModel is not one; .* 'any-'"):
+        accelerate_pipeline(tiny_pipeline("sd3"), "flux-balanced")
+
+
+def test_accelerated_restores_whatever_happens(pipe):
+    """The context manager puts back the earlier preset, or none."""
+    with pytest.raises(RuntimeError, match="inside"), accelerated(pipe, HEADS):
+        raise RuntimeError("inside")
+    assert not hasattr(pipe, "dit_accel")
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    with accelerated(pipe, "exact") as inside:
+        assert inside is pipe and pipe.dit_accel.preset.name == "exact"
+    assert pipe.dit_accel.preset == CLOSED_LOOP
+
+
+def test_scheduler_that_repeats_timesteps_runs_densely():
+    """Heun's two stages share a timestep: every step is computed, and the report says why."""
+    pipe = tiny_pipeline("sd3")
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    plain = call(pipe, "sd3", steps=6)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    assert torch.equal(call(pipe, "sd3", steps=6), plain)
+    report = pipe.dit_accel.report()
+    assert report.computed_fraction == 1.0
+    assert report.notes == ["every step computed: FlowMatchHeunDiscreteScheduler repeats timesteps (order 2)"]
+
+
+def test_offload_hooks_keep_working(pipe):
+    """Model offload takes its hooks off and on after each call; ours stay beneath them."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    plain = call(pipe)
+    for accelerate_first in (True, False):
+        if accelerate_first:
+            accelerate_pipeline(pipe, CLOSED_LOOP)
+        add_hook_to_module(pipe.transformer, ModelHook())
+        if not accelerate_first:
+            accelerate_pipeline(pipe, CLOSED_LOOP)
+        for _ in range(2):
+            assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
+            remove_hook_from_module(pipe.transformer)
+            add_hook_to_module(pipe.transformer, ModelHook())
+        restore_pipeline(pipe)
+        assert torch.equal(call(pipe), plain)
+        assert hasattr(pipe.transformer, "_hf_hook")
+        remove_hook_from_module(pipe.transformer)
+        assert torch.equal(call(pipe), plain)
+
+
+def test_own_loop_with_accelerate_transformer(pipe):
+    """A caller's own denoising loop is accelerated by its timesteps alone, run after run."""
+    transformer, timesteps = pipe.transformer, torch.linspace(1.0, 0.05, 20)
+    context, pooled, _ = pipe.encode_prompt("a fox", "a fox", max_sequence_length=24)
+    ids = torch.zeros(40, 3)
+    ids[:, 1] = torch.arange(40)
+
+    def loop():
+        x = torch.randn(1, 40, transformer.config.in_channels, generator=torch.Generator().manual_seed(0))
+        for index, timestep in enumerate(timesteps):
+            velocity = transformer(
+                hidden_states=x, encoder_hidden_states=context, pooled_projections=pooled, timestep=timestep.expand(1),
+                img_ids=ids, txt_ids=torch.zeros(24, 3), guidance=torch.ones(1),
+            ).sample  # fmt: skip
+            following = timesteps[index + 1] if index + 1 < len(timesteps) else 0.0
+            x = x + (following - timestep) * velocity
+        return x
+
+    with torch.no_grad():
+        plain = loop()
+        acceleration = accelerate_transformer(transformer, CLOSED_LOOP, timesteps)
+        first, second = loop(), loop()
+        assert acceleration.report().computed_fraction < 0.8
+        assert torch.equal(first, second)
+        assert float((first - plain).norm() / plain.norm()) < 0.05
+        acceleration.restore()
+        assert torch.equal(loop(), plain)
+
+
+def test_scheduler_without_a_step_index_counts_timesteps():
+    """DDIM keeps no step index; steps follow the timesteps, two branches at one timestep are one step."""
+    pipe = tiny_pipeline("cogvideox")
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    assert not hasattr(pipe.scheduler, "step_index")
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    call(pipe, "cogvideox", steps=9)
+    assert [step.index for step in pipe.dit_accel.report().steps] == list(range(9))
+
+
+def test_report_reads_well_and_serialises(pipe):
+    """The report's JSON has the promised keys and its text the promised facts."""
+    import json
+
+    accelerate_pipeline(pipe, HEADS)
+    call(pipe)
+    report = pipe.dit_accel.report()
+    values = json.loads(json.dumps(report.to_json()))
+    assert {"computed_fraction", "steps_by_mode", "density", "fallbacks", "seconds", "cache_bytes"} <= set(values)
+    assert len(values["density"]) == len(values["layers"]) == 4
+    assert all(len(row) == STEPS for row in values["density"])
+    assert values["cache_bytes"] > 0 and values["seconds"] > 0
+    for fact in ("computed fraction", "cache memory", "3 full", "flux-flashomni on flux"):
+        assert fact in str(report)
+
+
+def _modules(pipe):
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            yield from ((f"{name}.{key}", module) for key, module in component.named_modules())
+
+
+@pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
+def test_loop_that_begins_in_the_middle_counts_from_there(rounding):
+    """Video-to-video starts mid-schedule without telling the scheduler; its first is step 0 of what remains."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler.set_timesteps(20)
+    clock, sample, ticks = SchedulerClock(lambda: scheduler), torch.zeros(1, 4), []
+    for timestep in scheduler.timesteps[8:]:
+        ticks.append(clock.read(timestep.to(rounding)))
+        sample = scheduler.step(torch.zeros(1, 4), timestep, sample).prev_sample
+    assert [tick.step for tick in ticks] == list(range(12))
+    assert {tick.steps for tick in ticks} == {12}
+
+
+def test_branch_that_begins_late_is_measured_before_it_is_forecast():
+    """SD3's skip-layer guidance adds a call after some steps: its first two are computed and all stays close."""
+    pipe = tiny_pipeline("sd3")
+    guidance = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.3, "skip_layer_guidance_stop": 0.9}
+    plain = call(pipe, "sd3", steps=30, **guidance)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    result = call(pipe, "sd3", steps=30, **guidance)
+    assert pipe.dit_accel.report().computed_fraction < 0.8
+    assert float((result - plain).norm() / plain.norm()) < 0.05
+
+
+@pytest.mark.parametrize("preset", [pytest.param(LAYERS, id="layer"), pytest.param(HEADS, id="head")])
+def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
+    """A hook of diffusers that was there first (group offload, say) is called at every step, and the report says so."""
+
+    class Counter(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    counter = Counter()
+    HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0]).register_hook(counter, "counter")
+    accelerate_pipeline(pipe, preset)
+    call(pipe)
+    assert counter.calls == STEPS
+    assert pipe.dit_accel.report().fallbacks == [
+        {"site": "transformer_blocks.0", "reason": "another hook of diffusers lies on the block: counter"}
+    ]
+    restore_pipeline(pipe)
+    assert list(pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks) == ["counter"]
+
+
+def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
+    """Another pipeline's loop over an accelerated transformer, with its own scheduler, gets computed outputs only."""
+    other = type(pipe)(**{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
+    plain = call(other)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    pipe.scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=1.0)
+    assert torch.equal(call(other), plain)
+    assert pipe.dit_accel.report().notes == ["branch called twice at step 0: caches dropped"]
+
+
+def test_outputs_may_hold_what_is_no_tensor():
+    """An output with a None beside the sample is forecast with the None in its place."""
+
+    class Transformer(torch.nn.Module):
+        def forward(self, hidden_states, timestep):
+            return hidden_states * timestep, None
+
+    transformer, timesteps = Transformer(), [float(t) for t in range(10, 0, -1)]
+    accelerate_transformer(transformer, CLOSED_LOOP, timesteps, **{"schedule.target_error": 0.05})
+    outputs = [transformer(torch.ones(1, 3), timestep=timestep) for timestep in timesteps]
+    assert all(extra is None for _, extra in outputs)
+    assert [float(sample.mean()) for sample, _ in outputs] == pytest.approx(timesteps)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU makes the host wait")
+@pytest.mark.parametrize("preset", ["flux-turbo", "flux-sparge-balanced"])
+def test_the_host_waits_once_a_computed_call(preset):
+    """Errors and densities are read together; a forecast step reads nothing."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux").to("cuda", torch.bfloat16), preset)
+    waits = []
+    forward = pipe.transformer.forward
+
+    def counted(*args, **kwargs):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                waits.append(sum("synchroniz" in str(each.message) for each in caught))
+
+    pipe.transformer.forward = counted
+    try:
+        for _ in range(2):  # the first call of all also compiles
+            waits.clear()
+            call(pipe, steps=20)
+    finally:
+        pipe.transformer.forward = forward
+    computed = [step.mode != "dispatch" for step in pipe.dit_accel.report().steps]
+    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has nothing to be judged by

@@ -1,0 +1,154 @@
+"""Methods measured on a tiny pipeline: every peer runs, leaves nothing behind, and a method that does is found out."""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.presets import load_preset
+from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, fixed_schedules, our_methods, peer_methods, spread
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from dit_accel.tools.tune.runs import IDENTICAL
+
+STEPS = 6
+OWN = ("prompt", "generator", "output_type")
+
+
+def make_bench(name: str = "flux", load=None, **changes) -> Bench:
+    call = tiny_inputs(name, **{"steps": STEPS, "height": 32, "width": 32, **changes})
+    arguments = {key: value for key, value in call.items() if key not in OWN}
+    return Bench(load or (lambda: tiny_pipeline(name)), arguments, [Prompt("a red fox", 0)], Prompt("snow", 1))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return make_bench()
+
+
+@pytest.fixture(scope="module")
+def guided_bench():
+    return make_bench("wan")
+
+
+@contextmanager
+def nothing(subject):
+    yield {}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
+    """It computes no more than a plain run, and the pipeline need not be loaded again afterwards."""
+    methods, left_out = peer_methods(bench.pipe, STEPS, [peer])
+    if left_out:
+        pytest.skip(left_out[peer])
+    assert len(methods) >= 3 and len({method.name for method in methods}) == len(methods)
+    pipe = bench.pipe
+    row = bench.measure(methods[0])
+    assert "error" not in row and not row["reloaded"], row
+    assert 0 < row["computed_fraction"] <= 1 and row["seconds"] > 0 and row["fraction_from"] == "leaves"
+    assert bench.pipe is pipe and isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
+
+
+@pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache"])
+def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
+    """Where branches run one after the other, peers that know one state keep one for each."""
+    assert guided_bench.subject.branches == 2
+    row = guided_bench.measure(spread(peer_methods(guided_bench.pipe, STEPS, [peer])[0], 1)[0])
+    assert "error" not in row and not row["reloaded"], row
+
+
+def test_a_plain_run_is_its_own_equal(bench):
+    """A method that does nothing computes everything and gives the same picture."""
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
+    assert row["left_behind"] == {} and bench.repeats
+
+
+def test_what_a_method_leaves_is_taken_off(bench):
+    """An attribute that stays on a block is named, and plain runs are as before without a reload."""
+
+    @contextmanager
+    def careless(subject):
+        block = subject.pipe.transformer.transformer_blocks[0]
+        block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
+        yield {}
+
+    row = bench.measure(Method("careless", "careless", careless))
+    assert row["left_behind"] == {"forward": 1} and not row["reloaded"]
+    assert row["computed_fraction"] < 1
+
+
+def test_changed_weights_make_the_pipeline_load_again():
+    """What no attribute shows, the repeated first steps do; the old pipeline is gone before the new one comes."""
+    loaded = []
+
+    def load():
+        assert all(transformer() is None for transformer in loaded)
+        pipe = tiny_pipeline("flux")
+        loaded.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    bench = make_bench(load=load)
+
+    @contextmanager
+    def vandal(subject):
+        with torch.no_grad():
+            subject.pipe.transformer.proj_out.weight.mul_(2)
+        yield {}
+
+    assert bench.measure(Method("vandal", "vandal", vandal))["reloaded"]
+    assert len(loaded) == 2
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert (row["computed_fraction"], row["psnr_db"], row["reloaded"]) == (1.0, IDENTICAL, False)
+
+
+def test_a_method_that_fails_is_a_row_with_its_error(bench):
+    """The comparison goes on after it."""
+
+    @contextmanager
+    def failing(subject):
+        yield {"height": "tall"}
+
+    row = bench.measure(Method("failing", "failing", failing))
+    assert "TypeError" in row["error"] and "psnr_db" not in row and not row["reloaded"]
+
+
+def test_our_presets_and_a_sweep_of_the_target(bench):
+    """Closed-loop presets are ours, fixed schedules on our engine are rivals; head scopes tell their own work."""
+    methods = our_methods(bench.pipe, ["flux-turbo", "flux-flashomni", "flux-taylorseer"], "flux-balanced")
+    assert [method.ours for method in methods[:3]] == [True, False, False]
+    assert [method.reports_work for method in methods[:3]] == [False, True, True]
+    assert all(method.ours and "target_error=" in method.name for method in methods[3:])
+    assert not any(method.ours for method in fixed_schedules(bench.pipe))
+    row = bench.measure(methods[1])
+    assert row["fraction_from"] == "report" and "error" not in row
+    with pytest.raises(UnsupportedError, match="is for wan models"):
+        our_methods(bench.pipe, ["wan21-turbo"])
+
+
+def test_a_digest_tells_what_a_preset_holds(bench):
+    """Any value that has an effect changes it, name and description do not; rows carry it."""
+
+    def digest(**changes):
+        return our_methods(bench.pipe, [load_preset("any-balanced", **changes)])[0].digest
+
+    assert digest(description="another") == digest() != digest(**{"schedule.warmup": 7})
+    assert len({method.digest for method in our_methods(bench.pipe, [], "any-balanced")}) > 3
+    assert bench.measure(Method("nothing", "nothing", nothing, digest="held"))["digest"] == "held"
+
+
+def test_settings_are_spread_over_a_sweep():
+    """The first and the last are among them; one is from the middle."""
+    sweep = [Method("s", str(i), nothing) for i in range(10)]
+    assert [method.name for method in spread(sweep, 4)] == ["0", "3", "6", "9"]
+    assert [method.name for method in spread(sweep, 1)] == ["5"]
+    assert spread(sweep, None) == spread(sweep, 12) == sweep
+
+
+def test_an_unknown_peer_is_refused(bench):
+    """The message lists those that there are."""
+    with pytest.raises(UnsupportedError, match="'magic' is no peer; there are taylorseer, "):
+        peer_methods(bench.pipe, STEPS, ["magic"])

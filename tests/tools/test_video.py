@@ -1,0 +1,121 @@
+"""Clips on disk: what was written is what is read, and the files are what players expect."""
+
+import subprocess
+import sys
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+from PIL import Image
+
+from dit_accel.errors import ShapeError
+from dit_accel.tools.metrics import psnr
+from dit_accel.tools.video import as_clip, foreign_files, is_folder_of_frames, read_clip, write_clip
+
+
+def moving_square(frames: int = 5, height: int = 48, width: int = 64) -> np.ndarray:
+    """A white square that moves right over a grey slope."""
+    clip = np.zeros((frames, height, width, 3), np.uint8)
+    clip[...] = np.linspace(40, 120, width, dtype=np.uint8)[:, None]
+    for index, frame in enumerate(clip):
+        frame[16:32, 4 + 8 * index : 20 + 8 * index] = 255
+    return clip
+
+
+def test_a_folder_of_frames_keeps_every_bit(tmp_path):
+    """Frames are numbered from 0000 and come back in order, more than ten of them too."""
+    clip = moving_square(12)
+    write_clip(clip, tmp_path / "frames", fps=8)
+    assert sorted(path.name for path in (tmp_path / "frames").iterdir()) == [f"{i:04d}.png" for i in range(12)]
+    np.testing.assert_array_equal(read_clip(tmp_path / "frames"), clip)
+
+
+def test_a_shorter_clip_replaces_a_longer_one(tmp_path):
+    """No frame of an earlier clip stays in its folder."""
+    write_clip(moving_square(5), tmp_path / "frames", fps=8)
+    write_clip(moving_square(3), tmp_path / "frames", fps=8)
+    assert len(read_clip(tmp_path / "frames")) == 3
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "CLIP.MP4", "clip.gif"])
+def test_a_file_holds_every_frame_nearly_unchanged(tmp_path, name):
+    """Number, size and order of the frames are kept; what the format loses stays above 30 dB."""
+    clip = moving_square()
+    write_clip(clip, tmp_path / name, fps=8)
+    assert psnr(read_clip(tmp_path / name), clip) > 30
+
+
+@pytest.mark.parametrize("fps", [5, 16, 23.976], ids=str)
+def test_mp4_has_the_frame_rate_asked_for_and_plays_anywhere(tmp_path, fps):
+    """H.264 in yuv420p, the pair that every browser takes."""
+    write_clip(moving_square(8), tmp_path / "clip.mp4", fps=fps)
+    facts = imageio.immeta(tmp_path / "clip.mp4", plugin="FFMPEG")
+    assert facts["fps"] == pytest.approx(fps, abs=0.01)
+    assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
+
+
+@pytest.mark.parametrize(("fps", "duration"), [(8, 120), (15, 70), (24, 40), (30, 30), (60, 20), (100, 20)])
+def test_gif_loops_at_nearly_the_frame_rate_asked_for(tmp_path, fps, duration):
+    """A frame lasts the whole hundredths of a second nearest to 1 / fps, two at least; the clip starts again."""
+    write_clip(moving_square(), tmp_path / "clip.gif", fps=fps)
+    with Image.open(tmp_path / "clip.gif") as gif:
+        assert (gif.info["duration"], gif.info["loop"], gif.n_frames) == (duration, 0, 5)
+
+
+def test_odd_sides_of_an_mp4_repeat_their_last_pixels(tmp_path):
+    """yuv420p halves both sides, so they must be even."""
+    write_clip(moving_square(height=47, width=63), tmp_path / "clip.mp4", fps=8)
+    read = read_clip(tmp_path / "clip.mp4")
+    assert read.shape == (5, 48, 64, 3)
+    assert psnr(read[:, :47, :63], moving_square(height=47, width=63)) > 30
+
+
+def test_as_clip_rounds_and_saturates():
+    """Floats of 0..1 become the nearest of 0..255."""
+    frames = np.array([-0.1, 0.0, 0.5 / 255 + 1e-6, 1.0, 1.2]).reshape(1, 1, 5, 1).repeat(3, axis=3)
+    assert as_clip(frames)[0, 0, :, 0].tolist() == [0, 0, 1, 255, 255]
+
+
+def test_which_names_are_folders(tmp_path):
+    """A name without suffix is a folder to be made; an existing folder is one whatever its name, or when told so."""
+    (tmp_path / "run.1").mkdir()
+    paths = ("frames", "run.1", "clip.mp4", "clip.png")
+    assert [is_folder_of_frames(tmp_path / name) for name in paths] == [True, True, False, False]
+    write_clip(moving_square(), tmp_path / "run.2", fps=8, folder=True)
+    assert len(read_clip(tmp_path / "run.2")) == 5
+
+
+def test_files_that_are_no_frames_are_named(tmp_path):
+    """Pictures numbered from 0000 to the first gap are frames; whatever else lies there is not, and is left alone."""
+    write_clip(moving_square(3), tmp_path, fps=8)
+    others = ["0007.png", "1.png", "12345.png", "notes.txt"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert foreign_files(tmp_path) == others
+    write_clip(moving_square(2), tmp_path, fps=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.png", "0001.png", *others]
+    assert foreign_files(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize(
+    ("clip", "name", "message"),
+    [
+        (moving_square() / 255.0, "clip.mp4", r"uint8 \[frames, height, width, 3\], got float64"),
+        (moving_square()[0], "clip.mp4", r"got uint8 \[48, 64, 3\]"),
+        (moving_square()[:0], "clip.gif", r"got uint8 \[0, 48, 64, 3\]"),
+        (moving_square(), "clip.avi", "must end in .mp4 or .gif or be a folder"),
+    ],
+    ids=["floats", "a-picture", "no-frames", "suffix"],
+)
+def test_what_is_no_clip_is_refused(tmp_path, clip, name, message):
+    """Each error says what is needed and what came, and nothing is written."""
+    with pytest.raises(ShapeError, match=message):
+        write_clip(clip, tmp_path / name, fps=8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_loads_no_imageio():
+    """imageio is imported by the functions that read or write with it."""
+    subprocess.run(
+        [sys.executable, "-c", "import sys, dit_accel.tools.video; sys.exit('imageio' in sys.modules)"], check=True
+    )

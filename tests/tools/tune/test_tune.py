@@ -1,0 +1,304 @@
+"""Whole tunings of tiny pipelines, and of the demo model in a few steps: what they find, write and survive."""
+
+import functools
+import json
+import statistics
+
+import pytest
+import torch
+import yaml
+from diffusers import DiffusionPipeline
+
+from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel.errors import PresetError, TuningError
+from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
+from dit_accel.tools.metrics import latent_error, psnr
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from dit_accel.tools.tune import split_prompts, tune
+from dit_accel.tools.tune.result import computed_fraction
+
+PROMPTS = ["a red fox", "two blue whales asleep", "a green heart", "snow"]
+FORECASTS = {"schedule.target_error": 0.3, "schedule.warmup": 2}  # random weights forecast badly; this lets them
+
+pipeline = functools.cache(tiny_pipeline)
+
+
+def arguments(name: str, **changes) -> dict:
+    own = ("prompt", "generator", "output_type")
+    call = tiny_inputs(name, **{"steps": 6, "height": 32, "width": 32, **changes})
+    return {key: value for key, value in call.items() if key not in own}
+
+
+def tuned(name: str = "flux", preset: str = "flux-balanced", **changes):
+    settings = {"prompts": PROMPTS, "arguments": arguments(name), "evaluations": 3, **FORECASTS, **changes}
+    if not {"target_psnr", "target_error"} & settings.keys():
+        settings["target_psnr"] = 30
+    return tune(pipeline(name), preset, **settings)
+
+
+@functools.cache
+def usual_result():
+    return tuned()
+
+
+class Interrupt(Exception):
+    pass
+
+
+def counting(after: int | None = None):
+    """A progress callback that lists what it is told, and raises at one call."""
+    told = []
+
+    def progress(phase, made, expected):
+        told.append(phase)
+        assert made < expected
+        if len(told) - 1 == after:
+            raise Interrupt
+
+    return progress, told
+
+
+def measured_anew(name: str, preset, index: int) -> tuple[float, float, float]:
+    """PSNR, latent error and computed fraction of one prompt's run, by plain calls of the pipeline."""
+    made = []
+    for choice in (None, preset):
+        latents = []
+
+        def keep(pipe, step, timestep, tensors, latents=latents):
+            latents[:] = [tensors["latents"]]
+            return tensors
+
+        call = {"prompt": PROMPTS[index], "generator": torch.Generator().manual_seed(index), "output_type": "np"}
+        with accelerated(pipeline(name), choice or "exact") as pipe:
+            frames = pipe(**arguments(name), **call, callback_on_step_end=keep)[0]
+            made.append(((frames * 255).round().astype("uint8"), latents[0], pipe.dit_accel.report().computed_fraction))
+    (plain, plain_latents, _), (fast, fast_latents, fraction) = made
+    return psnr(fast, plain), latent_error(fast_latents, plain_latents), fraction
+
+
+def test_figures_are_those_of_the_pipelines_own_runs():
+    """The target is met on the held-out prompts, and what the result says of them is what plain calls give."""
+    result = usual_result()
+    assert result.met
+    assert len(result.held_out) == 2
+    for index, figures in zip((2, 3), result.held_out, strict=True):
+        expected_psnr, error, fraction = measured_anew("flux", result.preset, index)
+        assert figures.psnr == pytest.approx(expected_psnr, abs=0.05)  # frames are rounded once by torch, once by NumPy
+        assert figures.latent_error == pytest.approx(error, rel=1e-5)
+        assert figures.computed_fraction == fraction < 1
+    assert statistics.fmean(each.psnr for each in result.held_out) >= 30
+
+
+def test_a_closer_target_costs_more():
+    """More decibels, or a smaller error, need more computed steps."""
+    cheap, close = usual_result(), tuned(target_psnr=55)
+    assert computed_fraction(cheap.held_out) < computed_fraction(close.held_out)
+    by_error = tuned(target_error=0.1)
+    assert by_error.met
+    assert statistics.fmean(each.latent_error for each in by_error.held_out) <= 0.1
+
+
+def test_layers_get_thresholds_of_their_own(tmp_path):
+    """Tiles are left out where a layer bears it, and the file says so layer by layer."""
+    changes = {"blocks.size": 64, "skip.tau_kv": 0.1}
+    call = arguments("wan", height=64, width=64)
+    result = tuned("wan", "wan21-sparge-balanced", arguments=call, target_psnr=20, **changes)
+    layers = result.preset.skip.layers
+    assert list(layers) == list(result.curves) == ["transformer.blocks.0", "transformer.blocks.1"]
+    sparsities = [taken.sparsity if taken else 0.0 for taken in result.chosen.values()]
+    assert statistics.fmean(each.tile_sparsity for each in result.held_out) == pytest.approx(
+        statistics.fmean(sparsities), abs=0.1
+    )
+    for name, taken in result.chosen.items():
+        assert layers[name] == (taken.changes if taken else {"policy": "none"})
+        assert taken is None or taken.error <= result.setting["l1"]
+    result.write(tmp_path / "mine.yaml")
+    assert load_preset(tmp_path / "mine.yaml").skip == result.preset.skip
+
+
+def test_scope_head_tunes_rows_and_intervals():
+    """A fixed interval, the share of reused rows and the tiles of FlashOmni all are axes of its search."""
+    call = {"prompts": PROMPTS, "arguments": arguments("flux"), "target_psnr": 20, "evaluations": 2}
+    result = tune(pipeline("flux"), "flux-flashomni", **call, **{"blocks.size": 64, "schedule.warmup": 2})
+    assert set(result.setting) == {
+        *("schedule.interval", "l1", "reuse.tau_q", "reuse.degrade_below", "forecast.order", "schedule.warmup")
+    }
+
+
+@pytest.mark.parametrize("base", ["name", "path", "object"])
+def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
+    """It loads as the preset that was found, wherever its base lies, and its header has the figures and no date."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "presets").mkdir()
+    (tmp_path / "presets" / "own.yaml").write_text("base: flux-balanced\nforecast: {order: 2}\n")
+    given = {"name": "flux-balanced", "path": "presets/own.yaml", "object": load_preset("flux-balanced")}[base]
+    result = usual_result() if base == "name" else tuned(preset=given, evaluations=1)
+    (tmp_path / "results").mkdir()
+    result.write(tmp_path / "results" / "mine.yaml")
+    text = (tmp_path / "results" / "mine.yaml").read_text()
+    written = load_preset(tmp_path / "results" / "mine.yaml")
+    assert written.model_dump() == result.preset.model_dump()
+    expected = {"name": "flux-balanced", "path": "../presets/own.yaml", "object": None}[base]
+    assert yaml.safe_load(text).get("base") == expected
+    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    figures = result.figures()
+    assert all(figures[key] in header for key in ("computed fraction", "PSNR", "latent error"))
+    assert "confirmed on prompts that the search never saw" in header
+    assert all(f"{key}  " in header for key in ("size", "steps", "device", "torch"))
+
+
+@pytest.mark.parametrize("after", [2, 7])
+def test_an_interrupted_tuning_goes_on(tmp_path, after):
+    """Whatever run it is stopped before, all together are as many as without a stop, and the result is the same."""
+    progress, told = counting()
+    expected = tuned(progress=progress)
+    interrupted, before = counting(after)
+    with pytest.raises(Interrupt):
+        tuned(state=tmp_path / "parts", progress=interrupted)
+    going_on, behind = counting()
+    result = tuned(state=tmp_path / "parts", progress=going_on)
+    assert len(before) - 1 + len(behind) == len(told)
+    assert (result.setting, result.held_out) == (expected.setting, expected.held_out)
+    assert {path.suffix for path in (tmp_path / "parts").iterdir()} == {".json", ".safetensors"}
+    again, told_again = counting()
+    tuned(state=tmp_path / "parts", progress=again)
+    assert told_again == [], "a finished tuning needs no run"
+
+
+def test_layers_are_not_measured_twice(tmp_path):
+    """What layers bear is kept as well: once it is there, plain runs of all prompts are."""
+    call = {"arguments": arguments("wan", height=64, width=64), "target_psnr": 20, "evaluations": 1}
+    changes = {**call, "state": tmp_path, "blocks.size": 64}
+    interrupted, before = counting(6)
+    with pytest.raises(Interrupt):
+        tuned("wan", "wan21-sparge-balanced", progress=interrupted, **changes)
+    assert set(json.loads((tmp_path / "state.json").read_text())["layers"]) == {
+        "transformer.blocks.0",
+        "transformer.blocks.1",
+    }
+    assert before == [*["plain runs"] * 2, "layer 1 of 2", "layer 2 of 2", *["plain runs"] * 2, "search"]
+    progress, told = counting()
+    tuned("wan", "wan21-sparge-balanced", progress=progress, **changes)
+    assert set(told) == {"search", "confirmation"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"target_psnr": 31}, "target"),
+        ({"prompts": [*PROMPTS[:3], "rain"]}, "held-out prompts"),
+        ({"seed": 1}, "seed"),
+        ({"forecast.order": 3}, "preset"),
+        ({"arguments": {**arguments("flux"), "height": 80}}, "arguments"),
+    ],
+    ids=["target", "prompts", "seed", "preset", "arguments"],
+)
+def test_a_changed_request_is_refused(tmp_path, changes, names):
+    """A folder of another tuning is left as it is, and the message says what differs and what to do."""
+    interrupted, _ = counting(0)
+    with pytest.raises(Interrupt):
+        tuned(state=tmp_path, progress=interrupted)
+    before = (tmp_path / "state.json").read_text()
+    with pytest.raises(TuningError, match=rf"differs in {names} .*name another output, or remove the folder"):
+        tuned(state=tmp_path, **changes)
+    assert (tmp_path / "state.json").read_text() == before
+
+
+def target_slack(evaluation) -> float:
+    psnrs = [run.psnr for run in evaluation.figures]
+    return statistics.fmean(psnrs) - statistics.stdev(psnrs) / len(psnrs) ** 0.5
+
+
+def test_an_unreachable_target_gives_the_closest(tmp_path):
+    """Nothing is lost: the closest that was found is written, and its header says that it misses."""
+    result = tuned(target_psnr=99, evaluations=6)
+    assert not result.met
+    assert computed_fraction(result.held_out) < 1, "it saves something"
+    taken = next(each for each in result.evaluations if each.setting == result.setting)
+    saving = [each for each in result.evaluations if computed_fraction(each.figures) < 1]
+    assert target_slack(taken) == max(map(target_slack, saving))
+    result.write(tmp_path / "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text().startswith("# MISSES its target, PSNR ≥ 99 dB")
+
+
+def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
+    """Where confirmation falls short the search goes on closer to the plain run, until it does not."""
+    from dit_accel.tools.tune import runs
+
+    measured = runs.Runs.figures
+
+    def pessimistic(self, preset, indices):
+        indices = list(indices)
+        worse = 6.0 if indices[0] > 0 else 0.0  # held-out prompts come out 6 dB lower
+        return [runs.Figures(f.psnr - worse, *list(vars(f).values())[1:]) for f in measured(self, preset, indices)]
+
+    call = {"arguments": arguments("flux", steps=12), "evaluations": 18, "target_psnr": 43}
+    easy = tuned(**call)
+    monkeypatch.setattr(runs.Runs, "figures", pessimistic)
+    hard = tuned(**call)
+    assert easy.met and hard.met
+    lost = statistics.fmean(each.psnr for each in easy.held_out) - 6 < 43
+    assert lost, "the case must be one where confirmation first falls short"
+    assert computed_fraction(hard.held_out) > computed_fraction(easy.held_out)
+    assert easy.circumstances["confirmations"] == "1"
+    assert "tightened in between" in hard.circumstances["confirmations"]
+
+
+def test_an_accelerated_pipeline_keeps_its_preset():
+    """Tuning runs the pipeline plain and under its own presets, and leaves it as it was."""
+    accelerate_pipeline(pipeline("flux"), "exact")
+    try:
+        assert tuned(evaluations=1).held_out
+        assert pipeline("flux").dit_accel.preset.name == "exact"
+    finally:
+        restore_pipeline(pipeline("flux"))
+
+
+def test_requests_that_make_no_sense_are_refused():
+    """One target, two prompts, a preset that fits and has thresholds: else the message says what is wrong."""
+    with pytest.raises(TuningError, match="one target"):
+        tuned(target_psnr=30, target_error=0.1)
+    with pytest.raises(TuningError, match="must be positive, got -1"):
+        tuned(target_psnr=-1)
+    with pytest.raises(TuningError, match="at least 2, all different"):
+        tuned(prompts=["a", "a"])
+    with pytest.raises(TuningError, match="'exact' computes everything"):
+        tune(pipeline("flux"), "exact", prompts=PROMPTS, target_psnr=30)
+    with pytest.raises(PresetError, match="unknown preset"):
+        tuned(preset="flux-balance")
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 12])
+def test_prompts_split_into_disjoint_lists(count):
+    """Tuning prompts come first, held-out ones behind them, and both lists have some."""
+    prompts = [str(number) for number in range(count)]
+    tuning, held_out = split_prompts(prompts)
+    assert [*tuning, *held_out] == prompts[: len(tuning) + len(held_out)]
+    assert 1 <= len(tuning) <= len(held_out) <= 4
+
+
+def test_the_demo_model_meets_its_target_on_other_prompts():
+    """Trained weights, few steps, small pictures: the tuned preset meets the target on prompts of neither list too."""
+    pipe = DiffusionPipeline.from_pretrained(demo_path("demo-flux")).to(torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"height": 64, "width": 64, "num_inference_steps": 10, "max_sequence_length": 64}
+    prompts = tuning_prompts("demo-flux")
+    result = tune(*(pipe, "flux-balanced"), prompts=prompts[:4], target_psnr=32, arguments=call, evaluations=4)
+    assert result.met
+    assert computed_fraction(result.held_out) < 0.8
+    qualities = []
+    for seed, prompt in enumerate(prompts[4:7]):
+        pictures = []
+        for preset in ("exact", result.preset):
+            with accelerated(pipe, preset):
+                generator = torch.Generator().manual_seed(100 + seed)
+                pictures.append(pipe(prompt, generator=generator, output_type="np", **call).images)
+        qualities.append(psnr(*pictures))
+    assert statistics.fmean(qualities) >= 32
+
+
+@pytest.mark.parametrize("name", [*demo_names(), "owner/model"])
+def test_every_model_has_prompts_to_tune_on(name):
+    """Enough for the default split."""
+    tuning, held_out = split_prompts(tuning_prompts(name))
+    assert (len(tuning), len(held_out)) == (4, 4)
