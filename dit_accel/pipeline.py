@@ -54,7 +54,7 @@ class Acceleration:
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Token layout of the last run's latest symbols, or None at scope ``stack``."""
+        """Token layout of the last run's latest symbols, or None at level ``output``."""
         return self._controller.last_layout
 
     @property
@@ -67,7 +67,7 @@ class Acceleration:
         return self._controller.read_report()
 
     def symbols(self) -> dict[str, SparseSymbols]:
-        """Latest symbols of the last run's first branch, by block; empty at scopes ``stack`` and ``layer``."""
+        """Latest symbols of the last run's first branch, by block; empty at levels ``output`` and ``layer``."""
         return dict(self._controller.last_symbols)
 
     def reset(self) -> None:
@@ -159,7 +159,7 @@ def accelerate_transformer(
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.
-        control_net: that the loop calls before the transformer, if there is one; at scope ``stack`` it then runs in
+        control_net: that the loop calls before the transformer, if there is one; at level ``output`` it then runs in
             those steps only whose transformer reads its output.
         overrides: preset keys to change.
 
@@ -193,7 +193,7 @@ def _attach(
         hook = find_hook(transformer)
         if hook is not None:
             hook.acceleration.restore()
-    net = net if preset.forecast.scope == "stack" else None  # at others every step runs blocks, which read it
+    net = net if preset.forecast.level == "output" else None  # at others every step runs blocks, which read it
     deferral = None if net is None else (net, defer_calls(net))
     acceleration = Acceleration(controller, adapters, owner, deferral)
     for adapter in adapters:
@@ -218,8 +218,8 @@ def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: st
             f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that serve "
             "any transformer begin with 'any-'"
         )
-    if preset.forecast.scope not in adapter.scopes:
+    if preset.forecast.level not in adapter.levels:
         raise UnsupportedError(
-            f"scope {preset.forecast.scope!r} of preset {preset.name!r} can't run on {transformer}; "
-            f"it takes {', '.join(adapter.scopes)}"
+            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {transformer}; "
+            f"it takes {', '.join(adapter.levels)}"
         )

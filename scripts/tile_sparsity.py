@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How close a demo clip stays to the plain run, by the share of tiles that attention leaves out of computed steps.
 
-SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a guard,
+SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a probe,
 which lets each layer and step find its own density for one target error; masks that are kept, alone and with the
 residual of what they leave out; a longer warm-up; and FG-Attn's single keys. Each with every step computed, so that
 only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR against the plain run. Writes a JSON file
@@ -39,8 +39,8 @@ MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
 WARMUP = 3  # dense steps, as in the video presets
 SHARES = (0.3, 0.4, 0.5)  # of the tiles, between which the table interpolates
-GUARD_ROWS = 4
-ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the guard
+PROBE_BLOCKS = 4
+ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the probe
 
 
 class Setting(NamedTuple):
@@ -59,8 +59,8 @@ def settings(model: str) -> Iterator[Setting]:
     for mass in (0.01, 0.03, 0.1, 0.2, 0.3) if model == "demo-wan" else (0.003, 0.01, 0.03, 0.1):
         yield Setting("tau_kv", f"{mass}", _keys(64, tau_kv=mass))
     for error in ERRORS[model]:
-        yield Setting("top_k, guard", f"e = {error}", _keys(64, top_k=0.3, guard_error=error))
-        yield Setting("tau_kv, guard", f"e = {error}", _keys(64, tau_kv=0.5, guard_error=error))
+        yield Setting("top_k, probe", f"e = {error}", _keys(64, top_k=0.3, probe_error=error))
+        yield Setting("tau_kv, probe", f"e = {error}", _keys(64, tau_kv=0.5, probe_error=error))
     for share in (0.6, 0.45):
         yield Setting("top_k, warm-up of 10 steps", f"{share}", _keys(64, top_k=share) | {"schedule.warmup": 10})
         yield Setting("top_k, masks kept 4 steps", f"{share}", _keys(64, top_k=share, refresh=4))
@@ -68,15 +68,15 @@ def settings(model: str) -> Iterator[Setting]:
         keys = _keys(64, top_k=share, refresh=refresh, residual=True)
         yield Setting("residual", f"{share}, {refresh} steps", keys)
     for error in ERRORS[model]:
-        keys = _keys(64, top_k=0.2, refresh=16, residual=True, guard_error=error)
-        yield Setting("residual, guard", f"e = {error}", keys)
+        keys = _keys(64, top_k=0.2, refresh=16, residual=True, probe_error=error)
+        yield Setting("residual, probe", f"e = {error}", keys)
     for level in (0.2, 0.4, 0.7, 1.0):
         yield Setting("single keys (FG-Attn)", f"{level} / N", _keys(64, policy="fg_attn", key_threshold=level))
 
 
 def _keys(block: int, policy: str = "sparge", **skip: Any) -> dict[str, Any]:
-    """Of a preset; every run has a guard, which measures where it has no target."""
-    section = {"policy": policy, "steps": "all", "guard_rows": GUARD_ROWS, **skip}
+    """Of a preset; every run has a probe, which measures where it has no target."""
+    section = {"policy": policy, "steps": "all", "probe_blocks": PROBE_BLOCKS, **skip}
     return {"skip": section, "blocks.size": block, "schedule.warmup": WARMUP}
 
 
@@ -104,7 +104,7 @@ class Study:
 
     def measure(self, wanted: Preset) -> dict[str, Any]:
         """PSNR of each prompt in dB, and means over prompts: share of tiles left out of computed steps, FLOPs, the
-        guard's error, and the worst of these.
+        probe's error, and the worst of these.
         """
         decibels, reports = [], []
         for prompt, plain in zip(self._prompts, self._plain, strict=True):
@@ -127,7 +127,7 @@ class Study:
 
 
 def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """The document of an earlier run, or an empty one.
+    """The document of an earlier run, or an empty one; what the probe did was called a guard's once.
 
     Raises:
         SystemExit: that run had other settings.
@@ -135,6 +135,8 @@ def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
     document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": common, "results": []}
     if document["settings"] != common:
         raise SystemExit(f"{file} was measured with {document['settings']}; give the same settings or another --output")
+    for result in document["results"]:
+        result["series"] = result["series"].replace(", guard", ", probe")
     return document
 
 

@@ -23,7 +23,7 @@ HEADS = load_preset(
 LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 # tests/test_video_pipelines.py asks more of every video pipeline.
 OTHERS = [name for name in TINY_PIPELINES if name not in VIDEO_PIPELINES]
-FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "stack"), (LAYERS, "layer"), (HEADS, "head"))]
+FLUX_PRESETS = [pytest.param(p, id=i) for p, i in ((CLOSED_LOOP, "output"), (LAYERS, "layer"), (HEADS, "head"))]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_exact_and_restored_are_bit_identical(name):
 
 @pytest.mark.parametrize("name", [*OTHERS, "wan", "wan22", "hunyuan", "framepack"])
 def test_closed_loop_skips_steps_and_stays_close(name):
-    """Scope stack serves every family: fewer computed steps, nearly the plain result, the same in a second run."""
+    """Level output serves every family: fewer computed steps, nearly the plain result, the same in a second run."""
     pipe = tiny_pipeline(name)
     plain = call(pipe, name, steps=30)
     accelerate_pipeline(pipe, CLOSED_LOOP)
@@ -171,7 +171,7 @@ def test_unknown_preset_key_changes_nothing(pipe):
     """Abuse: a wrong key is an error that lists the right ones, and the pipeline keeps what it had."""
     accelerate_pipeline(pipe, CLOSED_LOOP)
     with pytest.raises(
-        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: scope"
+        PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
     ):
         accelerate_pipeline(pipe, "flux-balanced", **{"forecast.ordre": 2})
     assert pipe.dit_accel.preset == CLOSED_LOOP

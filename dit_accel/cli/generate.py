@@ -230,7 +230,7 @@ def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | N
     report = summary["report"]
     notes = [*report["notes"]] if report else []
     # Where the run has notes of its own they say why.
-    if report and not notes and preset.schedule.control == "error" and "dispatch" not in report["steps_by_mode"]:
+    if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
         notes.append("every step was computed; a run of more --steps leaves more to skip")
     for note in notes:
         console.out(f"note: {note}", highlight=False)

@@ -44,7 +44,7 @@ def command(
     """Run once and draw what was computed.
 
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
-    layer and step), report.json and, for presets of scope head, symbols-LAYER.png (of a clip, its middle frame).
+    layer and step), report.json and, for presets of level head, symbols-LAYER.png (of a clip, its middle frame).
     """
     from rich.console import Console
 
@@ -84,14 +84,14 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
     from dit_accel.tools.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
-    scope = pipe.dit_accel.preset.forecast.scope
+    level = pipe.dit_accel.preset.forecast.level
     if layer is not None and layer not in symbols:
         valid = (
-            f"layers: {', '.join(symbols)}" if symbols else f"scope {scope} has no symbols; use a preset of scope head"
+            f"layers: {', '.join(symbols)}" if symbols else f"level {level} has no symbols; use a preset of level head"
         )
         raise options.OptionError("--layer", f"no symbols of layer {layer!r}; {valid}")
     if not symbols:
-        console.out(f"no symbol map: this run has no symbols (scope {scope})", highlight=False)
+        console.out(f"no symbol map: this run has no symbols (level {level})", highlight=False)
         return
     drawn = layer or list(symbols)[len(symbols) // 2]
     path = output / f"symbols-{drawn}.png"

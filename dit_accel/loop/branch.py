@@ -24,14 +24,14 @@ class SiteState:
     """What one transformer block remembers in one branch.
 
     Args:
-        features: whole outputs (attention, MLP) by name, before their gates; for scope layer and for degraded layers.
+        features: whole outputs (attention, MLP) by name, before their gates; for level layer and for degraded layers.
         attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
         symbols, plan: what a DISPATCH step computes, packed and lowered.
         tiles: symbols of the skip policy, every row computing, drawn at step ``tiles_step`` and kept for later ones.
         residual: dense attention at step ``tiles_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
-        growth: of what the skip policy may leave out, as the guard has found it; for the next masks.
+        growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
         tiles_growth: that under which the latest masks were drawn.
-        guard_turn: how often the guard has measured.
+        probe_turn: how often the probe has measured.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
         bias_density: share of rows that the latest UPDATE projected for each of B_1 and older.
@@ -50,7 +50,7 @@ class SiteState:
     residual: Kept | None = None
     growth: float = 1.0
     tiles_growth: float = 1.0
-    guard_turn: int = 0
+    probe_turn: int = 0
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
     bias_mask64: torch.Tensor | None = None
@@ -62,7 +62,7 @@ class SiteState:
     degraded: bool = False
 
     def tighten(self, error: float, target: float) -> None:
-        """Takes the guard's error into account; masks that pass the target are not kept for later steps."""
+        """Takes the probe's error into account; masks that pass the target are not kept for later steps."""
         self.growth = adjusted(self.tiles_growth, error, target)
         if not error <= target:
             self.tiles = None
@@ -219,9 +219,9 @@ class Call:
         work: by block, (computed, plain) FLOPs; an adapter fills it.
         dense: blocks that fell back to their own forward.
         densities: by block, float32 ``[6]`` on the device, read at the end of the call: of new symbols the density of
-            rows, row-blocks and tiles, the share of tiles that this call attends to, ``bias_density``, and the guard's
+            rows, row-blocks and tiles, the share of tiles that this call attends to, ``bias_density``, and the probe's
             error.
-        guarded: by block, the share of queries on which the guard has measured; none where it has not.
+        probed: by block, the share of queries on which the probe has measured; none where it has not.
         judgements: by prompt, of its computed output; on the device, read with the densities.
     """
 
@@ -235,7 +235,7 @@ class Call:
     skips: bool = False
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
-    guarded: dict[str, float] = field(default_factory=dict)
+    probed: dict[str, float] = field(default_factory=dict)
     judgements: dict[int, Judgement] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
 

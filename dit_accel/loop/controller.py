@@ -20,8 +20,8 @@ from dit_accel.loop.memory import GIB, ModelSize, plan_memory
 from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
 from dit_accel.loop.rows import Rows, join_rows, take_rows
 from dit_accel.loop.tracker import (
-    ErrorControl,
-    FixedControl,
+    AdaptiveControl,
+    IntervalControl,
     SchedulerClock,
     StepMode,
     Tick,
@@ -172,10 +172,10 @@ class Controller:
     ) -> tuple[torch.Tensor, ...]:
         prompt = call.branch.prompts[place]
         result = self._corrected(call, prompt, output)
-        closed_loop = self.preset.schedule.control == "error"
+        closed_loop = self.preset.schedule.control == "adaptive"
         if closed_loop:
             call.judgements[place] = self._judge(call, prompt, output, partial(judged, rows=prompt.rows))
-        if closed_loop or self.preset.forecast.scope == "stack":
+        if closed_loop or self.preset.forecast.level == "output":
             # A copy, because pipelines may change the transformer's output in place.
             prompt.outputs.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
         return result
@@ -245,7 +245,7 @@ class Controller:
             control.observe(call.tick.step, call.coordinates, self._error_weights, judgement.nodes, order, error)
 
     def _take_densities(self, call: Call, values: list[float]) -> None:
-        """Decides by the densities of new symbols and the guard's errors which layers degrade, and how much their
+        """Decides by the densities of new symbols and the probe's errors which layers degrade, and how much their
         attention may leave out from now on.
         """
         each = iter(values)
@@ -255,12 +255,12 @@ class Controller:
             site.row_density, site.row_block_density = rows, row_blocks
             site.tile_density, site.attended, site.bias_density = tiles, attended, projected
             site.degraded = rows < self.preset.reuse.degrade_below
-            guard = error if name in call.guarded else None
+            probed = error if name in call.probed else None
             if call.skips:
-                self.report.attentions.append(AttentionRecord(name, call.tick.step, attended, guard))
-            target = self.preset.skip.at(name).guard_error
-            if guard is not None and target is not None:
-                site.tighten(guard, target)
+                self.report.attentions.append(AttentionRecord(name, call.tick.step, attended, probed))
+            target = self.preset.skip.at(name).probe_error
+            if probed is not None and target is not None:
+                site.tighten(probed, target)
 
     def note(self, remark: str) -> None:
         """A remark on the run as a whole, once."""
@@ -280,7 +280,7 @@ class Controller:
             self.report.notes.append(note)
         self._branches: dict[tuple[str, str], BranchState] = {}
         # By transformer and place of the prompt in its branches:
-        self._controls: dict[tuple[str, int], FixedControl | ErrorControl] = {}
+        self._controls: dict[tuple[str, int], IntervalControl | AdaptiveControl] = {}
         self._decisions: dict[tuple[str, int], StepMode] = {}
         self._computed_steps: dict[tuple[str, int], int] = {}  # the latest that was decided to compute
 
@@ -376,7 +376,7 @@ class Controller:
             if self._decisions[key] is not StepMode.DISPATCH:
                 self._computed_steps[key] = tick.step
         mode = self._decisions[key]
-        ready = len(prompt.outputs) if self.preset.forecast.scope == "stack" else branch.updated
+        ready = len(prompt.outputs) if self.preset.forecast.level == "output" else branch.updated
         # A branch that was not called then, as where guidance was off, has older records than the gap was chosen for.
         stale = prompt.computed_step < self._computed_steps.get(key, -1)
         return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
@@ -387,7 +387,7 @@ class Controller:
             self.last_symbols |= {name: symbols for name, symbols in drawn.items() if symbols is not None}
         for place in call.computing:
             call.branch.prompts[place].computed_step = call.tick.step
-        call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.scope == "layer")
+        call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.level == "layer")
         work_rank = _MODES_BY_WORK.index
         if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
             self._step_record.mode = call.mode.value

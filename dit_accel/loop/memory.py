@@ -40,8 +40,8 @@ class SiteSize:
 
     Args:
         stream: tokens whose output projection the bias stack holds: the joint sequence, or one stream of it.
-        features: tokens of all whole features together, which scope layer and degraded layers forecast.
-        sparse_features: tokens of those among them that scope head remembers in any case.
+        features: tokens of all whole features together, which level layer and degraded layers forecast.
+        sparse_features: tokens of those among them that level head remembers in any case.
     """
 
     stream: int
@@ -132,18 +132,18 @@ def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
     tried = "; ".join(
         f"{plan.device_bytes / GIB:.2f} GiB with {', '.join(plan.measures) or 'everything as it is'}" for plan in plans
     )
-    smaller_scope = "" if preset.forecast.scope == "stack" else "set forecast.scope to stack, "
+    smaller_level = "" if preset.forecast.level == "output" else "set forecast.level to output, "
     raise MemoryBudgetError(
         f"memory.budget_gib is {budget:g}, and the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need "
-        f"more: {tried}. Raise the budget, {smaller_scope}or ask for a smaller picture, fewer frames or a smaller batch"
+        f"more: {tried}. Raise the budget, {smaller_level}or ask for a smaller picture, fewer frames or a smaller batch"
     )
 
 
 def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
     """What one branch keeps at most, all histories full."""
-    scope, layout = preset.forecast.scope, size.layout
+    level, layout = preset.forecast.level, size.layout
     values = plan.order + 1
-    keeps_outputs = scope == "stack" or preset.schedule.control == "error"
+    keeps_outputs = level == "output" or preset.schedule.control == "adaptive"
     device = values * size.output * size.itemsize * keeps_outputs
     host = 0
     if layout is None:
@@ -153,17 +153,17 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
         return storage.bytes(size.batch * tokens * size.width, size.itemsize)
 
     for site, count in Counter(size.sites).items():
-        if scope == "layer" or (scope == "head" and preset.reuse.degrade_below > 0):
+        if level == "layer" or (level == "head" and preset.reuse.degrade_below > 0):
             device += count * values * kept(site.features, plan.features)
-        elif scope == "head":
+        elif level == "head":
             device += count * values * kept(site.sparse_features, plan.features)
-        if scope == "head":
+        if level == "head":
             device += count * kept(values * site.stream, plan.biases)
-        if scope == "head" or preset.skip.steps == "all":
+        if level == "head" or preset.skip.steps == "all":
             device += count * _symbol_bytes(preset, size)
         if preset.skip.keeps_residuals:
             device += count * kept(layout.tokens, plan.features)
-    if scope == "head":
+    if level == "head":
         start, stop = _reusable(layout) if plan.rows else (0, layout.tokens)
         attention = len(size.sites) * plan.order * kept(stop - start, plan.attention(layout))
         device, host = device + attention * (not plan.offload), attention * plan.offload
@@ -172,11 +172,11 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
 
 def _plans(preset: Preset) -> Iterator[MemoryPlan]:
     """From what the preset asks for to all that can be done, one measure after the other."""
-    memory, scope = preset.memory, preset.forecast.scope
+    memory, level = preset.memory, preset.forecast.level
     plan = MemoryPlan(preset.forecast.order, float8=memory.history_dtype == "float8", offload=memory.offload)
     yield plan
     whole = ("float8",) if preset.skip.keeps_residuals else ()
-    measures = {"stack": whole, "layer": ("float8",), "head": ("rows", "float8", "offload")}[scope]
+    measures = {"output": whole, "layer": ("float8",), "head": ("rows", "float8", "offload")}[level]
     for measure in measures:
         if not getattr(plan, measure):
             plan = replace(plan, **{measure: True})
@@ -229,7 +229,7 @@ def _symbol_bytes(preset: Preset, size: ModelSize) -> int:
     rows = size.batch * size.heads * blocks
     symbols = size.batch * blocks * block_count(size.heads, 8)
     symbols += rows * max(_row_bytes(variant, size.layout) for variant in preset.skip.variants)
-    if preset.forecast.scope != "head":
+    if preset.forecast.level != "head":
         return symbols
     if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
         symbols *= 2

@@ -34,9 +34,9 @@ class AttentionRecord:
     Args:
         layer: the block's name.
         step: its index in the run.
-        density: share of the scores that it computes without the guard; above 1 where it attends densely beside the
+        density: share of the scores that it computes without the probe; above 1 where it attends densely beside the
             sparse attention, to keep a residual.
-        error: ‖O' − O‖/‖O‖ of its output on the guard's rows, O dense; None without a guard, and where it is dense.
+        error: ‖O' − O‖/‖O‖ of its output on the probe's rows, O dense; None without a probe, and where it is dense.
     """
 
     layer: str
@@ -57,8 +57,8 @@ class RunReport:
         density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None where its
             transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
             than 1.
-        computed_fraction: FLOPs that the blocks did over those of a plain run, the guard's among them.
-        attentions: what attention left out of computed steps, and its error on the guard's rows, in order of calls.
+        computed_fraction: FLOPs that the blocks did over those of a plain run, the probe's among them.
+        attentions: what attention left out of computed steps, and its error on the probe's rows, in order of calls.
         fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
         seconds: time inside the transformer.
         cache_bytes: most device memory held in histories, symbols and cached biases.
@@ -113,11 +113,11 @@ class RunReport:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
-        if guarded := [each for each in self.attentions if each.error is not None]:
-            worst = max(guarded, key=lambda each: each.error)
-            mean = fmean(each.error for each in guarded)
+        if probed := [each for each in self.attentions if each.error is not None]:
+            worst = max(probed, key=lambda each: each.error)
+            mean = fmean(each.error for each in probed)
             where = f"{worst.layer}, step {worst.step}"
-            lines.append(f"  attention error    {mean:.4f} on the guard's rows, {worst.error:.4f} at most ({where})")
+            lines.append(f"  attention error    {mean:.4f} on the probe's rows, {worst.error:.4f} at most ({where})")
         lines += [f"  note               {note}" for note in self.notes]
         by_reason: dict[str, list[str]] = {}
         for fallback in self.fallbacks:

@@ -199,7 +199,7 @@ def _largest(timestep: torch.Tensor | float) -> float:
     return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
 
 
-class FixedControl:
+class IntervalControl:
     """Warm-up, then an UPDATE every ``interval`` steps (FlashOmni, section 3.2; TaylorSeer; FORA)."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -207,7 +207,7 @@ class FixedControl:
 
     def mode(self, step: int, steps: int) -> StepMode:
         schedule = self._schedule
-        if step < schedule.warmup or step >= steps - schedule.final_full or schedule.interval == 1:
+        if step < schedule.warmup or step >= steps - schedule.cooldown or schedule.interval == 1:
             return StepMode.FULL
         return StepMode.DISPATCH if (step - schedule.warmup) % schedule.interval else StepMode.UPDATE
 
@@ -223,7 +223,7 @@ class FixedControl:
         """A fixed schedule takes no notice of errors."""
 
 
-class ErrorControl:
+class AdaptiveControl:
     """The closed loop: every computed step tells how wrong the forecast would have been, and that sets the next gap.
 
     A polynomial of degree D through the outputs at D + 1 nodes errs by ``F^(D+1) / (D+1)! · Π_k (t − t_k)`` (remainder
@@ -240,7 +240,7 @@ class ErrorControl:
         self._next_update = 0
 
     def mode(self, step: int, steps: int) -> StepMode:
-        if step < self._schedule.warmup or step >= steps - self._schedule.final_full:
+        if step < self._schedule.warmup or step >= steps - self._schedule.cooldown:
             return StepMode.FULL
         return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
 
@@ -300,6 +300,6 @@ class ErrorControl:
         self._observed_step = step
 
 
-def make_control(schedule: Schedule) -> FixedControl | ErrorControl:
+def make_control(schedule: Schedule) -> IntervalControl | AdaptiveControl:
     """A fresh control for one transformer and one run."""
-    return FixedControl(schedule) if schedule.control == "fixed" else ErrorControl(schedule)
+    return IntervalControl(schedule) if schedule.control == "interval" else AdaptiveControl(schedule)

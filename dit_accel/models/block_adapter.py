@@ -54,9 +54,9 @@ class BlockWork:
 
 
 class BlockAdapter(GenericAdapter, ABC):
-    """Scopes ``stack``, ``layer`` and ``head``, and on a GPU fused kernels in every block that computes."""
+    """Levels ``output``, ``layer`` and ``head``, and on a GPU fused kernels in every block that computes."""
 
-    scopes = ("stack", "layer", "head")
+    levels = ("output", "layer", "head")
     fuses = False  # whether blocks run through fused kernels in the call in progress
     _every_row: AttentionPlan | None = None
 
@@ -80,7 +80,7 @@ class BlockAdapter(GenericAdapter, ABC):
     def works_inside(self) -> bool:
         """Whether the preset asks for anything inside the transformer."""
         preset = self.controller.preset
-        return preset.forecast.scope != "stack" or preset.skip.steps == "all"
+        return preset.forecast.level != "output" or preset.skip.steps == "all"
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
@@ -109,7 +109,7 @@ class BlockAdapter(GenericAdapter, ABC):
         if compiled is not None and self.works_inside:
             raise UnsupportedError(
                 f"block {compiled} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: "
-                "take one of scope stack that leaves no tiles out, or don't compile the blocks"
+                "take one of level output that leaves no tiles out, or don't compile the blocks"
             )
         latents = self.named(args, kwargs).get("hidden_states")
         self.fuses = isinstance(latents, torch.Tensor) and self.fuses_kernels(latents)
@@ -154,18 +154,18 @@ class BlockAdapter(GenericAdapter, ABC):
             call.work[name] = (self._computed(call, name, work), work.plain)
 
     def _computed(self, call: Call, name: str, work: BlockWork) -> float:
-        scope, site = self.controller.preset.forecast.scope, call.branch.sites.get(name)
+        level, site = self.controller.preset.forecast.level, call.branch.sites.get(name)
         if call.mode is StepMode.DISPATCH:
             if name in call.dense:
                 return work.plain
-            if scope != "head" or site.degraded:
+            if level != "head" or site.degraded:
                 return 0.0
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
             return rows + work.tiles * site.tile_density + work.rest
         if name not in call.densities:
             return work.plain
         older = len(site.bias_coordinates[1:])
-        left_out = 1 - site.attended - call.guarded.get(name, 0.0)
+        left_out = 1 - site.attended - call.probed.get(name, 0.0)
         return work.plain - work.tiles * left_out + work.bias * site.bias_density * older
 
 

@@ -1,6 +1,6 @@
 """ControlNets run before the transformer in every step; here only in those whose transformer reads what they give.
 
-A DISPATCH step of scope ``stack`` runs no block, so nobody reads it.
+A DISPATCH step of level ``output`` runs no block, so nobody reads it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ diffusers masks the padding behind the text in every attention, which keeps a GP
 layer where 21 do, at 33K tokens). Here the padding is cut off instead, at the transformer's entrance. Norms and RoPE of
 queries and keys, which take longer than the projections before them, are fused into these on a GPU.
 
-Framepack and HunyuanVideo 1.5 are other transformers, which the adapter for any model serves at scope ``stack``:
+Framepack and HunyuanVideo 1.5 are other transformers, which the adapter for any model serves at level ``output``:
 Framepack cuts its padding itself, and 1.5 has three kinds of text.
 """
 

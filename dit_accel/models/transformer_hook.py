@@ -1,4 +1,4 @@
-"""Any diffusers transformer: scope ``stack``, which needs nothing of the model but its forward."""
+"""Any diffusers transformer: level ``output``, which needs nothing of the model but its forward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GenericAdapter:
     """
 
     family = "any"
-    scopes = ("stack",)
+    levels = ("output",)
     token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
 
     def __init__(self, transformer: torch.nn.Module, controller: Controller, name: str) -> None:
@@ -110,7 +110,7 @@ class GenericAdapter:
             lambda: self.prompts_in(context, arguments),
         )
         with calling as call:
-            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.scope == "stack":
+            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:
                 if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:

@@ -65,7 +65,7 @@ class WanAdapter(VideoAdapter):
         return output * functional.interpolate(made[:, None], size=output.shape[2:], mode="nearest")
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
-        """Each block remembers attention, cross-attention and MLP; at scope head cross-attention in any case."""
+        """Each block remembers attention, cross-attention and MLP; at level head cross-attention in any case."""
         config, layout = self.transformer.config, self.layout(arguments)
         latents = arguments["hidden_states"]
         batch, channels = latents.shape[:2]

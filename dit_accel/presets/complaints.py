@@ -7,11 +7,27 @@ from typing import Any
 
 from pydantic import BaseModel
 
+RENAMED = {  # keys, and values of keys, that were called otherwise once
+    "schedule.control: error": "adaptive",
+    "schedule.control: fixed": "interval",
+    "schedule.final_full": "schedule.cooldown",
+    "forecast.scope": "forecast.level",
+    "forecast.level: stack": "output",
+    "skip.guard_rows": "skip.probe_blocks",
+    "skip.guard_error": "skip.probe_error",
+}
 
-def explain(error: dict[str, Any], model: type[BaseModel]) -> str:
-    """One validation error of ``model`` in words: the dotted key, what came, what is valid."""
+
+def explain(error: dict[str, Any], model: type[BaseModel], within: str = "") -> str:
+    """One validation error of ``model`` in words: the dotted key, what came, what is valid.
+
+    Args:
+        within: where the model stands in the preset: empty, or its section with a dot, ``"skip."``.
+    """
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        if (renamed := RENAMED.get(f"{within}{key}")) is not None:
+            return f"unknown key {key!r}: it is called {renamed.removeprefix(within)!r} now"
         section: Any = model
         for part in error["loc"][:-1]:
             section = section.model_fields[part].annotation
@@ -21,6 +37,8 @@ def explain(error: dict[str, Any], model: type[BaseModel]) -> str:
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     if error["type"] == "missing":
         return f"{key} is required"
+    if (renamed := RENAMED.get(f"{within}{key}: {error['input']}")) is not None:
+        return f"{key}: {error['input']!r} is called {renamed!r} now"
     return f"{key}: {error['msg']}, got {error['input']!r}"
 
 

@@ -109,13 +109,13 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Merges changes into values; choosing a control, a scope or a policy drops what the values said for others."""
+    """Merges changes into values; choosing a control, a level or a policy drops what the values said for others."""
     forecast, chosen_forecast = _sections("forecast", values, changes)
     section, chosen = _sections("schedule", values, changes)
-    scope = chosen_forecast.get("scope")
-    for key in idle_keys(scope, chosen.get("control")):
+    level = chosen_forecast.get("level")
+    for key in idle_keys(level, chosen.get("control")):
         forecast.pop(key, None)
-    if scope not in (None, "stack"):
+    if level not in (None, "output"):
         section.pop("per_prompt", None)
     for control, keys in CONTROL_KEYS.items():
         if chosen.get("control") not in (None, control):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dit_accel.presets.sections import (
     CONTROL_KEYS,
-    STACK_KEYS,
+    OUTPUT_KEYS,
     Blocks,
     Forecast,
     Kernels,
@@ -20,7 +20,7 @@ from dit_accel.presets.sections import (
 )
 from dit_accel.presets.skip import Skip
 
-# Sections that only scope head reads (but for reuse also `skip.steps: all`).
+# Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
 _VIDEO_MODELS = ("hunyuan_video", "wan")
 
@@ -32,7 +32,7 @@ class Preset(Section):
     description: str = ""
     """One line for `dit-accel presets list`."""
     model: Literal["any", "flux", "hunyuan_video", "wan"] = "any"
-    """Model family that the preset is made for; `any` needs scope stack."""
+    """Model family that the preset is made for; `any` needs level output."""
     schedule: Schedule
     forecast: Forecast = Forecast()
     reuse: Reuse = Reuse()
@@ -51,7 +51,7 @@ class Preset(Section):
             del values["skip"][key]
         for section in self._unread_sections():
             del values[section]
-        for key in idle_keys(self.forecast.scope, self.schedule.control):
+        for key in idle_keys(self.forecast.level, self.schedule.control):
             del values["forecast"][key]
         for key in self._idle_memory_keys():
             del values["memory"][key]
@@ -60,18 +60,18 @@ class Preset(Section):
         return values
 
     def _unread_sections(self) -> tuple[str, ...]:
-        """Sections that have no effect at this scope."""
-        if self.forecast.scope == "head":
+        """Sections that have no effect at this level."""
+        if self.forecast.level == "head":
             return ()
         return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
 
     def _idle_memory_keys(self) -> dict[str, str]:
         """Keys of section memory that have no effect, with the reason."""
         idle = {}
-        if self.forecast.scope == "stack" and not self.skip.keeps_residuals:
-            idle["history_dtype"] = "at scope 'stack' blocks remember nothing"
-        if self.forecast.scope != "head":
-            idle["offload"] = "attention outputs are remembered at scope 'head' only"
+        if self.forecast.level == "output" and not self.skip.keeps_residuals:
+            idle["history_dtype"] = "at level 'output' blocks remember nothing"
+        if self.forecast.level != "head":
+            idle["offload"] = "attention outputs are remembered at level 'head' only"
         elif self.forecast.order == 0:
             idle["offload"] = "with order 0 no attention outputs are remembered"
         return idle
@@ -92,25 +92,25 @@ class Preset(Section):
 
     def _outputs_refuse(self) -> str | None:
         """Why what is done with whole outputs can't be, or None."""
-        wanted = [f"forecast.{key}" for key in STACK_KEYS if getattr(self.forecast, key)]
+        wanted = [f"forecast.{key}" for key in OUTPUT_KEYS if getattr(self.forecast, key)]
         for key in [*wanted, *(["schedule.per_prompt"] if self.schedule.per_prompt else [])]:
-            if self.forecast.scope != "stack":
+            if self.forecast.level != "output":
                 return (
-                    f"{key} works on the transformer's output, which is forecast at scope 'stack' alone, and "
-                    f"forecast.scope is '{self.forecast.scope}': remove {key}"
+                    f"{key} works on the transformer's output, which is forecast at level 'output' alone, and "
+                    f"forecast.level is '{self.forecast.level}': remove {key}"
                 )
-        for key in idle_keys("stack", self.schedule.control):
+        for key in idle_keys("output", self.schedule.control):
             if f"forecast.{key}" in wanted:
-                return f"forecast.{key} rests on what control 'error' measures, and control is 'fixed': remove it"
+                return f"forecast.{key} rests on what control 'adaptive' measures, and control is 'interval': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
         return None
 
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
-        if self.model == "any" and self.forecast.scope != "stack":
+        if self.model == "any" and self.forecast.level != "output":
             raise ValueError(
-                f"scope '{self.forecast.scope}' needs a model family with an adapter: set model, e.g. flux"
+                f"level '{self.forecast.level}' needs a model family with an adapter: set model, e.g. flux"
             )
         if self.model == "any" and self.skip.steps == "all":
             raise ValueError("skip.steps 'all' needs a model family with an adapter: set model, e.g. flux")
@@ -118,8 +118,8 @@ class Preset(Section):
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
             raise ValueError(
-                f"section '{touched[0]}' has no effect at scope '{self.forecast.scope}', where a DISPATCH step "
-                f"runs no attention: remove it, or set forecast.scope to head{skips}"
+                f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
+                f"runs no attention: remove it, or set forecast.level to head{skips}"
             )
         if self.blocks.token_order != "raster" and self.model not in _VIDEO_MODELS:
             raise ValueError(

@@ -7,18 +7,18 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 CONTROL_KEYS = {
-    "error": ("target_error", "error_in", "max_interval", "per_prompt"),
-    "fixed": ("interval",),
+    "adaptive": ("target_error", "error_in", "max_interval", "per_prompt"),
+    "interval": ("interval",),
 }  # that it alone reads
-STACK_KEYS = ("corrector", "beyond", "damping")  # of section forecast, that scope stack alone reads
-LOOP_KEYS = ("beyond", "damping")  # of these, that control error alone reads
+OUTPUT_KEYS = ("corrector", "beyond", "damping")  # of section forecast, that level output alone reads
+LOOP_KEYS = ("beyond", "damping")  # of these, that control adaptive alone reads
 
 
-def idle_keys(scope: str | None, control: str | None) -> tuple[str, ...]:
-    """Keys of section forecast that have no effect under a scope and a control; None = one that reads them all."""
-    if scope not in (None, "stack"):
-        return STACK_KEYS
-    return () if control in (None, "error") else LOOP_KEYS
+def idle_keys(level: str | None, control: str | None) -> tuple[str, ...]:
+    """Keys of section forecast that have no effect under a level and a control; None = one that reads them all."""
+    if level not in (None, "output"):
+        return OUTPUT_KEYS
+    return () if control in (None, "adaptive") else LOOP_KEYS
 
 
 class Section(BaseModel):
@@ -28,33 +28,33 @@ class Section(BaseModel):
 class Schedule(Section):
     """When to compute."""
 
-    control: Literal["fixed", "error"] = "error"
-    """fixed: an UPDATE every `interval` steps (the papers). error: the closed loop, which measures at every UPDATE how
-    wrong the forecast would have been and sets the next gap by it."""
+    control: Literal["interval", "adaptive"] = "adaptive"
+    """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures at every
+    UPDATE how wrong the forecast would have been and sets the next gap by it."""
     warmup: int = Field(default=4, ge=0)
     """Steps at the start that compute everything."""
     target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """control error: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed
+    """control adaptive: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed
     steps may come to together."""
     error_in: Literal["output", "latents"] = "output"
-    """control error: how errors add up. output: every step's alike. latents: each times how far its step moves in
+    """control adaptive: how errors add up. output: every step's alike. latents: each times how far its step moves in
     sigma, over the mean of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
     max_interval: int = Field(default=16, ge=1)
-    """control error: most steps from one UPDATE to the next."""
+    """control adaptive: most steps from one UPDATE to the next."""
     interval: int | None = Field(default=None, ge=1)
-    """control fixed: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
-    final_full: int = Field(default=1, ge=0)
+    """control interval: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+    cooldown: int = Field(default=1, ge=0)
     """Steps at the end that compute everything."""
     per_prompt: bool = False
-    """control error, scope stack: the loop runs for each prompt of a batch by itself, and those that need a step are
-    computed as a smaller batch; false = all compute when one needs to."""
+    """control adaptive, level output: the loop runs for each prompt of a batch by itself, and those that need a step
+    are computed as a smaller batch; false = all compute when one needs to."""
 
     @model_validator(mode="after")
     def _complete(self) -> Schedule:
-        if self.control == "error" and self.target_error is None:
-            raise ValueError("control 'error' needs target_error, e.g. 0.05")
-        if self.control == "fixed" and self.interval is None:
-            raise ValueError("control 'fixed' needs interval, e.g. 5")
+        if self.control == "adaptive" and self.target_error is None:
+            raise ValueError("control 'adaptive' needs target_error, e.g. 0.05")
+        if self.control == "interval" and self.interval is None:
+            raise ValueError("control 'interval' needs interval, e.g. 5")
         for other, keys in CONTROL_KEYS.items():
             for key in keys:
                 if other != self.control and key in self.model_fields_set and getattr(self, key) is not None:
@@ -65,29 +65,29 @@ class Schedule(Section):
 class Forecast(Section):
     """What a DISPATCH step fills in, and how."""
 
-    scope: Literal["stack", "layer", "head"] = "stack"
-    """stack: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
+    level: Literal["output", "layer", "head"] = "output"
+    """output: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
     FORA). head: rows of each head, chosen by the symbols (FlashOmni)."""
     method: Literal["newton", "taylor", "reuse"] = "newton"
     """newton: polynomial through the recorded values, exact on any spacing. taylor: TaylorSeer's finite differences.
     reuse: the last value."""
     order: int = Field(default=1, ge=0, le=4)
-    """Degree D of the polynomial; order + 1 values are remembered. With control error the highest degree: every
+    """Degree D of the polynomial; order + 1 values are remembered. With control adaptive the highest degree: every
     computed step goes on with the one that would have reached farthest. reuse wants 0."""
     coordinate: Literal["step", "sigma", "auto"] = "step"
     """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
     level falls evenly and the noise level where it does not."""
     corrector: bool = False
-    """scope stack: a computed step also makes good what the forecasts before it missed, judged by interpolation through
-    its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report
-    says that nothing is corrected."""
+    """level output: a computed step also makes good what the forecasts before it missed, judged by interpolation
+    through its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the
+    report says that nothing is corrected."""
 
     beyond: float = Field(default=0.0, ge=0.0, le=1.0)
-    """scope stack, control error: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds half
-    of what the next degree adds, up to order."""
+    """level output, control adaptive: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds
+    half of what the next degree adds, up to order."""
     damping: bool = False
-    """scope stack, control error: a degree between 0 and 1 is tried too, which follows that share of the slope: the one
-    that would have fitted best at the computed step before. For outputs that wander, as those of video models do."""
+    """level output, control adaptive: a degree between 0 and 1 is tried too, which follows that share of the slope: the
+    one that would have fitted best at the computed step before. For outputs that wander, as video models' do."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:
@@ -97,7 +97,7 @@ class Forecast(Section):
 
 
 class Reuse(Section):
-    """Scope head: which rows a DISPATCH step takes from the cache."""
+    """Level head: which rows a DISPATCH step takes from the cache."""
 
     policy: Literal["flashomni"] = "flashomni"
     """How row-blocks are scored: FlashOmni, equation 1; without joint text (Wan), by the attention they receive."""
@@ -141,4 +141,4 @@ class Memory(Section):
     history_dtype: Literal["float8"] | None = None
     """float8: what blocks remember is kept as e4m3 with a scale per 128 values; null = as computed."""
     offload: bool = False
-    """Scope head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""
+    """Level head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""

@@ -11,7 +11,7 @@ from dit_accel.presets.sections import Section
 
 POLICY_KEYS = {  # that it alone reads
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "guard_error"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "probe_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
@@ -21,8 +21,8 @@ _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
 _COMPUTED_STEPS = {  # keys of steps 'all', with what they do
     "refresh": "says how long computed steps keep their masks",
     "residual": "corrects what computed steps leave out",
-    "guard_rows": "measures what computed steps leave out",
-    "guard_error": "bounds what computed steps leave out",
+    "probe_blocks": "measures what computed steps leave out",
+    "probe_error": "bounds what computed steps leave out",
 }
 
 
@@ -34,8 +34,8 @@ class Skip(Section):
     marginal ones go through linear attention, negligible ones are left out (SLA). fg_attn: single keys for each row of
     tiles (FG-Attn). static: a pattern that no query or key changes (OmniAttention)."""
     steps: Literal["dispatch", "all"] = "dispatch"
-    """dispatch: tiles are left out of DISPATCH steps only, which attend at scope head alone. all: of every step after
-    the warm-up, at any scope; a computed step then chooses its tiles by its own queries and keys."""
+    """dispatch: tiles are left out of DISPATCH steps only, which attend at level head alone. all: of every step after
+    the warm-up, at any level; a computed step then chooses its tiles by its own queries and keys."""
     refresh: int = Field(default=1, ge=1)
     """steps all: a computed step keeps the masks of an earlier one until so many steps have passed since they were
     drawn; 1 = they are drawn at each computed step."""
@@ -43,7 +43,7 @@ class Skip(Section):
     """steps all, refresh > 1: a step that draws masks attends densely, and what these leave out of its output is added
     to the outputs of the steps that keep them (DiTFastAttn's residual sharing); takes memory for one attention output a
     block and branch."""
-    guard_rows: int = Field(default=0, ge=0)
+    probe_blocks: int = Field(default=0, ge=0)
     """steps all: so many row-blocks of each computed step that leaves tiles out attend densely as well, and the report
     has by how much both differ. They are spread over the sequence, and change from step to step."""
     layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -51,9 +51,9 @@ class Skip(Section):
 
     tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
     """sparge: probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv).
-    At scope head it grows as reuse.ramp says."""
+    At level head it grows as reuse.ramp says."""
     top_k: float | None = Field(default=None, gt=0.0, le=1.0)
-    """sparge: share of a row's tiles that is kept, instead of tau_kv. At scope head what is left out grows likewise."""
+    """sparge: share of a row's tiles that is kept, instead of tau_kv. At level head what is left out grows likewise."""
     similarity: float | None = Field(default=None, ge=0.0, le=1.0)
     """sparge: blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, for their
     mean does not stand for them (SpargeAttn's θ); null = no block is judged."""
@@ -62,8 +62,8 @@ class Skip(Section):
     pv_threshold: float | None = Field(default=None, lt=0.0)
     """sparge: within attention, 64 queries leave out a tile whose best score lies further than this below their best
     so far, in units of the scaled scores (SpargeAttn's λ); null = none is."""
-    guard_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """sparge: relative L2 error ‖O' − O‖/‖O‖ of attention on the guard's rows that a block is held to: what it may
+    probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """sparge: relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may
     leave out shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
 
     critical: float = Field(default=0.05, gt=0.0, le=1.0)
@@ -93,8 +93,8 @@ class Skip(Section):
         return self._by_layer.get(name, self)
 
     def ramped(self, growth: float) -> Skip:
-        """The section with what sparge may leave out taken times ``growth``, 0..1: little early in a run at scope head,
-        and where the guard found too large an error.
+        """The section with what sparge may leave out taken times ``growth``, 0..1: little early in a run at level head,
+        and where the probe found too large an error.
 
         Shares of other policies do not grow: SLA's are what its projection was trained for.
         """
@@ -141,8 +141,10 @@ class Skip(Section):
                 raise ValueError(f"{key} {meaning}: set steps to all, or remove it")
         if self.residual and self.refresh == 1:
             raise ValueError("residual corrects steps that keep their masks, and refresh is 1: set refresh, e.g. to 4")
-        if self.guard_error is not None and not self.guard_rows:
-            raise ValueError("guard_error bounds an error that is measured on guard_rows: set guard_rows, e.g. to 4")
+        if self.probe_error is not None and not self.probe_blocks:
+            raise ValueError(
+                "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
+            )
         if self.critical + self.negligible > 1:
             raise ValueError(
                 f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
@@ -170,7 +172,7 @@ class Skip(Section):
         try:
             return Skip.model_validate(values)
         except ValidationError as failure:
-            complaints = "; ".join(explain(error, Skip) for error in failure.errors())
+            complaints = "; ".join(explain(error, Skip, within="skip.") for error in failure.errors())
             raise ValueError(f"layers.{name}: {complaints}") from None
 
 

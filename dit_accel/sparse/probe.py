@@ -1,4 +1,4 @@
-"""The guard: how far sparse attention lies from dense attention on a few rows of queries, and what follows from it.
+"""The probe: how far sparse attention lies from dense attention on a few rows of queries, and what follows from it.
 
 The error of a site is ``e = ‖O' − O‖ / ‖O‖`` over the rows measured, all heads together, of the worst sample. What a
 policy may leave out is scaled by a *growth* g in (0, 1]; near the growth in force the error behaves like ``e ∝ g^p``.
@@ -27,7 +27,7 @@ from dit_accel.kernels.layout import TokenLayout
 FACTORS = (0.5, 1.25)  # by which the growth changes at most from one measurement to the next
 
 
-def guarded_rows(layout: TokenLayout, count: int, turn: int) -> list[slice]:
+def probed_rows(layout: TokenLayout, count: int, turn: int) -> list[slice]:
     """Tokens of ``count`` row-blocks, spread evenly over those without text (which compute whole) and moved on by one
     each ``turn``, so that every row has its turn within ``ceil(blocks / count)``; all rows where there are no more.
     """

@@ -28,7 +28,7 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 from dit_accel.sparse import policies
 from dit_accel.sparse.policies import flashomni
-from dit_accel.sparse.probe import attention_error, guarded_rows
+from dit_accel.sparse.probe import attention_error, probed_rows
 from dit_accel.sparse.projections import Projections
 
 _ATTENDED, _ERROR = 3, slice(5, 6)  # places in Call.densities
@@ -37,7 +37,7 @@ _ATTENDED, _ERROR = 3, slice(5, 6)  # places in Call.densities
 class SparseSite:
     """The site's state in one call, with the ops that read and write it in the order of the data flow.
 
-    A computed call: :meth:`attend_computed`, and at an UPDATE of scope head :meth:`project_out`.
+    A computed call: :meth:`attend_computed`, and at an UPDATE of level head :meth:`project_out`.
     DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
 
     Args:
@@ -55,7 +55,7 @@ class SparseSite:
         self._projections = projections
         self._skip = preset.skip.at(name)
         self._gemm = preset.kernels.gemm
-        self._at_head = preset.forecast.scope == "head"
+        self._at_head = preset.forecast.level == "head"
         self._plan: AttentionPlan | None = None
 
     @property
@@ -99,7 +99,7 @@ class SparseSite:
         if self._skips and self._skip.residual:
             is_exact = self.state.tiles_step == self._call.tick.step
             o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
-        if self._skip.guard_rows and not is_exact:
+        if self._skip.probe_blocks and not is_exact:
             self._measure(o, q, k, v, layout, kv_len)
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
@@ -120,11 +120,11 @@ class SparseSite:
         layout: TokenLayout,
         kv_len: torch.Tensor | None,
     ) -> None:
-        """The guard: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
-        rows = guarded_rows(layout, self._skip.guard_rows, self.state.guard_turn)
-        self.state.guard_turn += 1
+        """The probe: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
+        rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
+        self.state.probe_turn += 1
         self._call.densities[self._name][_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
-        self._call.guarded[self._name] = sum(row.stop - row.start for row in rows) / layout.tokens
+        self._call.probed[self._name] = sum(row.stop - row.start for row in rows) / layout.tokens
 
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
@@ -167,7 +167,7 @@ class SparseSite:
         if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
             return state.tiles
         growth = flashomni.ramped(1.0, call.progress, self._preset.reuse.ramp) if self._at_head else 1.0
-        if self._skip.guard_error is not None:
+        if self._skip.probe_error is not None:
             growth *= state.growth
             state.tiles_growth = state.growth
         symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)

@@ -43,7 +43,7 @@ class FrontierPoint(NamedTuple):
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
     """Writes when a run computed: seconds of each step coloured by mode, and the errors it measured, of
-    forecasts and, with a guard, of attention.
+    forecasts and, with a probe, of attention.
     """
     figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
@@ -59,20 +59,20 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
     times.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderaxespad=0.1)
     times.set_title(f"{report.preset}: {report.computed_fraction:.0%} of the blocks' FLOPs", loc="left")
     judged = {step.index: step.error for step in report.steps if step.error is not None}
-    guarded: dict[int, float] = {}
+    probed: dict[int, float] = {}
     for each in report.attentions:
         if each.error is not None:
-            guarded[each.step] = max(each.error, guarded.get(each.step, 0.0))
+            probed[each.step] = max(each.error, probed.get(each.step, 0.0))
     if judged:
         style = {"color": ERROR_COLOUR, "marker": "o", "markersize": 5, "linewidth": 1.6}
         errors.plot(*zip(*judged.items(), strict=True), **style, label="forecast")
-    if guarded:
+    if probed:
         style = {"color": GREY, "marker": "s", "markersize": 4, "linewidth": 1.2}
-        errors.plot(*zip(*guarded.items(), strict=True), **style, label="attention of the worst block (guard)")
+        errors.plot(*zip(*probed.items(), strict=True), **style, label="attention of the worst block (probe)")
         errors.legend(frameon=False, loc="best", fontsize=8)
-    if not judged and not guarded:
+    if not judged and not probed:
         _note(errors, "no forecast was judged in this run")
-    if any(error > 0 for error in (*judged.values(), *guarded.values())):
+    if any(error > 0 for error in (*judged.values(), *probed.values())):
         _log_scale(errors)
     errors.set_ylabel("measured error\n(relative L2)")
     errors.set_xlabel("denoising step")

@@ -47,7 +47,7 @@ class Variant:
     """The loop's knobs; the defaults are the loop as it is.
 
     Args:
-        target_error, error_in, warmup, max_interval, final_full: as in a preset; error_in farthest: the error of the
+        target_error, error_in, warmup, max_interval, cooldown: as in a preset; error_in farthest: the error of the
             farthest forecast alone counts.
         predictors: a computed step goes on with the one that would have reached farthest.
         growth: how an error grows with the distance. power: ``(d / g) ** (D + 1)``; product: as the
@@ -73,7 +73,7 @@ class Variant:
     error_in: str = "output"
     warmup: int = 2
     max_interval: int = 16
-    final_full: int = 1
+    cooldown: int = 1
     predictors: tuple[Predictor, ...] = (Predictor(0), Predictor(1), Predictor(2))
     growth: str = "product"
     norm: str = "mean"
@@ -163,7 +163,7 @@ class Loop:
             self._weights = self._shares if variant.error_in == "latents" else [1.0] * self._steps
             self._coordinates = {"step": [float(index) for index in range(self._steps)], "sigma": self._sigmas[:-1]}
         self._step, self._calls = step, 0
-        full = step < variant.warmup or step >= self._steps - variant.final_full
+        full = step < variant.warmup or step >= self._steps - variant.cooldown
         self._computes = full or step >= self._next_update
         if self._computes:
             self._observed = False

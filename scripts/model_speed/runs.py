@@ -26,7 +26,7 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     row = bench.accelerated("exact", exact, 4, warm=0)
     yield row | {"relative_error": bench.relative_error(exact), **bench.occupancy(exact)}
     for density in (0.5, 0.2):
-        preset = _fixed(bench.model.tiles, warmup=1, interval=2, final_full=0)
+        preset = _fixed(bench.model.tiles, warmup=1, interval=2, cooldown=0)
         row = bench.accelerated(f"{1 - density:.0%} of tiles left out", preset, 5, tiles=density)
         if density == 0.5:
             row |= bench.occupancy(_always_computing(bench.model.tiles), tiles=density)
@@ -37,7 +37,7 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """50 steps of which 14 are computed, 4 of them dense, the others of clips with half of the tiles."""
     is_video = bench.model.is_video
     name = bench.model.tiles if is_video else f"{bench.model.family}-balanced"
-    preset = _fixed(name, warmup=4, interval=5, final_full=1)
+    preset = _fixed(name, warmup=4, interval=5, cooldown=1)
     tiles = 0.5 if is_video else 1.0
     run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")
     row = bench.accelerated(run, preset, STEPS, tiles=tiles, warm=20, whole=True)  # every kernel of a run
@@ -47,8 +47,8 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """What a DISPATCH step at scope stack takes beside a computed one, for the model and its variants."""
-    preset = _fixed("any-balanced", warmup=3, interval=4, final_full=0)
+    """What a DISPATCH step at level output takes beside a computed one, for the model and its variants."""
+    preset = _fixed("any-balanced", warmup=3, interval=4, cooldown=0)
     for name in ("", *bench.model.variants):
         case = bench.variant(name) if name else bench
         row = case.accelerated(f"DISPATCH, {name or 'plain'}", preset, 9, warm=0)
@@ -69,7 +69,7 @@ def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
     """FlashOmni's setting within a memory budget: its peak beside the estimate."""
     preset = load_preset(
         FLASHOMNI[bench.model.family],
-        schedule={"warmup": 1, "interval": 2, "final_full": 0},
+        schedule={"warmup": 1, "interval": 2, "cooldown": 0},
         memory={"budget_gib": 90.0},
         **{"reuse.ramp": 0.01},
     )
@@ -88,9 +88,9 @@ RUNS = {
 
 def _fixed(name: str, **schedule: int) -> Preset:
     """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
-    return load_preset(name, schedule={"control": "fixed", **schedule})
+    return load_preset(name, schedule={"control": "interval", **schedule})
 
 
 def _always_computing(name: str) -> Preset:
     """A closed-loop preset that judges every step, and computes every one."""
-    return load_preset(name, **{"schedule.warmup": 0, "schedule.max_interval": 1, "schedule.final_full": 0})
+    return load_preset(name, **{"schedule.warmup": 0, "schedule.max_interval": 1, "schedule.cooldown": 0})

@@ -187,7 +187,7 @@ def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch):
 
 
 def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path):
-    """At scope head every figure is written, one layer's symbols among them."""
+    """At level head every figure is written, one layer's symbols among them."""
     arguments = ("inspect", "-p", "a fox", "-m", models / "flux", "--preset", "flux-flashomni", "--output", "deep/run")
     result = run(*arguments, "--steps", 12, "--height", 128, "--width", 128, "--layer", "transformer_blocks.1")
     assert result.exit_code == 0, result.output
@@ -198,14 +198,14 @@ def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path):
     assert len(report["steps"]) == 12 and report["preset"] == "flux-flashomni"
 
 
-def test_inspect_at_scope_stack_says_why_there_is_no_map(run, models, tmp_path):
+def test_inspect_at_level_output_says_why_there_is_no_map(run, models, tmp_path):
     """No symbols is no failure, unless a layer's were asked for."""
     arguments = ("inspect", "-p", "a", "-m", models / "flux", *SMALL, "--output", "run")
     result = run(*arguments)
-    assert result.exit_code == 0 and "no symbols (scope stack)" in result.stdout
+    assert result.exit_code == 0 and "no symbols (level output)" in result.stdout
     assert not list((tmp_path / "run").glob("symbols-*"))
     result = run(*arguments, "--layer", "transformer_blocks.0")
-    assert result.exit_code == 2 and "scope stack has no symbols" in result.stderr
+    assert result.exit_code == 2 and "level output has no symbols" in result.stderr
 
 
 def test_presets_list_names_every_preset(run):
@@ -232,7 +232,7 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
 )
 def test_presets_mistakes_exit_with_2(run, tmp_path, action):
     """Unknown names, missing files and invalid contents are the user's to mend."""
-    (tmp_path / "bad.yaml").write_text("schedule: {control: error, warm_up: 3}\n")
+    (tmp_path / "bad.yaml").write_text("schedule: {control: adaptive, warm_up: 3}\n")
     result = run("presets", *action)
     assert result.exit_code == 2 and result.stderr.startswith("error: ")
 

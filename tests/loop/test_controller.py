@@ -44,7 +44,7 @@ class Loop:
     """
 
     def __init__(self, preset: str = "exact", *, repeats: str | None = None, **overrides) -> None:
-        defaults = {"schedule": {"warmup": 2, "interval": 4, "final_full": 1}} if preset == "exact" else {}
+        defaults = {"schedule": {"warmup": 2, "interval": 4, "cooldown": 1}} if preset == "exact" else {}
         self.clock = FakeClock(repeats=repeats)
         self.controller = Controller(load_preset(preset, **{**defaults, **overrides}), self.clock, "any")
         self.controller.add_transformer("transformer", ["first", "second"])
@@ -269,16 +269,16 @@ def test_branch_that_missed_an_update_computes():
     assert loop.call(8, context="uncond")[0].mode is DISPATCH
 
 
-@pytest.mark.parametrize("scope, warm", [("layer", True), ("head", False)])
-def test_sites_need_what_their_scope_reads(scope, warm):
-    """Features of the warm-up are enough for scope layer; scope head needs the symbols of an UPDATE."""
-    loop = Loop(model="flux", **{"forecast.scope": scope, "schedule.warmup": 3, "schedule.interval": 2})
+@pytest.mark.parametrize("level, warm", [("layer", True), ("head", False)])
+def test_sites_need_what_their_level_reads(level, warm):
+    """Features of the warm-up are enough for level layer; level head needs the symbols of an UPDATE."""
+    loop = Loop(model="flux", **{"forecast.level": level, "schedule.warmup": 3, "schedule.interval": 2})
     for step in range(5):
         with loop.controller.calling("transformer", "cond", step, ()):
             pass
     with loop.controller.calling("transformer", "late", 4, ()) as call:
         assert call.mode is UPDATE  # a branch that never computed
-    loop = Loop(model="flux", **{"forecast.scope": scope, "schedule.warmup": 3, "schedule.interval": 2})
+    loop = Loop(model="flux", **{"forecast.level": level, "schedule.warmup": 3, "schedule.interval": 2})
     for step in (0, 1, 2, 4):  # the UPDATE at step 3 is left out
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             pass
@@ -346,10 +346,10 @@ def test_new_run_starts_clean():
     ]
 
 
-@pytest.mark.parametrize("control", ["fixed", "error"])
+@pytest.mark.parametrize("control", ["interval", "adaptive"])
 def test_repeated_timesteps_compute_every_step(control):
     """Under a scheduler of second order nothing is forecast, and the report says so once."""
-    loop = Loop(repeats="Heun repeats") if control == "fixed" else closed_loop(repeats="Heun repeats")
+    loop = Loop(repeats="Heun repeats") if control == "interval" else closed_loop(repeats="Heun repeats")
     assert set(loop.modes()) == {FULL}
     assert loop.controller.report.notes == ["every step computed: Heun repeats"]
 
@@ -419,9 +419,9 @@ def test_layers_degrade_below_their_threshold():
         assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
 
 
-def test_the_guards_errors_reach_report_and_site():
+def test_the_probes_errors_reach_report_and_site():
     """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
-    loop = Loop("wan21-sparge-balanced", **{"skip.guard_rows": 2, "skip.guard_error": 0.04})
+    loop = Loop("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
     for context, error in (("cond", 0.16), ("uncond", 0.01)):
         with loop.controller.calling("transformer", context, 8, ()) as call:
             site = call.site("first")
@@ -429,7 +429,7 @@ def test_the_guards_errors_reach_report_and_site():
             site.tiles = masks = object()
             call.skips = True
             call.densities = {name: torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error]) for name in ("first", "second")}
-            call.guarded["first"] = 0.2
+            call.probed["first"] = 0.2
             loop.controller.read(call)
             tightened = error > 0.04
             assert site.growth == pytest.approx(0.25 if tightened else 0.625)

@@ -14,7 +14,7 @@ from dit_accel.tools.testing import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
 TEXT = 37
-STACK = load_preset("exact", schedule={"warmup": 2, "interval": 3})
+OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 CLOSED_LOOP = load_preset("flux-balanced", schedule={"warmup": 2, "target_error": 0.5})
 HEADS = load_preset(
@@ -156,8 +156,8 @@ def test_history_goes_on_in_another_form():
 @pytest.mark.parametrize(
     "preset, overrides, arguments",
     [
-        pytest.param(STACK, {}, {}, id="stack"),
-        pytest.param(CLOSED_LOOP, {}, GUIDED, id="stack-closed-loop-two-branches"),
+        pytest.param(OUTPUT, {}, {}, id="output"),
+        pytest.param(CLOSED_LOOP, {}, GUIDED, id="output-closed-loop-two-branches"),
         pytest.param(LAYERS, {}, {}, id="layer"),
         pytest.param(LAYERS, {"memory.history_dtype": "float8"}, {"prompt": ["a", "b"]}, id="layer-float8-batch"),
         pytest.param(HEADS, {}, {}, id="head"),
@@ -182,11 +182,11 @@ def test_estimate_is_what_the_caches_take(pipe, preset, overrides, arguments):
     assert report.estimated_bytes == pytest.approx(report.cache_bytes, rel=slack, abs=0)
 
 
-@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
+@pytest.mark.parametrize("level", ["output", "layer", "head"])
 @pytest.mark.parametrize("name, model", [("wan22", "wan"), ("hunyuan", "hunyuan_video")])
-def test_estimate_of_a_video_pipeline_is_exact(name, model, scope):
+def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
     """The same for clips; of Wan 2.2's two transformers one remembers at a time."""
-    preset = load_preset({"stack": STACK, "layer": LAYERS, "head": HEADS}[scope], model=model)
+    preset = load_preset({"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level], model=model)
     with accelerated(tiny_pipeline(name), preset) as pipe:
         tiny_output(pipe, name, steps=STEPS)
         report = pipe.dit_accel.report()
@@ -245,11 +245,11 @@ def test_later_branch_converts_what_is_there(pipe):
     assert distance(late, early) < 1e-6
 
 
-@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
-def test_lower_order_is_that_of_the_preset(pipe, scope):
+@pytest.mark.parametrize("level", ["output", "layer", "head"])
+def test_lower_order_is_that_of_the_preset(pipe, level):
     """A budget that forces order 0 gives what the same preset with order 0 gives."""
-    preset = {"stack": STACK, "layer": LAYERS, "head": HEADS}[scope]
-    forms = {} if scope == "stack" else {"memory.history_dtype": "float8"}
+    preset = {"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level]
+    forms = {} if level == "output" else {"memory.history_dtype": "float8"}
     expected, report = run(pipe, load_preset(preset, **{"forecast.order": 0}, **forms))
     forced, after = run(pipe, load_preset(preset, **{"memory.budget_gib": report.cache_bytes / GIB}))
     assert torch.equal(forced, expected)
@@ -275,7 +275,7 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
     message = str(caught.value)
     for words in ("budget_gib is 1e-06", "1 branch need", "everything as it is", ROWS, FLOAT8, OFFLOAD, "order 0"):
         assert words in message
-    for way_out in ("Raise the budget", "forecast.scope to stack", "smaller picture"):
+    for way_out in ("Raise the budget", "forecast.level to output", "smaller picture"):
         assert way_out in message
     assert torch.equal(pipe(**tiny_inputs("flux", steps=STEPS))[0], plain)
 
@@ -283,7 +283,7 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
 def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
     """Where the expectation was wrong and the budget is broken, the report says so, once."""
     monkeypatch.setattr(FluxAdapter, "size", lambda *_: ModelSize())
-    _, report = run(pipe, load_preset(STACK, **{"memory.budget_gib": 1e-6}))
+    _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
     assert report.notes == ["caches took more than was expected, and more than memory.budget_gib"]
 
 
@@ -359,15 +359,15 @@ def test_no_budget_means_no_measures():
 @pytest.mark.parametrize(
     "preset, overrides, complaint",
     [
-        ("flux-balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'stack'"),
-        ("flux-balanced", {"memory.offload": True}, "memory.offload has no effect.*scope 'head' only"),
-        ("flux-taylorseer", {"memory.offload": True}, "memory.offload has no effect.*scope 'head' only"),
+        ("flux-balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'output'"),
+        ("flux-balanced", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
+        ("flux-taylorseer", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
         ("flux-flashomni", {"memory.offload": True, "forecast.order": 0}, "memory.offload has no effect.*order 0"),
         ("flux-flashomni", {"memory.budget_gib": 0.0}, "memory.budget_gib: .*greater than 0"),
         ("flux-flashomni", {"memory.history_dtype": "fp8"}, "memory.history_dtype: .*'float8'"),
         ("flux-flashomni", {"memory.budget": 4}, "unknown key 'memory.budget'.*did you mean 'budget_gib'"),
     ],
-    ids=["stack-dtype", "stack-offload", "layer-offload", "order-0-offload", "zero", "dtype", "unknown"],
+    ids=["output-dtype", "output-offload", "layer-offload", "order-0-offload", "zero", "dtype", "unknown"],
 )
 def test_memory_keys_without_effect_are_refused(preset, overrides, complaint):
     """A key of section memory is an error where it would change nothing."""

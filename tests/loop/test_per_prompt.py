@@ -15,7 +15,7 @@ STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
 PRESET = load_preset("any-balanced", **{"schedule.per_prompt": True, "schedule.target_error": 0.06})
 
-LAYERS_APART = {"schedule.per_prompt": True, "forecast.scope": "layer"}
+LAYERS_APART = {"schedule.per_prompt": True, "forecast.level": "layer"}
 
 
 def generators(count):
@@ -158,15 +158,15 @@ def test_rows_taken_and_joined_are_the_batch():
 @pytest.mark.parametrize(
     "preset, overrides, complaint",
     [
-        ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'error'"),
+        ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'adaptive'"),
         ("flux-balanced", {"forecast.corrector": False, **LAYERS_APART}, "per_prompt works on .*'layer'"),
         ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
         ("flux-taylorseer", {"forecast.corrector": True}, "corrector works on .*'layer'"),
         ("flux-taylorseer", {"forecast.damping": True}, "damping works on .*'layer'"),
         ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond works on .*'layer'"),
-        ("exact", {"forecast.damping": True}, "damping rests on what control 'error' measures"),
+        ("exact", {"forecast.damping": True}, "damping rests on what control 'adaptive' measures"),
     ],
-    ids=["fixed", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-fixed"],
+    ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],
 )
 def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
     """A key without effect, or with a wrong one, is an error."""

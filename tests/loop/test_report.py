@@ -60,7 +60,7 @@ def test_text_states_what_ran():
         "to save memory attention history in host memory",
         "forecast error 0.1250 at the last judged step, 0.2500 at most",
         "tiles left out 50% on computed steps after the warm-up",
-        "attention error 0.1250 on the guard's rows, 0.1875 at most (transformer_blocks.0, step 3)",
+        "attention error 0.1250 on the probe's rows, 0.1875 at most (transformer_blocks.0, step 3)",
         "note shapes changed at step 2: caches dropped",
         "ran densely block.0, block.1, block.2 and 2 more: LoRA",
         "ran densely last: hooked",

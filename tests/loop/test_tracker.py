@@ -9,8 +9,8 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.tracker import (
-    ErrorControl,
-    FixedControl,
+    AdaptiveControl,
+    IntervalControl,
     SchedulerClock,
     StepMode,
     Tick,
@@ -32,14 +32,16 @@ def modes(control, steps: int) -> str:
 
 
 def fixed(**keys) -> Schedule:
-    return Schedule(control="fixed", **keys)
+    return Schedule(control="interval", **keys)
 
 
-def closed_loop(**keys) -> ErrorControl:
-    return ErrorControl(Schedule(**{"control": "error", "target_error": 0.05, "warmup": 0, "final_full": 0, **keys}))
+def closed_loop(**keys) -> AdaptiveControl:
+    return AdaptiveControl(
+        Schedule(**{"control": "adaptive", "target_error": 0.05, "warmup": 0, "cooldown": 0, **keys})
+    )
 
 
-def interval_after(control: ErrorControl, step: int, steps: int) -> int:
+def interval_after(control: AdaptiveControl, step: int, steps: int) -> int:
     """Steps from ``step`` to the next one that computes, or to the end of the run."""
     computing = (n for n in range(1, steps - step) if control.mode(step + n, steps) is not StepMode.DISPATCH)
     return next(computing, steps - step)
@@ -48,29 +50,29 @@ def interval_after(control: ErrorControl, step: int, steps: int) -> int:
 @pytest.mark.parametrize(
     "keys, sequence",
     [
-        ({"warmup": 2, "interval": 3, "final_full": 1}, "FFUDDUDDUF"),
-        ({"warmup": 0, "interval": 4, "final_full": 0}, "UDDDUDDDUD"),
-        ({"warmup": 3, "interval": 2, "final_full": 3}, "FFFUDUDFFF"),
-        ({"warmup": 2, "interval": 1, "final_full": 1}, "FFFFFFFFFF"),
-        ({"warmup": 8, "interval": 5, "final_full": 4}, "FFFFFFFFFF"),
-        ({"warmup": 20, "interval": 5, "final_full": 0}, "FFFFFFFFFF"),
+        ({"warmup": 2, "interval": 3, "cooldown": 1}, "FFUDDUDDUF"),
+        ({"warmup": 0, "interval": 4, "cooldown": 0}, "UDDDUDDDUD"),
+        ({"warmup": 3, "interval": 2, "cooldown": 3}, "FFFUDUDFFF"),
+        ({"warmup": 2, "interval": 1, "cooldown": 1}, "FFFFFFFFFF"),
+        ({"warmup": 8, "interval": 5, "cooldown": 4}, "FFFFFFFFFF"),
+        ({"warmup": 20, "interval": 5, "cooldown": 0}, "FFFFFFFFFF"),
     ],
     ids=["paper", "bare", "long-end", "every-step", "overlap", "long-warmup"],
 )
-def test_fixed_control_repeats_its_interval(keys, sequence):
+def test_interval_control_repeats_its_interval(keys, sequence):
     """Warm-up, then one UPDATE and interval − 1 DISPATCH steps, then the final steps; interval 1 computes all."""
-    assert modes(FixedControl(fixed(**keys)), 10) == sequence
+    assert modes(IntervalControl(fixed(**keys)), 10) == sequence
 
 
-def test_fixed_control_ignores_errors():
+def test_interval_control_ignores_errors():
     """A fixed schedule does not react to what is observed."""
-    control = FixedControl(fixed(warmup=0, interval=4, final_full=0))
+    control = IntervalControl(fixed(warmup=0, interval=4, cooldown=0))
     control.observe(0, range(8), EVEN, [-1.0, -2.0], 1, 100.0)
     assert modes(control, 8) == "UDDDUDDD"
 
 
 @pytest.mark.parametrize(
-    "schedule, kind", [(fixed(interval=2), FixedControl), (Schedule(target_error=0.1), ErrorControl)]
+    "schedule, kind", [(fixed(interval=2), IntervalControl), (Schedule(target_error=0.1), AdaptiveControl)]
 )
 def test_make_control_follows_the_schedule(schedule, kind):
     """The preset's `control` names the class."""
@@ -79,7 +81,7 @@ def test_make_control_follows_the_schedule(schedule, kind):
 
 def test_closed_loop_computes_until_it_has_observed():
     """Without an error to go by every step computes, in full during the warm-up and at the end."""
-    assert modes(closed_loop(warmup=3, final_full=2), 8) == "FFFUUUFF"
+    assert modes(closed_loop(warmup=3, cooldown=2), 8) == "FFFUUUFF"
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])

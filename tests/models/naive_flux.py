@@ -33,7 +33,7 @@ class Schedule:
     @property
     def mode(self) -> str:
         schedule, step = self.preset.schedule, self.step
-        if step < schedule.warmup or step >= self.steps - schedule.final_full:
+        if step < schedule.warmup or step >= self.steps - schedule.cooldown:
             return "full"
         return "update" if (step - schedule.warmup) % schedule.interval == 0 else "dispatch"
 
@@ -71,7 +71,7 @@ class NaiveAttention:
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self.schedule, self.history = schedule, Remembered(schedule)
-        self.at_head = schedule.preset.forecast.scope == "head"
+        self.at_head = schedule.preset.forecast.level == "head"
         self.row_density = 1.0
         self.kept: list[float] = []  # share of the tiles, call by call
 
@@ -141,14 +141,14 @@ def run_sites(pipe, preset: Preset, inputs: dict, make_processor):
     before = transformer.attn_processors
     naive = {name: make_processor(schedule) for name in before if "refiner" not in name}
     transformer.set_attn_processor({**before, **naive})
-    if preset.forecast.scope == "head":
+    if preset.forecast.level == "head":
         handles = _overwrite(
             _layers(transformer),
             schedule,
             lambda block: block.attn.processor.row_density < preset.reuse.degrade_below,
         )
     else:
-        layers = [(None, transformer)] if preset.forecast.scope == "stack" else _layers(transformer)
+        layers = [(None, transformer)] if preset.forecast.level == "output" else _layers(transformer)
         handles = _overwrite(layers, schedule, lambda block: True)
     try:
         return pipe(**inputs)[0], list(naive.values())
@@ -164,7 +164,7 @@ def run_heads(pipe, preset: Preset, inputs: dict, text: int):
 
 
 def run_layers(pipe, preset: Preset, inputs: dict):
-    """The pipeline's result at scope layer."""
+    """The pipeline's result at level layer."""
     schedule = Schedule(pipe, preset, inputs["num_inference_steps"])
     handles = _overwrite(_layers(pipe.transformer), schedule, lambda block: True)
     try:

@@ -32,7 +32,7 @@ class BranchSchedule(Schedule):
             self.branch = name, kwargs["encoder_hidden_states"].data_ptr()
 
         def leave(module, args, kwargs, output):
-            if self.mode == "update" or (self.records and self.preset.forecast.scope != "head"):
+            if self.mode == "update" or (self.records and self.preset.forecast.level != "head"):
                 self._recorded.add(self.branch)
 
         return [
@@ -98,7 +98,7 @@ class NaiveSelfAttention(WanAttnProcessor):
         layout = TokenLayout(0, q.shape[1], size)
         probabilities = pooled_map(q, k, size, backend="reference").probabilities
         growth = (self.schedule.step / self.schedule.steps) ** preset.reuse.ramp
-        tau_kv = preset.skip.tau_kv * (growth if preset.forecast.scope == "head" else 1)
+        tau_kv = preset.skip.tau_kv * (growth if preset.forecast.level == "head" else 1)
         kept = unpack_bits(flashomni.row_bits(probabilities, layout, preset.reuse.tau_q * growth), q.shape[2])
         tiles = unpack_bits(sparge.tile_bits(probabilities, layout, tau_kv), layout.blocks)
         if preset.skip.policy == "none":
@@ -129,9 +129,9 @@ class NaiveCrossAttention(WanAttnProcessor):
 
 
 def run(pipe, preset: Preset, inputs: dict) -> torch.Tensor:
-    """The pipeline's result under a preset with a fixed schedule, at any scope."""
+    """The pipeline's result under a preset with a fixed schedule, at any level."""
     schedule = BranchSchedule(pipe, preset, inputs["num_inference_steps"])
-    scope, degrades = preset.forecast.scope, preset.reuse.degrade_below > 0
+    level, degrades = preset.forecast.level, preset.reuse.degrade_below > 0
     handles, before = [], []
     for name in ("transformer", "transformer_2"):
         transformer = getattr(pipe, name, None)
@@ -140,12 +140,12 @@ def run(pipe, preset: Preset, inputs: dict) -> torch.Tensor:
         for block in transformer.blocks:
             before.append((block, block.attn1.processor, block.attn2.processor))
             block.attn1.set_processor(NaiveSelfAttention(schedule))
-            if scope == "head":
+            if level == "head":
                 block.attn2.set_processor(NaiveCrossAttention(schedule, block.attn1.processor.rows))
             whole = _is_degraded(block, schedule) if degrades else lambda: True
-            if scope == "layer" or degrades:
+            if level == "layer" or degrades:
                 handles += [_overwrite(part, schedule, whole) for part in (block.attn1, block.attn2, block.ffn)]
-        if scope == "stack":
+        if level == "output":
             handles.append(_overwrite(transformer, schedule, lambda: True))
         handles += schedule.hooks(name, transformer)
     try:

@@ -10,7 +10,7 @@ from dit_accel.models.transformer_hook import find_hook
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 8
-STACK = {"schedule": {"warmup": 2, "interval": 3, "final_full": 1}}
+OUTPUT = {"schedule": {"warmup": 2, "interval": 3, "cooldown": 1}}
 
 
 def counted(net):
@@ -28,7 +28,7 @@ def pipe():
 def test_a_forecast_step_runs_no_control_net(pipe):
     """What comes out is to the bit what it is where the net runs in every step."""
     calls = counted(pipe.controlnet)
-    accelerate_pipeline(pipe, load_preset("exact", **STACK))
+    accelerate_pipeline(pipe, load_preset("exact", **OUTPUT))
     result = tiny_output(pipe, "flux-controlnet", steps=STEPS)
     report = pipe.dit_accel.report()
     assert calls[0] == STEPS - report.steps_by_mode["dispatch"] < STEPS
@@ -76,7 +76,7 @@ def test_reading_makes_the_call_once():
 def test_autocast_and_another_pipelines_hook_are_left_alone(pipe):
     """Under autocast the net runs at once; restoring takes off the own hook and no other."""
     calls = counted(pipe.controlnet)
-    accelerate_pipeline(pipe, load_preset("exact", **STACK))
+    accelerate_pipeline(pipe, load_preset("exact", **OUTPUT))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tiny_output(pipe, "flux-controlnet", steps=STEPS)
     assert calls[0] == STEPS

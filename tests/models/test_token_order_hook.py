@@ -18,7 +18,7 @@ WAN = ("wan", "wan-i2v", "wan-i2v-clip", "wan22", "wan22-i2v", "wan22-5b", "wan2
 HUNYUAN = ("hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat")
 FIRST_FRAME_APART = ("hunyuan-i2v",)
 GRID = (3, 12, 10)  # tokens of the clips here, whose 96 × 80 pixels are 8 × 8 to a token
-SCHEDULE = {"control": "fixed", "warmup": 1, "interval": 2, "final_full": 0}  # FULL UPDATE DISPATCH UPDATE
+SCHEDULE = {"control": "interval", "warmup": 1, "interval": 2, "cooldown": 0}  # FULL UPDATE DISPATCH UPDATE
 DENSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.0}
 SPARSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
 every_pipeline = pytest.mark.parametrize("name", WAN + HUNYUAN)
@@ -27,15 +27,15 @@ every_order = pytest.mark.parametrize("order", ["hilbert", "tiles"])
 pipeline = functools.cache(tiny_pipeline)
 
 
-def preset(name: str, order: str, scope: str = "stack", skip: dict = SPARSE, **overrides):
+def preset(name: str, order: str, level: str = "output", skip: dict = SPARSE, **overrides):
     sections = {
         "model": "wan" if name in WAN else "hunyuan_video",
         "schedule": SCHEDULE,
-        "forecast": {"scope": scope},
+        "forecast": {"level": level},
         "blocks": {"size": 64, "token_order": order},
         "skip": skip,
     }
-    if scope == "head":
+    if level == "head":
         sections["reuse"] = {"tau_q": 0.0 if skip is DENSE else 0.7, "ramp": 0.3}
     return load_preset("exact", **sections, **overrides)
 
@@ -57,21 +57,21 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @every_pipeline
 def test_dense_results_do_not_depend_on_the_order(name):
     """Where every tile computes, all orders give what raster order gives, but for rounding; where not, they differ."""
-    expected = result(name, "raster", "stack", DENSE)
+    expected = result(name, "raster", "output", DENSE)
     for order in ("hilbert", "tiles"):
-        assert 0 < distance(result(name, order, "stack", DENSE), expected) < 1e-5
+        assert 0 < distance(result(name, order, "output", DENSE), expected) < 1e-5
     assert distance(result(name, "hilbert"), result(name, "raster")) > 1e-4
 
 
 @every_order
-@pytest.mark.parametrize("scope", ["layer", "head"])
+@pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
-def test_what_blocks_remember_keeps_the_order(name, scope, order):
+def test_what_blocks_remember_keeps_the_order(name, level, order):
     """Forecasts of layers and of rows lie where the tokens are, which still come out as in raster order."""
-    ordered = result(name, order, scope, DENSE)
-    assert 0 < distance(ordered, result(name, "raster", scope, DENSE)) < 1e-5
-    if scope == "head":
-        assert distance(result(name, order, scope), result(name, "raster", scope)) > 1e-4
+    ordered = result(name, order, level, DENSE)
+    assert 0 < distance(ordered, result(name, "raster", level, DENSE)) < 1e-5
+    if level == "head":
+        assert distance(result(name, order, level), result(name, "raster", level)) > 1e-4
 
 
 @every_order
@@ -87,7 +87,7 @@ def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
 
     monkeypatch.setattr(SparseSite, "attend_computed", spy)
     for each in (order, "raster"):
-        with accelerated(pipeline(name), preset(name, each, "stack", DENSE, **{"schedule.warmup": 0})):
+        with accelerated(pipeline(name), preset(name, each, "output", DENSE, **{"schedule.warmup": 0})):
             call(name, steps=1)
     ordered, raster = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     places = token_order(order, GRID, 64, first_frame_apart=name in FIRST_FRAME_APART)
@@ -146,7 +146,7 @@ def test_lora_on_the_ends_may_come_later(name, targets):
     pipe = pipeline(name)
 
     def with_lora(order):
-        with accelerated(pipe, preset(name, order, "stack", DENSE)):
+        with accelerated(pipe, preset(name, order, "output", DENSE)):
             torch.manual_seed(0)
             pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
             try:

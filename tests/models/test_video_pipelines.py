@@ -12,8 +12,8 @@ from dit_accel.tools.testing import VIDEO_PIPELINES, tiny_output, tiny_pipeline
 every_video = pytest.mark.parametrize("name", VIDEO_PIPELINES)
 
 STEPS = 6
-SCHEDULE = {"control": "fixed", "warmup": 2, "interval": 2}  # FULL FULL UPDATE DISPATCH UPDATE FULL
-STACK = load_preset("any-balanced", schedule=SCHEDULE)
+SCHEDULE = {"control": "interval", "warmup": 2, "interval": 2}  # FULL FULL UPDATE DISPATCH UPDATE FULL
+OUTPUT = load_preset("any-balanced", schedule=SCHEDULE)
 # Everything that a run can carry on: cached heads and layers, their biases, and tiles skipped on computed steps too.
 HEADS = {
     family: load_preset(
@@ -59,7 +59,7 @@ def call(name: str, kind: str, steps: int = STEPS) -> torch.Tensor:
 
 def caching(name: str):
     """The preset that makes most use of caches on this pipeline."""
-    return HEADS.get(family_of(pipeline(name)), STACK)
+    return HEADS.get(family_of(pipeline(name)), OUTPUT)
 
 
 @functools.cache

@@ -13,9 +13,9 @@ every_preset = pytest.mark.parametrize("name", preset_names())
 
 # What the papers print, by preset and dotted key.
 FLASHOMNI = {
-    "schedule.control": "fixed",
+    "schedule.control": "interval",
     "schedule.interval": 5,
-    "forecast.scope": "head",
+    "forecast.level": "head",
     "forecast.method": "taylor",
     "forecast.order": 1,
     "reuse.tau_q": 0.50,
@@ -26,9 +26,9 @@ FLASHOMNI = {
     "blocks.size": 128,
 }
 TAYLORSEER = {
-    "schedule.control": "fixed",
+    "schedule.control": "interval",
     "schedule.interval": 5,
-    "forecast.scope": "layer",
+    "forecast.level": "layer",
     "forecast.method": "taylor",
     "forecast.order": 1,
 }
@@ -129,7 +129,7 @@ def test_preset_is_frozen():
     "key, suggestion, sibling",
     [
         ("schedul.interval", "schedule", "forecast"),
-        ("schedule.intervall", "interval", "final_full"),
+        ("schedule.intervall", "interval", "cooldown"),
         ("forecast.ordre", "order", "method"),
         ("reuse.tau", "tau_q", "degrade_below"),
     ],
@@ -138,6 +138,30 @@ def test_unknown_key_is_an_error_that_helps(key, suggestion, sibling):
     """An unknown key is refused with the nearest valid one and the list of all."""
     with pytest.raises(PresetError, match=rf"unknown key .*did you mean '{suggestion}'.*valid keys here: .*{sibling}"):
         load_preset("flux-flashomni", **{key: 1})
+
+
+FORMER_NAMES = {
+    "schedule.control: error": "schedule.control: 'error' is called 'adaptive' now",
+    "schedule.control: fixed": "schedule.control: 'fixed' is called 'interval' now",
+    "schedule.final_full: 1": "unknown key 'schedule.final_full': it is called 'schedule.cooldown' now",
+    "forecast.scope: stack": "unknown key 'forecast.scope': it is called 'forecast.level' now",
+    "forecast.level: stack": "forecast.level: 'stack' is called 'output' now",
+    "skip.guard_rows: 4": "unknown key 'skip.guard_rows': it is called 'skip.probe_blocks' now",
+    "skip.guard_error: 0.1": "unknown key 'skip.guard_error': it is called 'skip.probe_error' now",
+}
+
+
+@pytest.mark.parametrize("given", ["override", "file"])
+@pytest.mark.parametrize("former, told", FORMER_NAMES.items(), ids=FORMER_NAMES)
+def test_a_former_name_is_an_error_that_tells_the_name_of_today(former, told, given, write):
+    """Keys and values that were called otherwise once are refused with what they are called now, and nothing else."""
+    key, value = former.split(": ")
+    section, name = key.split(".")
+    with pytest.raises(PresetError, match=f"is not valid: {told}$"):
+        if given == "override":
+            load_preset("wan21-sparge-balanced", **{key: yaml.safe_load(value)})
+        else:
+            load_preset(write(f"base: wan21-sparge-balanced\n{section}: {{{name}: {value}}}\n"))
 
 
 @pytest.mark.parametrize("given", ["override", "file"])
@@ -161,10 +185,10 @@ def test_name_is_not_a_key(given, write):
         ("schedule.warmup", -1),
         ("schedule.interval", 0),
         ("schedule.interval", 2.5),
-        ("schedule.final_full", -1),
+        ("schedule.cooldown", -1),
         ("schedule.max_interval", 0),
         ("forecast.order", 5),
-        ("forecast.scope", "block"),
+        ("forecast.level", "block"),
         ("blocks.size", 96),
         ("kernels.attention", "cudnn"),
         ("reuse.tau_q", float("nan")),
@@ -194,7 +218,7 @@ def test_every_mistake_is_reported_at_once():
 def test_dotted_and_section_overrides_merge():
     """Overrides change the keys they name and leave the others as the preset has them."""
     preset = load_preset("flux-flashomni", schedule={"warmup": 2}, **{"schedule.interval": 3, "reuse.tau_q": 0.25})
-    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.final_full) == (2, 3, 1)
+    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.cooldown) == (2, 3, 1)
     assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 2.0)
 
 
@@ -217,13 +241,13 @@ def test_loading_a_preset_object_keeps_it():
 @pytest.mark.parametrize(
     "overrides, control",
     [
-        ({"schedule.control": "fixed", "schedule.interval": 5}, "fixed"),
-        ({"schedule.interval": 5, "schedule.control": "fixed"}, "fixed"),
-        ({"schedule": {"control": "fixed", "interval": 5}}, "fixed"),
+        ({"schedule.control": "interval", "schedule.interval": 5}, "interval"),
+        ({"schedule.interval": 5, "schedule.control": "interval"}, "interval"),
+        ({"schedule": {"control": "interval", "interval": 5}}, "interval"),
     ],
     ids=["control-first", "interval-first", "section"],
 )
-def test_override_switches_to_the_fixed_control(overrides, control):
+def test_override_switches_to_the_interval_control(overrides, control):
     """Choosing the other control drops the base's key of the first, whatever the order of the overrides."""
     schedule = load_preset("any-balanced", **overrides).schedule
     assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
@@ -231,37 +255,37 @@ def test_override_switches_to_the_fixed_control(overrides, control):
 
 def test_override_switches_to_the_error_control():
     """The same the other way round."""
-    schedule = load_preset("flux-taylorseer", **{"schedule.control": "error", "schedule.target_error": 0.1}).schedule
+    schedule = load_preset("flux-taylorseer", **{"schedule.control": "adaptive", "schedule.target_error": 0.1}).schedule
     assert (schedule.interval, schedule.target_error) == (None, 0.1)
 
 
 @pytest.mark.parametrize("first", ["control", "target_error"])
 def test_foreign_key_is_refused_in_any_order(first):
     """A key of the other control that the caller asks for is an error, never dropped in silence."""
-    asked = {"schedule.control": "fixed", "schedule.target_error": 0.1}
+    asked = {"schedule.control": "interval", "schedule.target_error": 0.1}
     order = sorted(asked, key=lambda key: not key.endswith(first))
-    with pytest.raises(PresetError, match="target_error belongs to control 'error'"):
+    with pytest.raises(PresetError, match="target_error belongs to control 'adaptive'"):
         load_preset("any-balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
 
 
 @pytest.mark.parametrize(
     "overrides, complaint",
     [
-        ({"schedule.control": "fixed"}, "schedule: control 'fixed' needs interval"),
-        ({"schedule.interval": 5}, "schedule: interval belongs to control 'fixed'"),
-        ({"forecast.scope": "layer"}, "scope 'layer' needs a model family"),
-        ({"forecast.scope": "head"}, "scope 'head' needs a model family"),
+        ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
+        ({"schedule.interval": 5}, "schedule: interval belongs to control 'interval'"),
+        ({"forecast.level": "layer"}, "level 'layer' needs a model family"),
+        ({"forecast.level": "head"}, "level 'head' needs a model family"),
         ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
-        ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at scope 'stack'"),
-        ({"model": "flux", "forecast.scope": "layer", "skip.policy": "sparge"}, "section 'skip' .* scope 'layer'"),
-        ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* scope 'stack'.* or skip.steps to all"),
+        ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
+        ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
+        ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* level 'output'.* or skip.steps to all"),
         ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
         ({"skip": TILES_ON_ALL_STEPS}, "skip.steps 'all' needs a model family with an adapter"),
         (
             {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
-            "section 'reuse' has no effect at scope 'stack', .* set forecast.scope to head$",
+            "section 'reuse' has no effect at level 'output', .* set forecast.level to head$",
         ),
-        ({"schedule.control": ["error"]}, "schedule.control: "),
+        ({"schedule.control": ["adaptive"]}, "schedule.control: "),
         ({"schedule": None}, "schedule: "),
     ],
 )
@@ -282,7 +306,7 @@ def test_base_chain_merges_nearest_last(write):
 
 def test_base_may_be_of_the_other_control(write):
     """A file that chooses the other control drops its base's key of the first."""
-    preset = load_preset(write("base: any-balanced\nschedule: {control: fixed, interval: 4}\n"))
+    preset = load_preset(write("base: any-balanced\nschedule: {control: interval, interval: 4}\n"))
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
 
 
@@ -299,7 +323,7 @@ def test_base_cycle_is_named(write):
         ("base: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
         ("base: any-balnced\n", "did you mean 'any-balanced'.*available: any-balanced"),
         ("base: 5\n", "unknown preset '5'"),
-        ("schedule: {control: fixed\n", "not valid YAML"),
+        ("schedule: {control: interval\n", "not valid YAML"),
         ("- schedule\n", "must hold a mapping of sections, got list"),
         ("", "must hold a mapping of sections, got NoneType"),
         ("description: nothing else\n", "schedule is required"),
@@ -346,11 +370,11 @@ def test_effective_values_load_again(name, tmp_path):
     assert load_preset(file).effective() == load_preset(name).effective()
 
 
-@pytest.mark.parametrize("scope", ["stack", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_scope(scope, tmp_path):
+@pytest.mark.parametrize("level", ["output", "layer"])
+def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
     """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    forecast = {"forecast.scope": scope, "forecast.corrector": scope == "stack"}
+    forecast = {"forecast.level": level, "forecast.corrector": level == "output"}
     preset = load_preset("any-balanced", model="hunyuan_video", **sections, **forecast)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
@@ -363,13 +387,13 @@ def test_tiles_on_all_steps_have_effect_at_any_scope(scope, tmp_path):
 @pytest.mark.parametrize(
     "changes, kept",
     [
-        ({"model": "wan", "forecast.scope": "layer"}, set()),
-        ({"schedule.control": "fixed", "schedule.interval": 4}, {"corrector"}),
+        ({"model": "wan", "forecast.level": "layer"}, set()),
+        ({"schedule.control": "interval", "schedule.interval": 4}, {"corrector"}),
         ({}, {"corrector", "beyond", "damping"}),
     ],
-    ids=["layer", "fixed", "as-it-is"],
+    ids=["layer", "interval", "as-it-is"],
 )
-def test_choosing_a_scope_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
+def test_choosing_a_level_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
     """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
     base = {"base": "any-video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")

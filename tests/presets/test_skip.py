@@ -9,7 +9,7 @@ from dit_accel.presets import Skip, load_preset
 from dit_accel.presets.skip import POLICY_KEYS
 
 VALUES = {  # valid ones, by policy
-    "sparge": {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0, "guard_error": 0.05},
+    "sparge": {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0, "probe_error": 0.05},
     "sla": {"critical": 0.1, "negligible": 0.2, "feature_map": "elu", "projection": "p.safetensors"},
     "fg_attn": {"mask": "average_query", "key_threshold": 0.25},
     "static": {"pattern": "sliding", "window": 256},
@@ -25,14 +25,14 @@ def test_every_key_belongs_to_a_policy_or_to_all():
     """The table of keys by policy names each once, and leaves out those that all policies have."""
     keys = [key for own in POLICY_KEYS.values() for key in own]
     assert len(keys) == len(set(keys))
-    assert set(Skip.model_fields) - set(keys) == {"policy", "steps", "refresh", "residual", "guard_rows", "layers"}
+    assert set(Skip.model_fields) - set(keys) == {"policy", "steps", "refresh", "residual", "probe_blocks", "layers"}
     assert all(values.keys() <= {*POLICY_KEYS[policy]} for policy, values in VALUES.items())
 
 
 @pytest.mark.parametrize("policy", VALUES)
 def test_keys_of_a_policy_are_taken_and_kept(policy):
     """A preset with every key of a policy loads, and what it prints loads again."""
-    preset = wan(policy=policy, guard_rows=3, **VALUES[policy])
+    preset = wan(policy=policy, probe_blocks=3, **VALUES[policy])
     section = preset.effective()["skip"]
     assert VALUES[policy].items() <= section.items()
     foreign = {key for other, keys in POLICY_KEYS.items() if other != policy for key in keys}
@@ -74,13 +74,19 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
     "skip, complaint",
     [
         ({"policy": "sparge", "steps": "dispatch", "refresh": 2}, "skip: refresh says how long computed steps keep"),
-        ({"policy": "sparge", "steps": "dispatch", "guard_rows": 2}, "skip: guard_rows measures what computed steps"),
+        (
+            {"policy": "sparge", "steps": "dispatch", "probe_blocks": 2},
+            "skip: probe_blocks measures what computed steps",
+        ),
         (
             {"policy": "sparge", "residual": True},
             "skip: residual corrects steps that keep their masks, and refresh is 1",
         ),
-        ({"policy": "sparge", "guard_error": 0.1}, "skip: guard_error bounds an error that is measured on guard_rows"),
-        ({"policy": "sparge", "guard_rows": -1}, "skip.guard_rows: .*got -1"),
+        (
+            {"policy": "sparge", "probe_error": 0.1},
+            "skip: probe_error bounds an error that is measured on probe_blocks",
+        ),
+        ({"policy": "sparge", "probe_blocks": -1}, "skip.probe_blocks: .*got -1"),
         ({"policy": "sla", "critical": 0.7, "negligible": 0.4}, "skip: critical and negligible are shares"),
         ({"policy": "static"}, "skip: pattern 'sliding' needs window"),
         ({"policy": "static", "pattern": "causal", "window": 64}, "skip: pattern 'causal' takes no window"),
@@ -153,12 +159,18 @@ def test_blocks_of_a_base_merge_and_switch_policy():
     assert load_preset(changed) == changed
 
 
-def test_a_guard_serves_all_blocks_that_leave_something_out():
+def test_a_former_name_inside_layers_is_told():
+    """What single blocks change goes by the names of today too."""
+    with pytest.raises(PresetError, match=r"layers\.a: unknown key 'guard_error': it is called 'probe_error' now$"):
+        wan(policy="sparge", probe_blocks=4, layers={"a": {"guard_error": 0.2}})
+
+
+def test_a_probe_serves_all_blocks_that_leave_something_out():
     """Blocks of policy none have none, those of other policies measure only, and a block may have its own target."""
-    layers = {"a": {"policy": "none"}, "b": {"guard_error": 0.2}, "c": {"policy": "fg_attn"}}
-    skip = wan(policy="sparge", guard_rows=4, guard_error=0.1, layers=layers).skip
-    guards = [(variant.guard_rows, variant.guard_error) for variant in map(skip.at, "abcd")]
-    assert guards == [(0, None), (4, 0.2), (4, None), (4, 0.1)]
+    layers = {"a": {"policy": "none"}, "b": {"probe_error": 0.2}, "c": {"policy": "fg_attn"}}
+    skip = wan(policy="sparge", probe_blocks=4, probe_error=0.1, layers=layers).skip
+    probes = [(variant.probe_blocks, variant.probe_error) for variant in map(skip.at, "abcd")]
+    assert probes == [(0, None), (4, 0.2), (4, None), (4, 0.1)]
 
 
 def test_ramp_grows_what_sparge_leaves_out():
@@ -197,7 +209,7 @@ def test_presets_of_spargeattn_alone_compute_every_step(name):
     """They forecast nothing, judge blocks, and order clips along Hilbert's curve."""
     preset = load_preset(name)
     schedule, skip = preset.schedule, preset.skip
-    assert (schedule.control, schedule.interval, schedule.warmup, schedule.final_full) == ("fixed", 1, 0, 0)
+    assert (schedule.control, schedule.interval, schedule.warmup, schedule.cooldown) == ("interval", 1, 0, 0)
     assert (skip.policy, skip.steps) == ("sparge", "all")
     assert skip.similarity is not None
     assert preset.blocks.token_order == ("raster" if preset.model == "flux" else "hilbert")

@@ -1,5 +1,6 @@
 """The script that measures what tiles left out cost: its presets, one run of it, its interpolation and its tables."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,13 +29,13 @@ def results():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_setting_is_a_preset_of_its_own(model):
-    """All load, on both schedules, measure with a guard, and have names that tell them apart."""
+    """All load, on both schedules, measure with a probe, and have names that tell them apart."""
     listed = list(settings(model))
     assert len({(each.series, each.label) for each in listed}) == len(listed)
     for each in listed:
         every, loop = (preset(model, schedule, each.keys) for schedule in SCHEDULES)
-        assert every.schedule.interval == 1 and loop.schedule.control == "error"
-        assert every.skip == loop.skip and every.skip.guard_rows > 0 and every.skip.steps == "all"
+        assert every.schedule.interval == 1 and loop.schedule.control == "adaptive"
+        assert every.skip == loop.skip and every.skip.probe_blocks > 0 and every.skip.steps == "all"
 
 
 def test_a_setting_is_measured_against_the_plain_run():
@@ -75,3 +76,12 @@ def test_an_earlier_run_must_have_the_same_settings(tmp_path):
     file.write_text('{"settings": {"steps": 9}, "results": []}', encoding="utf-8")
     with pytest.raises(SystemExit, match="was measured with"):
         earlier(file, {"steps": 5})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stored_results_are_read_under_the_names_of_today(model):
+    """Series of the results that the repository holds have their places among the settings."""
+    file = SCRIPTS.parent / "docs" / "results" / f"tile-sparsity-{model}.json"
+    stored = earlier(file, json.loads(file.read_text(encoding="utf-8"))["settings"])["results"]
+    assert stored == sorted(stored, key=lambda r: place_of(model, r))
+    assert any("probe" in r["series"] for r in stored)

@@ -1,4 +1,4 @@
-"""The guard: the rows that it measures, their error against dense attention in float64, and the rule that follows."""
+"""The probe: the rows that it measures, their error against dense attention in float64, and the rule that follows."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.sparse.probe import adjusted, attention_error, guarded_rows
+from dit_accel.sparse.probe import adjusted, attention_error, probed_rows
 
 LAYOUTS = {
     "no-text": TokenLayout(0, 1000, 64),
@@ -23,7 +23,7 @@ def test_every_row_without_text_has_its_turn(layout, count):
     expected = {block: min((block + 1) * layout.block, layout.tokens) for block in blocks}
     seen = {}
     for turn in range(7, 7 + math.ceil(len(blocks) / count)):
-        rows = guarded_rows(layout, count, turn)
+        rows = probed_rows(layout, count, turn)
         starts = [row.start // layout.block for row in rows]
         assert starts == sorted(set(starts)) and len(starts) == min(count, len(blocks))
         seen |= {row.start // layout.block: row.stop for row in rows}
@@ -31,7 +31,7 @@ def test_every_row_without_text_has_its_turn(layout, count):
 
 
 def test_rows_are_spread_over_the_sequence():
-    rows = guarded_rows(LAYOUTS["no-text"], 4, 0)
+    rows = probed_rows(LAYOUTS["no-text"], 4, 0)
     assert [row.start // 64 for row in rows] == [0, 4, 8, 12]
 
 
@@ -39,7 +39,7 @@ def test_a_sequence_of_text_blocks_has_no_rows():
     """There every tile computes, and the error is 0."""
     layout = TokenLayout(50, 20, 64, text_first=False)
     o = torch.randn(1, 70, 2, 16)
-    assert guarded_rows(layout, 4, 1) == []
+    assert probed_rows(layout, 4, 1) == []
     assert attention_error(o, o, o, o, []).tolist() == [0.0]
 
 

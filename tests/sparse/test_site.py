@@ -13,23 +13,23 @@ from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 8
 PIPELINES = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}  # name: family
-SCOPES = ("stack", "layer", "head")
+LEVELS = ("output", "layer", "head")
 every_pipeline = pytest.mark.parametrize("name", PIPELINES)
-every_scope = pytest.mark.parametrize("scope", SCOPES)
+every_level = pytest.mark.parametrize("level", LEVELS)
 
 pipeline = functools.cache(tiny_pipeline)
 
 
-def preset(name, scope, *, every_step=False, **overrides):
+def preset(name, level, *, every_step=False, **overrides):
     """FULL, then UPDATE and DISPATCH by turns, with half of the tiles on all steps that compute; or UPDATEs alone."""
-    schedule = {"control": "fixed", "warmup": 1, "interval": 1 if every_step else 2, "final_full": 1}
+    schedule = {"control": "interval", "warmup": 1, "interval": 1 if every_step else 2, "cooldown": 1}
     sections = {
         "schedule": schedule,
-        "forecast": {"scope": scope, "method": "taylor", "order": 1},
+        "forecast": {"level": level, "method": "taylor", "order": 1},
         "skip": {"policy": "sparge", "steps": "all", "top_k": 0.5},
         "blocks": {"size": 64},
     }
-    if scope == "head":
+    if level == "head":
         sections["reuse"] = {"tau_q": 0.6, "ramp": 0.01}
     return load_preset(load_preset("exact", model=PIPELINES[name], **sections), **overrides)
 
@@ -72,11 +72,11 @@ def run(name, wanted, **arguments):
     return result, report
 
 
-@every_scope
+@every_level
 @every_pipeline
-def test_masks_stay_until_they_are_due(name, scope, spy):
+def test_masks_stay_until_they_are_due(name, level, spy):
     """Each block draws when as many steps as `refresh` says have passed since it last did, and not in between."""
-    _, report = run(name, preset(name, scope, **{"skip.refresh": 4}))
+    _, report = run(name, preset(name, level, **{"skip.refresh": 4}))
     blocks = len(report.layers)
     drawn_at = []
     for step in report.steps[1:]:
@@ -89,7 +89,7 @@ def test_masks_stay_until_they_are_due(name, scope, spy):
 @every_pipeline
 def test_kept_masks_are_those_that_were_drawn(name, spy):
     """Steps between two draws attend to the tiles of the first one; the second draws others."""
-    run(name, preset(name, "stack", every_step=True, **{"skip.refresh": 4}), height=96, width=96)
+    run(name, preset(name, "output", every_step=True, **{"skip.refresh": 4}), height=96, width=96)
     by_step = {}
     blocks = len(spy.attended) // (STEPS - 1)
     for index, (plan, _) in enumerate(spy.attended):
@@ -100,29 +100,29 @@ def test_kept_masks_are_those_that_were_drawn(name, spy):
     assert not torch.equal(kept[1], kept[5])
 
 
-@every_scope
+@every_level
 @every_pipeline
-def test_memory_of_kept_masks_is_accounted(name, scope):
+def test_memory_of_kept_masks_is_accounted(name, level):
     """What is expected before the run is what caches take, kept masks included."""
-    _, report = run(name, preset(name, scope, **{"skip.refresh": 4}))
+    _, report = run(name, preset(name, level, **{"skip.refresh": 4}))
     assert 0 < report.cache_bytes <= report.estimated_bytes
 
 
-@every_scope
+@every_level
 @pytest.mark.parametrize("policy", ["sparge", "sla", "fg_attn"])
-def test_memory_of_every_plane_is_expected_to_the_byte(policy, scope):
+def test_memory_of_every_plane_is_expected_to_the_byte(policy, level):
     """Tiles, tiles for linear attention and single keys take what is said before the first block runs."""
     skip = load_preset("any-video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
-    wanted = preset("wan", scope)
+    wanted = preset("wan", level)
     _, report = run("wan", wanted.model_copy(update={"skip": skip}))
     assert report.cache_bytes == report.estimated_bytes > 0
 
 
-@every_scope
+@every_level
 @every_pipeline
-def test_a_run_after_another_draws_afresh(name, scope):
+def test_a_run_after_another_draws_afresh(name, level):
     """Masks of one run don't reach the next."""
-    wanted = preset(name, scope, **{"skip.refresh": 100})
+    wanted = preset(name, level, **{"skip.refresh": 100})
     with accelerated(pipeline(name), wanted):
         first = call(name)
         assert not torch.equal(call(name, prompt="two blue whales asleep"), first)
@@ -133,27 +133,27 @@ def test_a_run_after_another_draws_afresh(name, scope):
 def test_dense_blocks_run_as_plain_ones(name):
     """Where every block has policy none of its own, computed steps are the plain pipeline's, bit for bit."""
     plain = call(name)
-    with accelerated(pipeline(name), preset(name, "stack", every_step=True)) as pipe:
+    with accelerated(pipeline(name), preset(name, "output", every_step=True)) as pipe:
         sparse = call(name)
         names = pipe.dit_accel.report().layers
     assert not torch.equal(sparse, plain)
     layers = {block: {"policy": "none"} for block in names[1:]}
-    one, report = run(name, preset(name, "stack", every_step=True, **{"skip.layers": layers}))
+    one, report = run(name, preset(name, "output", every_step=True, **{"skip.layers": layers}))
     assert not torch.equal(one, plain)
     assert [min(row) < 1 for row in report.density] == [True] + [False] * (len(names) - 1)
     restored = {**layers, names[0]: {"top_k": 1.0}}
-    every_tile, _ = run(name, preset(name, "stack", every_step=True, **{"skip.layers": restored}))
+    every_tile, _ = run(name, preset(name, "output", every_step=True, **{"skip.layers": restored}))
     assert (every_tile - plain).norm() < 1e-5 * plain.norm()
 
 
-@every_scope
+@every_level
 @every_pipeline
-def test_blocks_draw_by_their_own_settings(name, scope, spy):
+def test_blocks_draw_by_their_own_settings(name, level, spy):
     """A block's changes reach its own draws, on computed steps and for DISPATCH steps alike."""
-    with accelerated(pipeline(name), preset(name, scope)) as pipe:
+    with accelerated(pipeline(name), preset(name, level)) as pipe:
         last = pipe.dit_accel.report().layers[-1]
     layers = {last: {"policy": "fg_attn", "mask": "average_query"}}
-    _, report = run(name, preset(name, scope, **{"skip.layers": layers}))
+    _, report = run(name, preset(name, level, **{"skip.layers": layers}))
     own = [config for config in spy.drawn if config.policy == "fg_attn"]
     assert {config.policy for config in spy.drawn} == {"sparge", "fg_attn"}
     assert len(own) * len(report.layers) == len(spy.drawn)
@@ -186,13 +186,13 @@ def test_kernel_options_reach_every_step(name, overrides, options, spy):
 # The residual
 
 
-@every_scope
+@every_level
 @every_pipeline
-def test_residual_stands_for_what_kept_masks_leave_out(name, scope):
+def test_residual_stands_for_what_kept_masks_leave_out(name, level):
     """Steps that draw are dense, and counted beside their sparse attention; the others come closer to a plain run."""
     plain, kept = call(name), {"skip.refresh": 3}
-    without, _ = run(name, preset(name, scope, every_step=True, **kept))
-    result, report = run(name, preset(name, scope, every_step=True, **kept, **{"skip.residual": True}))
+    without, _ = run(name, preset(name, level, every_step=True, **kept))
+    result, report = run(name, preset(name, level, every_step=True, **kept, **{"skip.residual": True}))
     assert 0 < (result - plain).norm() < 0.5 * (without - plain).norm()
     densities = {step: density for density, step in ((each.density, each.step) for each in report.attentions)}
     assert all(densities[step] == pytest.approx(1 + densities[step + 1]) for step in (1, 4))
@@ -203,7 +203,7 @@ def test_a_step_that_draws_under_a_residual_is_dense():
     """Where masks are drawn once, at the last step, the result is the plain pipeline's."""
     plain = call("wan")
     drawn_last = {"schedule.warmup": STEPS - 1, "skip.refresh": 4, "skip.residual": True}
-    result, report = run("wan", preset("wan", "stack", every_step=True, **drawn_last))
+    result, report = run("wan", preset("wan", "output", every_step=True, **drawn_last))
     assert (result - plain).norm() < 1e-5 * plain.norm()
     assert len(report.attentions) == len(report.layers)
 
@@ -211,14 +211,14 @@ def test_a_step_that_draws_under_a_residual_is_dense():
 def test_residuals_are_kept_as_float8():
     """`memory.history_dtype` is theirs too, and what is expected is what they take."""
     sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
-    _, report = run("wan", preset("wan", "stack", every_step=True, **sections))
-    _, whole = run("wan", preset("wan", "stack", every_step=True, **sections | {"memory.history_dtype": None}))
+    _, report = run("wan", preset("wan", "output", every_step=True, **sections))
+    _, whole = run("wan", preset("wan", "output", every_step=True, **sections | {"memory.history_dtype": None}))
     assert report.cache_bytes == report.estimated_bytes < 0.6 * whole.cache_bytes
 
 
-# The guard
+# The probe
 
-GUARD_POLICIES = {
+PROBE_POLICIES = {
     "sparge": {"top_k": 0.4},
     "sla": {"critical": 0.3},
     "fg_attn": {"key_threshold": 1.0},
@@ -226,10 +226,10 @@ GUARD_POLICIES = {
 }
 
 
-def guarded(scope, policy="sparge", **skip):
-    """Wan, whose tokens hold no text: with enough guard rows the guard sees all of them."""
-    section = {"policy": policy, "steps": "all", "guard_rows": 100, **GUARD_POLICIES[policy], **skip}
-    wanted = preset("wan", scope, every_step=scope == "stack")
+def probed(level, policy="sparge", **skip):
+    """Wan, whose tokens hold no text: with enough probe blocks the probe sees all of them."""
+    section = {"policy": policy, "steps": "all", "probe_blocks": 100, **PROBE_POLICIES[policy], **skip}
+    wanted = preset("wan", level, every_step=level == "output")
     return wanted.model_copy(update={"skip": load_preset("any-video-balanced", model="wan", skip=section).skip})
 
 
@@ -253,12 +253,12 @@ def true_errors(monkeypatch):
     return errors
 
 
-@pytest.mark.parametrize("policy", GUARD_POLICIES)
-def test_guard_measures_against_dense_attention(policy, true_errors):
-    """Over all rows its error is that of every computed call against float64; the result is as without a guard."""
-    plain, without = run("wan", guarded("stack", policy, guard_rows=0), height=96, width=96)
+@pytest.mark.parametrize("policy", PROBE_POLICIES)
+def test_probe_measures_against_dense_attention(policy, true_errors):
+    """Over all rows its error is that of every computed call against float64; the result is as without a probe."""
+    plain, without = run("wan", probed("output", policy, probe_blocks=0), height=96, width=96)
     count = len(true_errors)
-    result, report = run("wan", guarded("stack", policy), height=96, width=96)
+    result, report = run("wan", probed("output", policy), height=96, width=96)
     assert torch.equal(result, plain)
     assert errors_of(without) == [None] * count
     assert errors_of(report) == pytest.approx(true_errors[count:], rel=1e-3, abs=1e-5)
@@ -269,18 +269,18 @@ def test_guard_measures_against_dense_attention(policy, true_errors):
 
 
 @every_pipeline
-def test_guard_rows_are_counted_as_computed(name):
+def test_probe_blocks_are_counted_as_computed(name):
     """Their dense attention adds their share of all queries to the block's FLOPs."""
-    reports = [run(name, preset(name, "stack", every_step=True, **{"skip.guard_rows": rows}))[1] for rows in (0, 1)]
+    reports = [run(name, preset(name, "output", every_step=True, **{"skip.probe_blocks": rows}))[1] for rows in (0, 1)]
     assert reports[1].computed_fraction > reports[0].computed_fraction
     assert reports[1].left_out == reports[0].left_out
 
 
-@pytest.mark.parametrize("scope", ["stack", "head"])
-def test_guard_tightens_until_the_target_is_met(scope):
+@pytest.mark.parametrize("level", ["output", "head"])
+def test_probe_tightens_until_the_target_is_met(level):
     """Sites begin above their target, and come back under it; tiles are few here, so they swing about it."""
     target = 0.1
-    wanted = guarded(scope, guard_error=target)
+    wanted = probed(level, probe_error=target)
     with accelerated(pipeline("wan"), wanted) as pipe:
         first = call("wan", height=96, width=96)
         report = pipe.dit_accel.report()
@@ -290,12 +290,12 @@ def test_guard_tightens_until_the_target_is_met(scope):
     assert min(errors[:blocks]) > target > sum(errors[-blocks:]) / blocks
 
 
-def test_guard_ends_masks_that_pass_its_target():
+def test_probe_ends_masks_that_pass_its_target():
     """Under a residual, masks and residual are drawn anew after the first step whose error is too large."""
-    wanted = guarded("stack", refresh=100, residual=True)
+    wanted = probed("output", refresh=100, residual=True)
     _, kept = run("wan", wanted, height=96, width=96)
     target = 0.2 * max(each.error for each in kept.attentions if each.error is not None)
-    _, held = run("wan", guarded("stack", refresh=100, residual=True, guard_error=target), height=96, width=96)
+    _, held = run("wan", probed("output", refresh=100, residual=True, probe_error=target), height=96, width=96)
     drawn = [[each.step for each in report.attentions if each.error is None] for report in (kept, held)]
     blocks = len(kept.layers)
     assert drawn[0] == [1] * blocks and len(drawn[1]) > blocks
@@ -309,8 +309,8 @@ def test_guard_ends_masks_that_pass_its_target():
 @every_pipeline
 def test_unknown_block_is_an_error_before_anything_changes(name):
     """The message lists the pipeline's blocks, and what was accelerated before stays so."""
-    wanted = preset(name, "stack", **{"skip.layers": {"blocks.99": {"policy": "none"}}})
-    pipe = accelerate_pipeline(pipeline(name), preset(name, "stack"))
+    wanted = preset(name, "output", **{"skip.layers": {"blocks.99": {"policy": "none"}}})
+    pipe = accelerate_pipeline(pipeline(name), preset(name, "output"))
     before, block = pipe.dit_accel, pipe.dit_accel.report().layers[0]
     with pytest.raises(PresetError, match=f"skip.layers .* names blocks.99, and this pipeline's blocks are {block}"):
         accelerate_pipeline(pipe, wanted)

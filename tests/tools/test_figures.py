@@ -123,8 +123,8 @@ def test_every_run_can_be_drawn(tmp_path, layers, errors):
         assert np.asarray(Image.open(tmp_path / name)).std() > 5
 
 
-def test_timeline_shows_the_guards_errors(tmp_path):
-    """With a guard there is a second line, and steps without an error have no point on it."""
+def test_timeline_shows_the_probes_errors(tmp_path):
+    """With a probe there is a second line, and steps without an error have no point on it."""
     report = _report(12, 2, [None])
     timeline_figure(report, tmp_path / "without.png")
     report.attentions = [AttentionRecord("blocks.0", step, 0.5, 0.01 * step or None) for step in range(0, 12, 2)]

@@ -72,13 +72,13 @@ class BlockHook(ModelHook, ABC):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, as the call in progress wants it."""
-        call, scope = self.controller.call, self.controller.preset.forecast.scope
+        call, level = self.controller.call, self.controller.preset.forecast.level
         is_ours = call is not None and not is_compiled(module) and not torch.compiler.is_compiling()
         if not is_ours or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         arguments = self._bind(args, kwargs)
         reason = why_not_replaceable(module) or why_called(module, "norm")
-        forecasts_whole = reason is None and scope == "layer"  # whatever runs its attention
+        forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, arguments)
         if reason is not None:
@@ -86,7 +86,7 @@ class BlockHook(ModelHook, ABC):
             self.controller.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
-        whole_layer = scope == "layer" or call.site(self.name).degraded
+        whole_layer = level == "layer" or call.site(self.name).degraded
         if call.mode is StepMode.DISPATCH and whole_layer:
             return self.forecast(module, **arguments)
         return self.compute(module, **arguments)
@@ -94,14 +94,14 @@ class BlockHook(ModelHook, ABC):
     def stands_in(self) -> bool:
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
-        records = call.records and self.controller.preset.forecast.scope != "stack"  # there blocks remember nothing
+        records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
         return records or call.skips or call.mode is StepMode.DISPATCH or self.adapter.fuses
 
     @property
     def attends(self) -> bool:
         """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
         call = self.controller.call
-        return (self.controller.preset.forecast.scope == "head" or call.skips) and self.name not in call.dense
+        return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
     def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
@@ -126,8 +126,8 @@ class BlockHook(ModelHook, ABC):
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
         """Records a whole feature if a later DISPATCH step may forecast it, ``by_row`` also some rows of it."""
         call, preset = self.controller.call, self.controller.preset
-        whole = preset.forecast.scope == "layer" or preset.reuse.degrade_below > 0
-        if call.records and (whole or (by_row and preset.forecast.scope == "head")):
+        whole = preset.forecast.level == "layer" or preset.reuse.degrade_below > 0
+        if call.records and (whole or (by_row and preset.forecast.level == "head")):
             call.history(self.name, feature).record(call.coordinate, value)
 
     def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
@@ -153,7 +153,7 @@ class BlockHook(ModelHook, ABC):
             return reason
         if (reason := self.why_dense(module, **arguments)) is not None:
             return reason
-        if self.controller.preset.forecast.scope != "head":
+        if self.controller.preset.forecast.level != "head":
             return None
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)

@@ -113,7 +113,7 @@ def _symbols(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, backend: str
 
 
 def _select(probabilities: torch.Tensor, layout: TokenLayout, backend: str = "auto") -> SparseSymbols:
-    """Symbols of FlashOmni's rows and SpargeAttn's tiles, as a site of scope head makes them."""
+    """Symbols of FlashOmni's rows and SpargeAttn's tiles, as a site of level head makes them."""
     text, vision = layout.text_blocks, layout.vision_blocks
     rows = select_rows(probabilities, TAU_Q, text=text, vision=vision, backend=backend)
     tiles = select_tiles(probabilities, TAU_KV, always=text, backend=backend)

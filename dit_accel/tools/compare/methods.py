@@ -92,14 +92,14 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
 
 
 def fixed_schedules(pipe: Any) -> list[Method]:
-    """Schedules of the papers on our engine: TaylorSeer and FORA per layer, and a fixed interval at scope ``stack``."""
+    """Schedules of the papers on our engine: TaylorSeer and FORA per layer, a fixed interval at level ``output``."""
     methods = []
     family = {"hunyuan_video": "hunyuan", "wan": "wan21"}.get(family_of(pipe), family_of(pipe))
     settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
     for warmup, order, interval in settings:
         changes = {"schedule": {"warmup": warmup, "interval": interval}, "forecast": {"order": order}}
         label = f"W={warmup} N={interval} D={order}"
-        stack = load_preset("exact", **changes, **{"schedule.final_full": 1})
+        stack = load_preset("exact", **changes, **{"schedule.cooldown": 1})
         methods.append(_of_preset("fixed interval, whole stack", f"stack {label}", stack))
         if family != "any":
             layers = load_preset(f"{family}-taylorseer", **changes)
@@ -113,10 +113,10 @@ def fixed_schedules(pipe: Any) -> list[Method]:
 
 
 def _series(preset: Preset) -> str:
-    if preset.schedule.control == "error":
+    if preset.schedule.control == "adaptive":
         return OURS
     whole = "sparse tiles, our engine" if preset.skip.steps == "all" else "fixed interval, whole stack"
-    return {"layer": "TaylorSeer, our engine", "head": "FlashOmni, our engine"}.get(preset.forecast.scope, whole)
+    return {"layer": "TaylorSeer, our engine", "head": "FlashOmni, our engine"}.get(preset.forecast.level, whole)
 
 
 def _of_preset(series: str, name: str, preset: Preset) -> Method:
@@ -126,7 +126,7 @@ def _of_preset(series: str, name: str, preset: Preset) -> Method:
             yield {}
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
-    reports_work = preset.forecast.scope != "stack" or leaves_tiles_out
+    reports_work = preset.forecast.level != "output" or leaves_tiles_out
     return Method(series, name, partial(put_on, preset=preset), reports_work, _digest(preset))
 
 

@@ -55,8 +55,8 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     """
     axes = []
     schedule, forecast, reuse = preset.schedule, preset.forecast, preset.reuse
-    forecasts = schedule.control == "error" or schedule.interval > 1
-    if schedule.control == "error":
+    forecasts = schedule.control == "adaptive" or schedule.interval > 1
+    if schedule.control == "adaptive":
         axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.target_error))
     elif forecasts:
         axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
@@ -64,7 +64,7 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
         axes.append(_axis(BOUND, BOUNDS, 0.05))  # 0.05 and 0.06 are SpargeAttn's for video models
         if any(variant.pv_threshold is not None for variant in preset.skip.variants):
             axes.append(_axis(BOUND_RATIO, BOUND_RATIOS, 1.2))
-    if forecasts and forecast.scope == "head":
+    if forecasts and forecast.level == "head":
         axes.append(_axis("reuse.tau_q", TAU_Q, reuse.tau_q))
         axes.append(_axis("reuse.degrade_below", DEGRADE_BELOW, reuse.degrade_below))
     if forecasts and forecast.method != "reuse":

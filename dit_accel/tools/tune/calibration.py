@@ -266,7 +266,7 @@ class _Measured:
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
 
     def _at(self, config: Skip, progress: float) -> Skip:
-        """The section at that point of a run: at scope head its thresholds grow."""
-        if self._preset.forecast.scope != "head":
+        """The section at that point of a run: at level head its thresholds grow."""
+        if self._preset.forecast.level != "head":
             return config
         return config.ramped(flashomni.ramped(1.0, progress, self._preset.reuse.ramp))

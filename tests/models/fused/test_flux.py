@@ -34,12 +34,12 @@ def head_preset(**overrides):
     return load_preset(load_preset("flux-flashomni", **HEADS), **overrides)
 
 
-def skipping_preset(scope, **overrides):
+def skipping_preset(level, **overrides):
     """Tiles are skipped on computed steps too, at the schedule of ``HEADS``."""
-    if scope == "head":
+    if level == "head":
         return head_preset(**{"skip.steps": "all"}, **overrides)
     skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.4}
-    sections = {"schedule": HEADS["schedule"], "blocks": HEADS["blocks"], "skip": skip, "forecast.scope": scope}
+    sections = {"schedule": HEADS["schedule"], "blocks": HEADS["blocks"], "skip": skip, "forecast.level": level}
     return load_preset("flux-taylorseer", **sections, **overrides)
 
 
@@ -112,10 +112,10 @@ def test_update_projects_heads_whose_symbol_changed(pipe, history_dtype, monkeyp
         assert layer[second] == pytest.approx(1 + (1 - ATTENTION) / 12 * projected)
 
 
-@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
-def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, scope):
+@pytest.mark.parametrize("level", ["output", "layer", "head"])
+def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, level):
     """With ``skip.steps: all`` every computed step after the warm-up attends to tiles of its own, and they count."""
-    preset = skipping_preset(scope)
+    preset = skipping_preset(level)
     expected, processors = run_heads(pipe, preset, inputs(), TEXT)
     result, report = accelerate(pipe, preset)
     assert _distance(result, expected) < 2e-5
@@ -123,8 +123,8 @@ def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, scope):
     assert _distance(expected, every_tile) > 1e-3, "the case must differ from dense attention to prove anything"
     assert report.fallbacks == []
     assert report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 4}
-    # An UPDATE of scope head also refreshes cached biases, which this share leaves out.
-    counted = [step.index for step in report.steps if step.mode == "full" or (step.mode, scope) == ("update", "layer")]
+    # An UPDATE of level head also refreshes cached biases, which this share leaves out.
+    counted = [step.index for step in report.steps if step.mode == "full" or (step.mode, level) == ("update", "layer")]
     for layer, processor in zip(report.density, processors, strict=True):
         kept = [processor.kept[step] for step in counted]
         assert kept[:2] == [1.0, 1.0] and max(kept[2:]) < 1.0, "the warm-up attends to all tiles, later steps do not"
@@ -133,7 +133,7 @@ def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, scope):
 
 @pytest.mark.parametrize("method, order", [("taylor", 1), ("taylor", 2), ("newton", 2), ("reuse", 0)])
 def test_layers_equal_naive_overwriting(pipe, method, order):
-    """Scope layer forecasts what modules put out, before the gates."""
+    """Level layer forecasts what modules put out, before the gates."""
     preset = load_preset("flux-taylorseer", forecast={"method": method, "order": order}, schedule={"interval": 3})
     expected = run_layers(pipe, preset, inputs())
     result, report = accelerate(pipe, preset)
@@ -178,7 +178,7 @@ def test_ip_adapter_sites_run_densely_and_say_so():
     assert "FluxIPAdapterAttnProcessor" in fallbacks[0]["reason"]
 
 
-def test_ip_adapter_at_scope_layer_forecasts_its_output_too():
+def test_ip_adapter_at_level_layer_forecasts_its_output_too():
     """The image prompt's own output is a third feature of the block."""
     pipe = tiny_pipeline("flux-ip-adapter")
     preset = load_preset("flux-taylorseer", schedule={"interval": 3})
@@ -210,14 +210,14 @@ def test_true_cfg_branches_keep_apart(pipe):
     assert len(report.steps) == STEPS
 
 
-@pytest.mark.parametrize("scope", ["head", "layer", "stack"])
-def test_batch_equals_single_pictures(pipe, scope):
+@pytest.mark.parametrize("level", ["head", "layer", "output"])
+def test_batch_equals_single_pictures(pipe, level):
     """A batch of two prompts gives what each gives alone."""
     preset = {
         "head": head_preset(),
         "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
-        "stack": load_preset("exact", schedule={"interval": 3, "warmup": 3}),
-    }[scope]
+        "output": load_preset("exact", schedule={"interval": 3, "warmup": 3}),
+    }[level]
     prompts, seeds = ["a fox", "a large dark forest"], [3, 4]
 
     def call(prompt, generators):

@@ -16,7 +16,7 @@ STEPS = 8
 BLOCK_KINDS = ("hunyuan", "hunyuan-i2v")  # the latter's first frame has gates of its own
 VARIANTS = (*BLOCK_KINDS, "hunyuan-i2v-concat")
 PROMPTS = ["a fox", "a large dark forest in the snow"]
-SCHEDULE = {"control": "fixed", "warmup": 2, "interval": 3, "final_full": 1}  # full ×3, update ×2, dispatch ×3
+SCHEDULE = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1}  # full ×3, update ×2, dispatch ×3
 TILES = {"policy": "sparge", "tau_kv": 0.4}
 
 
@@ -44,17 +44,17 @@ def inputs(name="hunyuan", **overrides):
     return tiny_inputs(name, steps=STEPS, **{"height": 96, "width": 80, **overrides})
 
 
-def preset(scope, **overrides):
-    """A preset for tests; at scope head with rows reused and tiles skipped."""
-    sections = {"model": "hunyuan_video", "schedule": SCHEDULE, "forecast": {"scope": scope, "method": "taylor"}}
-    if scope == "head":
+def preset(level, **overrides):
+    """A preset for tests; at level head with rows reused and tiles skipped."""
+    sections = {"model": "hunyuan_video", "schedule": SCHEDULE, "forecast": {"level": level, "method": "taylor"}}
+    if level == "head":
         sections |= {"blocks": {"size": 64}, "reuse": {"tau_q": 0.9, "ramp": 0.3}, "skip": TILES}
     return load_preset(load_preset("exact", **sections), **overrides)
 
 
-def skipping(scope, **overrides):
+def skipping(level, **overrides):
     """Tiles are skipped on computed steps too."""
-    return preset(scope, **{"skip": {**TILES, "steps": "all"}, "blocks.size": 64, **overrides})
+    return preset(level, **{"skip": {**TILES, "steps": "all"}, "blocks.size": 64, **overrides})
 
 
 def accelerate(pipe, chosen, **call):
@@ -76,7 +76,7 @@ def accelerate(pipe, chosen, **call):
         pytest.param("hunyuan", preset("head", **{"forecast.method": "newton", "forecast.order": 2}), id="newton"),
         pytest.param("hunyuan", skipping("head"), id="rows-and-tiles-on-all-steps"),
         pytest.param("hunyuan", skipping("layer"), id="layers-with-tiles-on-computed-steps"),
-        pytest.param("hunyuan-i2v", skipping("stack"), id="stack-with-tiles-on-computed-steps"),
+        pytest.param("hunyuan-i2v", skipping("output"), id="output-with-tiles-on-computed-steps"),
         pytest.param("hunyuan", preset("layer"), id="layers"),
         pytest.param("hunyuan-i2v", preset("layer"), id="layers-first-frame"),
     ],
@@ -151,13 +151,13 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one-prompt", "unequal-prompts"])
-@pytest.mark.parametrize("scope", ["stack", "head"])
-def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, scope):
+@pytest.mark.parametrize("level", ["output", "head"])
+def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, level):
     """At zero thresholds sites compute everything, in batches of unequal prompts too, and so give the plain result."""
     pipe = pipes(name)
-    off = {"skip.tau_kv": 0.0, **({"reuse.tau_q": 0.0} if scope == "head" else {"schedule.interval": 1})}
+    off = {"skip.tau_kv": 0.0, **({"reuse.tau_q": 0.0} if level == "head" else {"schedule.interval": 1})}
     plain = pipe(**inputs(name, prompt=prompt))[0]
-    result, report = accelerate(pipe, skipping(scope, **off), **inputs(name, prompt=prompt))
+    result, report = accelerate(pipe, skipping(level, **off), **inputs(name, prompt=prompt))
     assert _distance(result, plain) < 1e-5
     assert report.fallbacks == []
     assert report.computed_fraction == pytest.approx(1)
@@ -213,7 +213,7 @@ def test_mask_is_read_once_a_branch_and_run(pipes, as_on_a_gpu, monkeypatch):
             super().__init__(lengths, *others)
 
     monkeypatch.setattr(hunyuan_video, "Prompts", Counted)
-    accelerate(pipes("hunyuan"), preset("stack"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
+    accelerate(pipes("hunyuan"), preset("output"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
     assert len(read) == len(set(read)) == 2
 
 
@@ -250,10 +250,10 @@ def test_any_mask_in_a_loop_of_ones_own(pipes, as_on_a_gpu):
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(preset("stack"), id="stack"),
+        pytest.param(preset("output"), id="output"),
         pytest.param(preset("layer"), id="layer"),
         # Without rows reused: padded queries of the shorter prompt take part in the scores of rows.
-        pytest.param(skipping("head", **{"reuse.tau_q": 0.0}), id="tiles-at-scope-head"),
+        pytest.param(skipping("head", **{"reuse.tau_q": 0.0}), id="tiles-at-level-head"),
     ],
 )
 def test_batch_of_unequal_prompts_equals_single_clips(pipes, as_on_a_gpu, chosen):
@@ -287,11 +287,11 @@ class PlainlyOther(HunyuanVideoAttnProcessor2_0):
     """A processor of the user's own, which happens to do the same."""
 
 
-@pytest.mark.parametrize("scope", ["stack", "layer", "head"])
-def test_foreign_processor_keeps_its_attention(pipes, scope):
+@pytest.mark.parametrize("level", ["output", "layer", "head"])
+def test_foreign_processor_keeps_its_attention(pipes, level):
     """A block whose attention is not diffusers' own attends as it does, and the report says so; the others go on."""
     pipe = tiny_pipeline("hunyuan")
-    chosen = skipping(scope)
+    chosen = skipping(level)
     everywhere, _ = accelerate(pipe, chosen, **inputs())
     pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())
     result, report = accelerate(pipe, chosen, **inputs())
@@ -303,17 +303,17 @@ def test_foreign_processor_keeps_its_attention(pipes, scope):
     assert all(report.density[1][step] != 1 for step in steps)
 
 
-def test_hooked_projection_falls_back_at_scope_head_alone(pipes):
+def test_hooked_projection_falls_back_at_level_head_alone(pipes):
     """GEMM-Q and GEMM-O need the weight itself; tiles are skipped around a projection that only may be called."""
     pipe = tiny_pipeline("hunyuan")
     block = pipe.transformer.single_transformer_blocks[1]
     handle = block.proj_out.register_forward_hook(lambda module, args, output: output)
     _, head_report = accelerate(pipe, preset("head"), **inputs())
-    _, stack_report = accelerate(pipe, skipping("stack"), **inputs())
+    _, output_report = accelerate(pipe, skipping("output"), **inputs())
     handle.remove()
     assert [entry["site"] for entry in head_report.fallbacks] == ["single_transformer_blocks.1"]
     assert "carries hooks" in head_report.fallbacks[0]["reason"]
-    assert stack_report.fallbacks == []
+    assert output_report.fallbacks == []
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -131,7 +131,7 @@ def test_every_mlp_gives_what_it_gave(activation):
 
 
 def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
-    """Scope layer gives what it gives without fused kernels."""
+    """Level layer gives what it gives without fused kernels."""
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
     apart = tiny_output(pipe, "flux", steps=8)

@@ -18,16 +18,16 @@ from tests.models import naive_wan
 STEPS = 9
 HEADS = {
     "model": "wan",
-    "schedule": {"control": "fixed", "warmup": 2, "interval": 4, "final_full": 1},
-    "forecast": {"scope": "head", "method": "taylor"},
+    "schedule": {"control": "interval", "warmup": 2, "interval": 4, "cooldown": 1},
+    "forecast": {"level": "head", "method": "taylor"},
     "blocks": {"size": 64},
     "reuse": {"tau_q": 0.6, "ramp": 0.3},
     "skip": {"policy": "sparge", "tau_kv": 0.4},
 }
 LAYERS = {
     "model": "wan",
-    "schedule": {"control": "fixed", "warmup": 3, "interval": 3, "final_full": 1},
-    "forecast": {"scope": "layer", "method": "taylor"},
+    "schedule": {"control": "interval", "warmup": 3, "interval": 3, "cooldown": 1},
+    "forecast": {"level": "layer", "method": "taylor"},
 }
 NOTHING_LEFT_OUT = {"reuse.tau_q": 0.0, "skip.tau_kv": 0.0}
 
@@ -133,12 +133,12 @@ def test_kernels_equal_references(pipe):
     assert report.steps_by_mode == {"full": 2, "update": 1, "dispatch": 1}
 
 
-@pytest.mark.parametrize("scope", ["layer", "stack"])
+@pytest.mark.parametrize("level", ["layer", "output"])
 @pytest.mark.parametrize("tiles, method, order", [(False, "taylor", 1), (True, "newton", 2)], ids=["dense", "tiles"])
-def test_layers_and_stacks_equal_naive_overwriting(pipe, scope, tiles, method, order):
+def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, order):
     """What modules or the transformer put out is forecast; computed steps after the warm-up may leave tiles out."""
     skip = {"skip": {"policy": "sparge", "steps": "all", "tau_kv": 0.4}, "blocks": {"size": 64}} if tiles else {}
-    wanted = preset(LAYERS, forecast={"scope": scope, "method": method, "order": order}, **skip)
+    wanted = preset(LAYERS, forecast={"level": level, "method": method, "order": order}, **skip)
     expected = naive_wan.run(pipe, wanted, inputs())
     result, report = accelerate(pipe, wanted)
     assert _distance(result, expected) < 1e-5
@@ -174,7 +174,7 @@ def test_closed_loop_goes_by_the_worse_branch(pipe):
     """The error of a computed step is that of the branch whose forecast was farther off."""
     outputs: list[torch.Tensor] = []
     handle = pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: outputs.append(output))
-    loop = {"control": "error", "target_error": 0.2, "warmup": 1}
+    loop = {"control": "adaptive", "target_error": 0.2, "warmup": 1}
     wanted = load_preset("exact", schedule=loop, forecast={"method": "reuse", "order": 0})
     try:
         _, report = accelerate(pipe, wanted, steps=14, prompt="a red fox")
@@ -218,10 +218,10 @@ def test_clean_frames_are_not_judged():
     assert torch.equal(judged, expected)
 
 
-@pytest.mark.parametrize("scope", ["head", "layer", "stack"])
-def test_batch_equals_single_clips(pipe, scope):
+@pytest.mark.parametrize("level", ["head", "layer", "output"])
+def test_batch_equals_single_clips(pipe, level):
     """A batch of two prompts gives what each gives alone."""
-    wanted = preset(HEADS) if scope == "head" else preset(LAYERS, **{"forecast.scope": scope})
+    wanted = preset(HEADS) if level == "head" else preset(LAYERS, **{"forecast.level": level})
     prompts, seeds = ["a fox", "a large dark forest"], [3, 4]
 
     def call(prompt, generators):
@@ -245,9 +245,9 @@ def test_fused_projections_change_nothing(name):
 
 
 def test_lora_falls_back_and_keeps_its_effect():
-    """With a LoRA on the projections their weights are not sliced: blocks run densely at scope head, and say so.
+    """With a LoRA on the projections their weights are not sliced: blocks run densely at level head, and say so.
 
-    Scope layer and tiles on computed steps call the projections themselves, and need not fall back.
+    Level layer and tiles on computed steps call the projections themselves, and need not fall back.
     """
     peft = pytest.importorskip("peft")
     pipe = tiny_pipeline("wan")

@@ -117,7 +117,7 @@ def test_a_method_that_fails_is_a_row_with_its_error(bench):
 
 
 def test_our_presets_and_a_sweep_of_the_target(bench):
-    """Closed-loop presets are ours, fixed schedules on our engine are rivals; head scopes tell their own work."""
+    """Closed-loop presets are ours, fixed schedules on our engine are rivals; head levels tell their own work."""
     methods = our_methods(bench.pipe, ["flux-turbo", "flux-flashomni", "flux-taylorseer"], "flux-balanced")
     assert [method.ours for method in methods[:3]] == [True, False, False]
     assert [method.reports_work for method in methods[:3]] == [False, True, True]

@@ -68,7 +68,7 @@ def test_a_leaf_whose_forward_is_replaced_does_not_count():
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan"])
-def test_leaves_and_report_agree_at_scope_stack(name):
+def test_leaves_and_report_agree_at_level_output(name):
     """Counted at the leaves, the closed loop computes what its own report says."""
     pipe = tiny_pipeline(name)
     counter = WorkCounter(denoisers(pipe))

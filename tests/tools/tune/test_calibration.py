@@ -21,7 +21,7 @@ SPARGE = {"policy": "sparge", "steps": "all"}
 
 
 def preset(model: str = "wan", skip: dict = SPARGE, **overrides):
-    schedule = {"control": "error", "target_error": 0.1, "warmup": 2}
+    schedule = {"control": "adaptive", "target_error": 0.1, "warmup": 2}
     sections = {"model": model, "schedule": schedule, "skip": skip, "blocks": BLOCKS}
     return load_preset("any-balanced", **sections, **overrides)
 
@@ -129,10 +129,10 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
         assert candidate.sparsity == pytest.approx(sum(sparsities) / 2, abs=1e-6)
 
 
-HEADS = {"forecast.scope": "head", "forecast.corrector": False}
+HEADS = {"forecast.level": "head", "forecast.corrector": False}
 
 
-def test_at_scope_head_thresholds_are_those_of_the_step():
+def test_at_level_head_thresholds_are_those_of_the_step():
     """A mass that has grown to a quarter by mid-run leaves out there what a quarter of it does everywhere."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 256, 1, 16, generator=generator) + offset for offset in (0, 0, 3))
