@@ -87,8 +87,7 @@ def test_arrows_point_one_way(path):
         assert imported == set(), "the package's own __init__ imports nothing until a name is used"
         return
     assert imported | {unit} <= RANK.keys(), "add the new module to LAYERS"
-    above = {other for other in imported - {unit} if RANK[other] >= RANK[unit]}
-    assert above == ({"sparse"} if path.name == "branch.py" else set())
+    assert {other for other in imported - {unit} if RANK[other] >= RANK[unit]} == set()
     if unit == "kernels":
         assert imported <= KERNELS_MAY_IMPORT
 

@@ -1,8 +1,7 @@
-"""Decides the mode of every transformer call, and keeps the state of one run and its report."""
+"""Opens and closes every transformer call, keeps the branches of one run, and its report."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,44 +9,49 @@ from itertools import islice
 
 import torch
 
-from dit_accel.kernels import weighted_sum
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
-from dit_accel.loop.branch import BranchState, Call, Judgement, PromptState
-from dit_accel.loop.forecast import History, best_share, corrector_weights, forecast_weights, relative_error
+from dit_accel.loop.branch import BranchState, Call
+from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
+from dit_accel.loop.growth import error_weights
+from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import GIB, ModelSize, plan_memory
-from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
+from dit_accel.loop.report import RunReport, StepRecord
 from dit_accel.loop.rows import Rows, join_rows, take_rows
-from dit_accel.loop.tracker import (
-    AdaptiveControl,
-    IntervalControl,
-    SchedulerClock,
-    StepMode,
-    Tick,
-    TimestepClock,
-    make_control,
-)
+from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick, TimestepClock
 from dit_accel.presets import Preset
 
 _MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
-WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples as one prompt
+WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
 
 
 class Controller:
-    """One denoising loop: the pipeline's transformers, their branches, and the report of the last run.
+    """One denoising run: the pipeline's transformers, their branches, and the report of the last run.
 
     Args:
         preset: what to compute when.
         clock: tells the step.
         family: model family, for the report.
+        loop, gap: classes that decide and forecast; None = those of ``schedule.control``. A variant of the closed loop
+            is a subclass that is passed here.
     """
 
-    def __init__(self, preset: Preset, clock: SchedulerClock | TimestepClock, family: str) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        clock: SchedulerClock | TimestepClock,
+        family: str,
+        loop: type[ClosedLoop] | None = None,
+        gap: type[Gap] | None = None,
+    ) -> None:
+        adaptive = preset.schedule.control == "adaptive"
         self.preset = preset
         self.family = family
         self.call: Call | None = None
         self._clock = clock
+        self._loop = loop or (ClosedLoop if adaptive else IntervalLoop)
+        self._gap = gap or (Gap if adaptive else IntervalGap)
         self._layers: dict[str, list[str]] = {}
         self.reset()
 
@@ -83,7 +87,7 @@ class Controller:
         self._unload_symbols()
 
     def _unload_symbols(self) -> None:
-        """Those of FG-Attn take gigabytes where clips are long."""
+        """Those of FG-Attn take gigabytes where videos are long."""
         self.last_symbols = {name: symbols.to("cpu") for name, symbols in self.last_symbols.items()}
 
     @contextmanager
@@ -94,7 +98,7 @@ class Controller:
         timestep: torch.Tensor | float,
         shapes: tuple,
         size: Callable[[], ModelSize] = ModelSize,
-        prompts: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
+        samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
     ) -> Iterator[Call]:
         """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
 
@@ -104,7 +108,7 @@ class Controller:
             timestep: what the pipeline passes to the transformer.
             shapes: shapes of the call's tensors; a change within a run ends that run.
             size: what they make the transformer remember; asked for at a branch's first call.
-            prompts: rows of each prompt whose steps are decided apart; asked for likewise.
+            samples: rows whose steps are decided apart; asked for likewise.
 
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
@@ -112,7 +116,7 @@ class Controller:
         on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
         elapsed = timing.gpu_stopwatch(timestep.device) if on_gpu else timing.stopwatch()
         try:
-            self.call = self._open(transformer, context, timestep, shapes, size, prompts)
+            self.call = self._open(transformer, context, timestep, shapes, size, samples)
             yield self.call
         except BaseException:
             self._forget()
@@ -123,144 +127,50 @@ class Controller:
         finally:
             self.call = None
 
-    def forecast(self, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
-        """The feature at ``coordinate``, of at most degree ``order``, each of its tensors a new one."""
-        weights = forecast_weights(self.preset.forecast.method, history.coordinates, coordinate, order)
-        return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))
+    def forecast_output(self, call: Call) -> Output:
+        """The transformer's output, forecast for every sample."""
+        loops = call.branch.loops
+        return _joined(loops, [loop.forecast(call.tick.step) for loop in loops])
 
-    def forecast_output(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """The transformer's output, forecast for every prompt."""
-        prompts = call.branch.prompts
-        return _joined(prompts, [self._forecast_prompt(call, prompt) for prompt in prompts])
-
-    def _forecast_prompt(self, call: Call, prompt: PromptState) -> tuple[torch.Tensor, ...]:
-        prompt.forecast_steps.append(call.tick.step)
-        return self.forecast(prompt.outputs, call.coordinate, prompt.order)
-
-    def observe(
-        self, call: Call, output: tuple[torch.Tensor, ...], judged: Callable[[torch.Tensor, Rows], torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Records the transformer's output and, in the closed loop, judges what the forecast would have been.
+    def observe(self, call: Call, output: Output, used: Callable[[torch.Tensor, Rows], torch.Tensor]) -> Output:
+        """Hands the transformer's output to the loops that compute.
 
         Args:
             output: the tensors of the output, batch first: of ``call.computed_rows``.
-            judged: selects the tokens of an output tensor that the pipeline uses; the tensor holds these samples.
+            used: selects the tokens of an output tensor that the pipeline uses; the tensor holds these samples.
 
         Returns:
-            What the pipeline is to go on with, for the whole batch: the output itself, corrected for what forecasts
-            before it missed if the preset says so, and forecasts for prompts that don't compute.
+            What the pipeline is to go on with, for the whole batch: the output, corrected for what forecasts before it
+            missed if the preset says so, and forecasts for samples that don't compute.
         """
         if call.tick.repeats is not None:
             return output
-        prompts, rows = call.branch.prompts, call.computed_rows
-        parts: list[tuple[torch.Tensor, ...]] = []
-        for place, prompt in enumerate(prompts):
+        step, rows = call.tick.step, call.computed_rows
+        parts: list[Output] = []
+        for place, loop in enumerate(call.branch.loops):
             if place not in call.computing:
-                parts.append(self._forecast_prompt(call, prompt))
+                parts.append(loop.forecast(step))
                 continue
-            own = prompt.rows if rows is None or prompt.rows is None else [rows.index(row) for row in prompt.rows]
+            own = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
             part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
-            parts.append(self._observe_prompt(call, place, part, judged))
-        return _joined(prompts, parts)
+            parts.append(loop.observe(step, part, partial(used, rows=loop.rows)))
+            call.measure(loop.measured, partial(self._decide, step, loop))
+        return _joined(call.branch.loops, parts)
 
-    def _observe_prompt(
-        self,
-        call: Call,
-        place: int,
-        output: tuple[torch.Tensor, ...],
-        judged: Callable[[torch.Tensor, Rows], torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        prompt = call.branch.prompts[place]
-        result = self._corrected(call, prompt, output)
-        closed_loop = self.preset.schedule.control == "adaptive"
-        if closed_loop:
-            call.judgements[place] = self._judge(call, prompt, output, partial(judged, rows=prompt.rows))
-        if closed_loop or self.preset.forecast.level == "output":
-            # A copy, because pipelines may change the transformer's output in place.
-            prompt.outputs.record(call.coordinate, tuple(tensor.detach().clone() for tensor in output))
-        return result
-
-    def _corrected(self, call: Call, prompt: PromptState, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The output of a computed step that also makes good what the forecasts before it missed."""
-        steps, prompt.forecast_steps = prompt.forecast_steps, []
-        moves = call.tick.moves
-        if not self.preset.forecast.corrector or not steps or moves is None or moves[call.tick.step] == 0.0:
-            return output
-        history = prompt.outputs
-        forecasts = [(call.coordinates[step], moves[step] / moves[call.tick.step]) for step in steps]
-        weights = corrector_weights(
-            self.preset.forecast.method, history.coordinates, prompt.order, call.coordinate, forecasts
-        )
-        return tuple(weighted_sum(parts, weights) for parts in zip(output, *history.values, strict=True))
-
-    def _judge(
-        self,
-        call: Call,
-        prompt: PromptState,
-        output: tuple[torch.Tensor, ...],
-        judged: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Judgement:
-        """What each degree's forecast of ``output`` would have missed, and what share of the slope fits it best."""
-        history = prompt.outputs
-        damps = self.preset.forecast.damping and history.order > 0
-        orders: list[float] = list(range(min(1, history.order), history.order + 1)) if len(history) else []
-        if damps and prompt.damped is not None:
-            orders.append(prompt.damped)
-        errors, damped = {}, None
-        for order in orders:
-            forecast = self.forecast(history, call.coordinate, order)
-            parts = [relative_error(judged(a), judged(b)) for a, b in zip(output, forecast, strict=True)]
-            errors[order] = torch.stack(parts).max()  # unlike Python's max, it lets what is no number through
-            if damps and order == 1:
-                damped = best_share(*(map(judged, parts) for parts in (output, history.values[0], forecast)))
-        return Judgement(history.coordinates, errors, damped)
+    def _decide(self, step: int, loop: ClosedLoop, measured: list[float]) -> None:
+        error = loop.decide(step, measured)
+        if error is not None:
+            self._step_record.error = max(error, self._step_record.error or 0.0)
 
     def read(self, call: Call) -> None:
-        """Moves what a call has measured to the host, all of it at once, and decides by it what later calls do.
+        """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.
 
-        This is the one synchronisation of a computed step.
+        This is the one host synchronisation of a computed step.
         """
-        judged = [value.view(1) for judgement in call.judgements.values() for value in judgement.measured]
-        measured = [*judged, *call.densities.values()]
-        values = torch.cat(measured).tolist() if measured else []
-        self._take_errors(call, values[: len(judged)])
-        self._take_densities(call, values[len(judged) :])
-
-    def _take_errors(self, call: Call, values: list[float]) -> None:
-        """Lets the closed loop set each prompt's degree and its next computed step."""
-        remaining = iter(values)
-        for place, judgement in call.judgements.items():
-            prompt, control = call.branch.prompts[place], self._controls[call.transformer, place]
-            errors = {degree: next(remaining) for degree in judgement.errors}
-            # A branch's first output judges nothing, so the next step is computed too.
-            order: float = 0
-            error = math.inf
-            if errors:
-                order = control.best_order(errors)
-                error = errors[order]
-                prompt.go_on_with(order, self.preset.forecast.beyond)
-                self._step_record.error = max(error, self._step_record.error or 0.0)
-            if judgement.damped is not None:
-                prompt.refit(next(remaining))
-            control.observe(call.tick.step, call.coordinates, self._error_weights, judgement.nodes, order, error)
-
-    def _take_densities(self, call: Call, values: list[float]) -> None:
-        """Decides by the densities of new symbols and the probe's errors which layers degrade, and how much their
-        attention may leave out from now on.
-        """
-        each = iter(values)
-        for name, measured in call.densities.items():
-            rows, row_blocks, tiles, attended, projected, error = islice(each, len(measured))
-            site = call.site(name)
-            site.row_density, site.row_block_density = rows, row_blocks
-            site.tile_density, site.attended, site.bias_density = tiles, attended, projected
-            site.degraded = rows < self.preset.reuse.degrade_below
-            probed = error if name in call.probed else None
-            if call.skips:
-                self.report.attentions.append(AttentionRecord(name, call.tick.step, attended, probed))
-            target = self.preset.skip.at(name).probe_error
-            if probed is not None and target is not None:
-                site.tighten(probed, target)
+        numbers = [each.view(-1) for measured, _ in call.measured for each in measured]
+        values = iter(torch.cat(numbers).tolist() if numbers else ())
+        for measured, take in call.measured:
+            take(list(islice(values, sum(each.numel() for each in measured))))
 
     def note(self, remark: str) -> None:
         """A remark on the run as a whole, once."""
@@ -275,14 +185,10 @@ class Controller:
 
     def _forget(self, why: str | None = None) -> None:
         """Drops the run's caches; ``why`` goes to the report, once however often it happens in a step."""
-        note = f"{why} at step {self._step_record.index}: caches dropped" if why else None
-        if note and note not in self.report.notes:
-            self.report.notes.append(note)
+        if why:
+            self.note(f"{why} at step {self._step_record.index}: caches dropped")
         self._branches: dict[tuple[str, str], BranchState] = {}
-        # By transformer and place of the prompt in its branches:
-        self._controls: dict[tuple[str, int], IntervalControl | AdaptiveControl] = {}
-        self._decisions: dict[tuple[str, int], StepMode] = {}
-        self._computed_steps: dict[tuple[str, int], int] = {}  # the latest that was decided to compute
+        self._gaps: dict[tuple[str, int], Gap] = {}  # by transformer and place of the samples in its branches
 
     def _open(
         self,
@@ -291,24 +197,26 @@ class Controller:
         timestep: torch.Tensor | float,
         shapes: tuple,
         size: Callable[[], ModelSize],
-        prompts: Callable[[], Sequence[Rows]],
+        samples: Callable[[], Sequence[Rows]],
     ) -> Call:
         tick = self._clock.read(timestep)
+        schedule, forecast = self.preset.schedule, self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
-            self._coordinates = tick.coordinates(self.preset.forecast.coordinate)
-            self._error_weights = tick.error_weights(self.preset.schedule.error_in)
+            weights = error_weights(schedule.error_in, tick.sigmas)
+            self._course = Course(tick.coordinates(forecast.coordinate), weights, tick.moves)
             if tick.repeats is not None:
-                self.report.notes.append(f"every step computed: {tick.repeats}")
-            elif self.preset.forecast.corrector and tick.moves is None:
-                self.report.notes.append("nothing corrected: the scheduler is not known to take plain Euler steps")
+                self.note(f"every step computed: {tick.repeats}")
+            elif forecast.corrector and tick.moves is None:
+                self.note("nothing corrected: the scheduler is not known to take plain Euler steps")
         if self._tick is None or tick.step != self._tick.step:
             self._start_step(tick)
         self._tick = tick
-        branch = self._branch(transformer, context, shapes, size, prompts)
-        modes = tuple(self._mode(transformer, tick, branch, place) for place in range(len(branch.prompts)))
+        branch = self._branch(transformer, context, shapes, size, samples)
+        modes = tuple(
+            StepMode.FULL if tick.repeats is not None else loop.mode(tick.step, branch.updated) for loop in branch.loops
+        )
         mode = max(modes, key=_MODES_BY_WORK.index)
-        schedule = self.preset.schedule
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
         )
@@ -316,10 +224,9 @@ class Controller:
         skips = computes and self.preset.skip.steps == "all"
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
-        return Call(transformer, mode, modes, tick, self._coordinates, branch, records, skips)
+        return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips)
 
     def _start_step(self, tick: Tick) -> None:
-        self._decisions.clear()
         self._anonymous_calls.clear()
         self._called.clear()
         self._step_record = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
@@ -334,7 +241,7 @@ class Controller:
         context: str | None,
         shapes: tuple,
         size: Callable[[], ModelSize],
-        prompts: Callable[[], Sequence[Rows]],
+        samples: Callable[[], Sequence[Rows]],
     ) -> BranchState:
         if context is None:
             count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
@@ -352,41 +259,27 @@ class Controller:
             if at_rest:
                 self._unload_symbols()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
-            self._branches[key] = self._new_branch(shapes, size(), prompts())
+            self._branches[key] = self._new_branch(transformer, shapes, size(), samples())
         return self._branches[key]
 
-    def _new_branch(self, shapes: tuple, size: ModelSize, prompts: Sequence[Rows]) -> BranchState:
+    def _new_branch(self, transformer: str, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
         """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
         memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
         for branch in self._branches.values():
             branch.adopt(memory)
         self.report.estimated_bytes = memory.device_bytes
         self.report.memory_measures = list(memory.measures)
-        return BranchState(shapes, size, memory, [PromptState(memory.order, rows) for rows in prompts])
-
-    def _mode(self, transformer: str, tick: Tick, branch: BranchState, place: int) -> StepMode:
-        """A prompt's mode, decided once a step and transformer; a branch that can't forecast yet computes."""
-        if tick.repeats is not None:
-            return StepMode.FULL
-        key, prompt = (transformer, place), branch.prompts[place]
-        if key not in self._controls:
-            self._controls[key] = make_control(self.preset.schedule)
-        if key not in self._decisions:
-            self._decisions[key] = self._controls[key].mode(tick.step, tick.steps)
-            if self._decisions[key] is not StepMode.DISPATCH:
-                self._computed_steps[key] = tick.step
-        mode = self._decisions[key]
-        ready = len(prompt.outputs) if self.preset.forecast.level == "output" else branch.updated
-        # A branch that was not called then, as where guidance was off, has older records than the gap was chosen for.
-        stale = prompt.computed_step < self._computed_steps.get(key, -1)
-        return StepMode.UPDATE if mode is StepMode.DISPATCH and (stale or not ready) else mode
+        loops = []
+        for place, rows in enumerate(samples):
+            gap = self._gaps.setdefault((transformer, place), self._gap(self.preset, self._course))
+            loops.append(self._loop(gap, memory.order, rows))
+        return BranchState(shapes, size, memory, loops)
 
     def _close(self, call: Call) -> None:
-        if call.densities and call.branch is next(iter(self._branches.values())):
-            drawn = {name: call.site(name).symbols for name in call.densities}
-            self.last_symbols |= {name: symbols for name, symbols in drawn.items() if symbols is not None}
+        if call.branch is next(iter(self._branches.values())):
+            self.last_symbols |= call.symbols
         for place in call.computing:
-            call.branch.prompts[place].computed_step = call.tick.step
+            call.branch.loops[place].computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.level == "layer")
         work_rank = _MODES_BY_WORK.index
         if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
@@ -410,16 +303,15 @@ class Controller:
             host = _distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
             report.cache_bytes, report.host_bytes = max(report.cache_bytes, device), max(report.host_bytes, host)
             budget = self.preset.memory.budget_gib
-            note = "caches took more than was expected, and more than memory.budget_gib"
-            if budget is not None and device > budget * GIB and note not in report.notes:
-                report.notes.append(note)
+            if budget is not None and device > budget * GIB:
+                self.note("caches took more than was expected, and more than memory.budget_gib")
 
 
-def _joined(prompts: Sequence[PromptState], parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """The output of the whole batch from those of its prompts."""
-    if len(prompts) == 1:
+def _joined(loops: Sequence[ClosedLoop], parts: Sequence[Output]) -> Output:
+    """The output of the whole batch from those of its samples."""
+    if len(loops) == 1:
         return parts[0]
-    rows = [prompt.rows for prompt in prompts]
+    rows = [loop.rows or () for loop in loops]
     return tuple(join_rows(tensors, rows) for tensors in zip(*parts, strict=True))
 
 

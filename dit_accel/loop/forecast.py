@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from dit_accel.kernels import weighted_sum
 from dit_accel.loop.storage import PLAIN, Kept, Storage
 
 
@@ -76,55 +77,6 @@ def forecast_weights(
     return weights + [0.0] * (len(coordinates) - len(used))
 
 
-def corrector_weights(
-    method: str,
-    coordinates: Sequence[float],
-    order: float,
-    here: float,
-    forecasts: Sequence[tuple[float, float]],
-) -> list[float]:
-    """Weights by which a computed output also makes good what the forecasts before it missed.
-
-    With the output at ``here`` known, the steps before it lie between records, and the polynomial through all of these
-    tells what their outputs would have been far better than the extrapolation did. So the latents are off by
-    ``Σ_i m_i · (F̂_i − F̄_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far step i moved the latents; the
-    output that makes it good is ``F + Σ_i (m_i / m) · (F̄_i − F̂_i)``, m the move of the computed step itself.
-
-    Args:
-        method, order: of the forecasts.
-        coordinates: of the records that they used, newest first.
-        here: where the output was computed.
-        forecasts: coordinate of each, and its ``m_i / m``.
-
-    Returns:
-        Weights over the computed output and then the records; they sum to one.
-    """
-    weights = [1.0] + [0.0] * len(coordinates)
-    for coordinate, share in forecasts:
-        better = newton_weights([here, *coordinates], coordinate)
-        made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]
-        weights = [weight + share * (b - m) for weight, b, m in zip(weights, better, made, strict=True)]
-    return weights
-
-
-def relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
-    """``‖F − F̂‖ / ‖F‖`` of the worst sample; the host reads one number."""
-    value, forecast = value.float().flatten(1), forecast.float().flatten(1)
-    return ((value - forecast).norm(dim=1) / value.norm(dim=1)).max()
-
-
-def best_share(
-    output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """The s by which ``newest + s · (linear − newest)`` comes nearest to the output, over all its tensors together."""
-    along = square = 0.0
-    for value, last, forecast in zip(output, newest, linear, strict=True):
-        slope = (forecast.float() - last.float()).flatten()
-        along = along + torch.dot((value.float() - last.float()).flatten(), slope)
-        square = square + torch.dot(slope, slope)
-    return along / square
-
-
 class History:
     """The newest values of one feature, which may consist of several tensors.
 
@@ -184,3 +136,9 @@ class History:
 
     def _kept(self) -> Iterator[Kept]:
         return (kept for _, value in self._records for kept in value)
+
+
+def forecast(method: str, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
+    """The feature at ``coordinate``, of at most degree ``order``, each of its tensors a new one."""
+    weights = forecast_weights(method, history.coordinates, coordinate, order)
+    return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))

@@ -26,12 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dit_accel.errors import MemoryBudgetError
-from dit_accel.kernels.layout import TokenLayout, block_count
+from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.storage import Storage
-from dit_accel.presets import Preset, Skip
+from dit_accel.presets import Preset
 
 GIB = 2**30
-KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class ModelSize:
         heads: of attention.
         width: features of a token, ``heads * head_dim``.
         sites: one entry a block.
+        symbols: bytes of what one block draws, symbols and plans.
     """
 
     output: int = 0
@@ -70,6 +70,7 @@ class ModelSize:
     heads: int = 1
     width: int = 0
     sites: tuple[SiteSize, ...] = ()
+    symbols: int = 0
 
 
 class Bytes(NamedTuple):
@@ -160,7 +161,7 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
         if level == "head":
             device += count * kept(values * site.stream, plan.biases)
         if level == "head" or preset.skip.steps == "all":
-            device += count * _symbol_bytes(preset, size)
+            device += count * size.symbols
         if preset.skip.keeps_residuals:
             device += count * kept(layout.tokens, plan.features)
     if level == "head":
@@ -214,29 +215,3 @@ def _reusable(layout: TokenLayout | None) -> tuple[int, int] | None:
         return None
     blocks = layout.vision_blocks
     return min(blocks.start * layout.block, layout.tokens), min(blocks.stop * layout.block, layout.tokens)
-
-
-def _row_bytes(skip: Skip, layout: TokenLayout) -> int:
-    """Bits of one row of a head: of tiles, of tiles for linear attention, of single keys."""
-    tiles = block_count(layout.blocks, 8)
-    keys = layout.blocks * layout.block // 8
-    return {"none": 0, "sparge": tiles, "static": tiles, "sla": 2 * tiles, "fg_attn": tiles + keys}[skip.policy]
-
-
-def _symbol_bytes(preset: Preset, size: ModelSize) -> int:
-    """One site's symbols, and their plan where it is kept."""
-    blocks = size.layout.blocks
-    rows = size.batch * size.heads * blocks
-    symbols = size.batch * blocks * block_count(size.heads, 8)
-    symbols += rows * max(_row_bytes(variant, size.layout) for variant in preset.skip.variants)
-    if preset.forecast.level != "head":
-        return symbols
-    if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
-        symbols *= 2
-    words = 8 * size.batch * blocks  # of the plan, and of the symbols that the cached biases are made under
-    if rows * blocks > KEPT_TILES:
-        return symbols + words
-    lists = rows * blocks + 3 * rows + size.batch * size.heads + 1  # int32
-    policies = {variant.policy for variant in preset.skip.variants}
-    lists += (2 * rows + 1) * ("fg_attn" in policies) + rows * ("static" in policies)
-    return symbols + 4 * lists + words

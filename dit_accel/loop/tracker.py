@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.presets import Schedule
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 EULER = "FlowMatchEulerDiscreteScheduler"
-ABOUT = 0.9  # 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 
 
 class StepMode(enum.Enum):
@@ -68,21 +66,6 @@ class Tick:
             return range(self.steps)
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
-
-    def error_weights(self, kind: str) -> Sequence[float]:
-        """What an error of every step's output counts.
-
-        Args:
-            kind: ``output``: the same at all; ``latents``: how far the step moves the latents, which is its step in
-                sigma over the mean of the run.
-        """
-        if kind == "output":
-            return [1.0] * self.steps
-        gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
-        if not any(gaps):
-            return [1.0] * self.steps
-        gaps.append(gaps[-1])  # the last step's own end is not among the sigmas
-        return [gap * self.steps / sum(gaps) for gap in gaps]
 
 
 class SchedulerClock:
@@ -197,109 +180,3 @@ def _euler_moves(scheduler: Any) -> list[float]:
 def _largest(timestep: torch.Tensor | float) -> float:
     """A timestep per token (Wan's ``expand_timesteps``) counts by its maximum."""
     return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
-
-
-class IntervalControl:
-    """Warm-up, then an UPDATE every ``interval`` steps (FlashOmni, section 3.2; TaylorSeer; FORA)."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    def mode(self, step: int, steps: int) -> StepMode:
-        schedule = self._schedule
-        if step < schedule.warmup or step >= steps - schedule.cooldown or schedule.interval == 1:
-            return StepMode.FULL
-        return StepMode.DISPATCH if (step - schedule.warmup) % schedule.interval else StepMode.UPDATE
-
-    def observe(
-        self,
-        step: int,
-        coordinates: Sequence[float],
-        weights: Sequence[float],
-        nodes: Sequence[float],
-        order: float,
-        error: float,
-    ) -> None:
-        """A fixed schedule takes no notice of errors."""
-
-
-class AdaptiveControl:
-    """The closed loop: every computed step tells how wrong the forecast would have been, and that sets the next gap.
-
-    A polynomial of degree D through the outputs at D + 1 nodes errs by ``F^(D+1) / (D+1)! · Π_k (t − t_k)`` (remainder
-    of interpolation). The error e of the forecast of this step, whose nodes are the newest records, tells the first
-    factor; the forecasts to come have this step as a node and lack the oldest, so that at step n they err by
-    ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. What is forecast until the next computed step adds up in the
-    latents, so that one comes after the largest 1 <= n <= max_interval with ``Σ_(i<n) w_i · e_i <= target_error``, w_i
-    what an error counts i steps from here.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._observed_step = -1
-        self._next_update = 0
-
-    def mode(self, step: int, steps: int) -> StepMode:
-        if step < self._schedule.warmup or step >= steps - self._schedule.cooldown:
-            return StepMode.FULL
-        return StepMode.UPDATE if step >= self._next_update else StepMode.DISPATCH
-
-    def best_order(self, errors: dict[float, float]) -> float:
-        """The degree to go on with: the one whose error lets the next forecasts reach farthest.
-
-        High degrees win where outputs are smooth and low ones where rounding noise dominates, which high ones amplify.
-        Of two that reach about as far the higher is taken, for its error falls faster towards the record. A degree
-        between two counts as the higher.
-
-        Args:
-            errors: ‖F − F̂‖ / ‖F‖ that a forecast of each degree would have had.
-        """
-        reaches = {
-            order: (self._schedule.target_error / error) ** (1 / (math.ceil(order) + 1)) if error else math.inf
-            for order, error in errors.items()
-            if not math.isnan(error)
-        }
-        farthest = max(reaches.values(), default=math.nan)
-        best = [order for order, reach in reaches.items() if reach >= ABOUT * farthest]
-        return max(best, key=lambda order: (math.ceil(order), reaches[order]), default=max(errors))
-
-    def observe(
-        self,
-        step: int,
-        coordinates: Sequence[float],
-        weights: Sequence[float],
-        nodes: Sequence[float],
-        order: float,
-        error: float,
-    ) -> None:
-        """Takes the error of one forecast, measured at a computed step; of several at one step, the worst decides.
-
-        Args:
-            step: where it was measured.
-            coordinates: of all steps of the run.
-            weights: what an error at each of them counts.
-            nodes: coordinates of the records, newest first; none = there was no forecast.
-            order: degree of the forecast, which used ``⌈order⌉ + 1`` of them.
-            error: ‖F − F̂‖ / ‖F‖.
-        """
-        here = coordinates[step]
-        used = math.ceil(order) + 1
-        remainder = math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
-        ahead = [here, *nodes][:used]
-        interval, counted = 1, 0.0
-        while interval < self._schedule.max_interval and step + interval < len(coordinates):
-            there = math.prod(abs(coordinates[step + interval] - node) for node in ahead)
-            expected = error * there / remainder if remainder else math.inf
-            counted += weights[step + interval] * expected
-            # Written so that an error that is not a number keeps the interval at 1.
-            if not counted <= self._schedule.target_error:
-                break
-            interval += 1
-        following = step + interval
-        self._next_update = following if step != self._observed_step else min(self._next_update, following)
-        self._observed_step = step
-
-
-def make_control(schedule: Schedule) -> IntervalControl | AdaptiveControl:
-    """A fresh control for one transformer and one run."""
-    return IntervalControl(schedule) if schedule.control == "interval" else AdaptiveControl(schedule)

@@ -147,7 +147,7 @@ class BlockAdapter(GenericAdapter, ABC):
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
         """FLOPs of each block, linear layers and attention, from the densities that its site had."""
-        if call.densities:
+        if call.symbols:
             self.controller.last_layout = self.layout(arguments)
         work = self.work(arguments)
         for name in self.layers():
@@ -162,10 +162,10 @@ class BlockAdapter(GenericAdapter, ABC):
                 return 0.0
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
             return rows + work.tiles * site.tile_density + work.rest
-        if name not in call.densities:
+        if site is None or site.measured_step != call.tick.step:
             return work.plain
         older = len(site.bias_coordinates[1:])
-        left_out = 1 - site.attended - call.probed.get(name, 0.0)
+        left_out = 1 - site.attended - site.probed
         return work.plain - work.tiles * left_out + work.bias * site.bias_density * older
 
 

@@ -15,6 +15,7 @@ from dit_accel.loop.memory import ModelSize, SiteSize
 from dit_accel.models.block_adapter import BlockAdapter, BlockWork, joint_work
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.flux import DoubleBlockHook, SingleBlockHook
+from dit_accel.sparse.site_state import symbol_bytes
 
 MLP_RATIO = 4
 
@@ -57,6 +58,7 @@ class FluxAdapter(BlockAdapter):
             batch=batch,
             layout=layout,
             heads=config.num_attention_heads,
+            symbols=symbol_bytes(self.controller.preset, layout, batch, config.num_attention_heads),
             width=config.num_attention_heads * config.attention_head_dim,
             sites=(double,) * config.num_layers + (single,) * config.num_single_layers,
         )

@@ -28,6 +28,7 @@ from dit_accel.models.block_adapter import BlockWork, joint_work
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.hunyuan_video import DualBlockHook, SingleBlockHook
 from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, TokenOrder, VideoAdapter
+from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.token_order import Grid
 
 
@@ -154,6 +155,7 @@ class HunyuanVideoAdapter(VideoAdapter):
             batch=batch,
             layout=layout,
             heads=config.num_attention_heads,
+            symbols=symbol_bytes(self.controller.preset, layout, batch, config.num_attention_heads),
             width=config.num_attention_heads * config.attention_head_dim,
             sites=(dual,) * config.num_layers + (single,) * config.num_single_layers,
         )

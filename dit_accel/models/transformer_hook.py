@@ -107,7 +107,7 @@ class GenericAdapter:
             arguments["timestep"],
             shapes,
             lambda: self.size(arguments),
-            lambda: self.prompts_in(context, arguments),
+            lambda: self.samples_in(context, arguments),
         )
         with calling as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
@@ -127,7 +127,7 @@ class GenericAdapter:
             self.account(call, arguments)
         return output
 
-    def prompts_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
+    def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
         if not self.controller.preset.schedule.per_prompt:
             return WHOLE_BATCH

@@ -20,6 +20,7 @@ from dit_accel.models.block_adapter import BlockWork
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.wan import WanBlockHook
 from dit_accel.models.token_order_hook import ReorderInput, ReorderOutput, TokenOrder, VideoAdapter
+from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.token_order import Grid
 
 
@@ -76,6 +77,7 @@ class WanAdapter(VideoAdapter):
             batch=batch,
             layout=layout,
             heads=config.num_attention_heads,
+            symbols=symbol_bytes(self.controller.preset, layout, batch, config.num_attention_heads),
             width=config.num_attention_heads * config.attention_head_dim,
             sites=(site,) * config.num_layers,
         )

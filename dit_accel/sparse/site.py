@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,17 +21,18 @@ from dit_accel.kernels import (
 )
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
-from dit_accel.loop.branch import Call, SiteState
+from dit_accel.loop.branch import Call
 from dit_accel.loop.forecast import History, forecast_weights
-from dit_accel.loop.memory import KEPT_TILES
+from dit_accel.loop.report import AttentionRecord
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 from dit_accel.sparse import policies
 from dit_accel.sparse.policies import flashomni
 from dit_accel.sparse.probe import attention_error, probed_rows
 from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site_state import KEPT_TILES, SiteState
 
-_ATTENDED, _ERROR = 3, slice(5, 6)  # places in Call.densities
+_ATTENDED, _ERROR = 3, slice(5, 6)  # places in what a site measures
 
 
 class SparseSite:
@@ -48,7 +49,7 @@ class SparseSite:
     """
 
     def __init__(self, name: str, call: Call, preset: Preset, projections: Projections) -> None:
-        self.state: SiteState = call.site(name)
+        self.state = call.site(name, SiteState)
         self._name = name
         self._call = call
         self._preset = preset
@@ -108,7 +109,7 @@ class SparseSite:
     def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
         self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
-        self._call.densities[self._name][_ATTENDED] += 1
+        self._densities[_ATTENDED] += 1
         return dense
 
     def _measure(
@@ -123,8 +124,8 @@ class SparseSite:
         """The probe: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
         rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
         self.state.probe_turn += 1
-        self._call.densities[self._name][_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
-        self._call.probed[self._name] = sum(row.stop - row.start for row in rows) / layout.tokens
+        self._densities[_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
+        self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
 
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
@@ -151,8 +152,32 @@ class SparseSite:
             self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
         if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
             self.state.symbols = symbols
-        call.densities[self._name] = torch.cat([*_densities(self._plan or attended, attended), projected, error])
+        if self.state.symbols is not None:
+            call.symbols[self._name] = self.state.symbols
+        self.state.probed = 0.0
+        self._densities = torch.cat([*_densities(self._plan or attended, attended), projected, error])
+        call.measure([self._densities], self.take_densities)
         return attended
+
+    def take_densities(self, measured: Sequence[float]) -> None:
+        """Decides by the densities of new symbols and the probe's error whether the layer degrades, and how much its
+        attention may leave out from now on.
+
+        Args:
+            measured: density of rows, of row-blocks and of tiles, the share of tiles that this call attended to, the
+                share of rows projected for older biases, and the probe's error.
+        """
+        state, call = self.state, self._call
+        state.row_density, state.row_block_density, state.tile_density, state.attended, state.bias_density, error = (
+            measured
+        )
+        state.measured_step = call.tick.step
+        state.degraded = state.row_density < self._preset.reuse.degrade_below
+        probed = error if state.probed else None
+        if call.skips:
+            call.report.attentions.append(AttentionRecord(self._name, call.tick.step, state.attended, probed))
+        if probed is not None and self._skip.probe_error is not None:
+            state.tighten(probed, self._skip.probe_error)
 
     def _tiles(
         self,

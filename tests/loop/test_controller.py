@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dit_accel.loop.branch import NO_SLOPE, Call, PromptState
+from dit_accel.loop.branch import Call
+from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import History
 from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.presets import load_preset
+from dit_accel.sparse.site_state import SiteState
 
 STEPS = 12
 FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
@@ -131,10 +133,10 @@ def test_damping_follows_the_share_of_the_slope_that_fitted_last():
     outputs = [torch.full((1, 4), 3.0 - 2.0**-step) for step in range(STEPS)]
     for step in range(3):
         call, _ = loop.call(step, outputs[step])
-    prompt = call.branch.prompts[0]
-    assert prompt.damped == pytest.approx(0.5) and prompt.order == 1
+    state = call.branch.loops[0]
+    assert state.damped == pytest.approx(0.5) and state.order == 1
     loop.call(3, outputs[3])
-    assert prompt.order == prompt.damped == pytest.approx(0.5)
+    assert state.order == state.damped == pytest.approx(0.5)
     call, output = loop.call(4)
     assert call.mode is DISPATCH
     torch.testing.assert_close(output, outputs[4])
@@ -146,19 +148,20 @@ def test_damping_is_a_share_below_one(slope, damped):
     loop = closed_loop(**{"forecast.damping": True})
     for step, value in enumerate(slope):
         call, _ = loop.call(step, 5.0 + value)
-    assert call.branch.prompts[0].damped == damped
+    assert call.branch.loops[0].damped == damped
 
 
 @pytest.mark.parametrize("share, order, damped", [(-3.0, NO_SLOPE, NO_SLOPE), (0.7, 0.7, 0.7), (1.4, 1.0, None)])
 def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
     """Between nothing and all of the slope; and what is no number leaves the forecasts as they are."""
-    prompt = PromptState(2)
-    prompt.refit(0.3)
-    prompt.go_on_with(0.3, beyond=0.5)
-    prompt.refit(share)
-    assert (prompt.order, prompt.damped) == (order, damped)
-    prompt.refit(math.nan)
-    assert (prompt.order, prompt.damped) == (order, None)
+    preset = load_preset("any-balanced", **{"forecast.beyond": 0.5})
+    state = ClosedLoop(Gap(preset, Course(range(STEPS), [1.0] * STEPS)), 2)
+    state.refit(0.3)
+    state.go_on_with(0.3)
+    state.refit(share)
+    assert (state.order, state.damped) == (order, damped)
+    state.refit(math.nan)
+    assert (state.order, state.damped) == (order, None)
 
 
 @pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])
@@ -302,7 +305,7 @@ def test_changed_shape_drops_caches_and_is_noted():
     loop.modes(range(3))
     call, _ = loop.call(3, torch.ones(2, 4), shapes=((2, 4),))
     assert call.mode is UPDATE
-    assert len(call.branch.prompts[0].outputs) == 1
+    assert len(call.branch.loops[0].outputs) == 1
     assert loop.controller.report.notes == ["shapes changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
 
@@ -326,7 +329,7 @@ def test_exception_drops_caches(error):
     assert loop.controller.call is None
     call, _ = loop.call(4)
     assert call.mode is UPDATE
-    assert len(call.branch.prompts[0].outputs) == 1
+    assert len(call.branch.loops[0].outputs) == 1
 
 
 def test_new_run_starts_clean():
@@ -360,7 +363,7 @@ def test_release_frees_caches_and_keeps_the_report():
     loop.modes(work={"first": (1.0, 1.0)})
     loop.controller.release()
     assert loop.controller.read_report().steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
-    assert len(loop.call(STEPS - 1)[0].branch.prompts[0].outputs) == 1  # what the call itself recorded
+    assert len(loop.call(STEPS - 1)[0].branch.loops[0].outputs) == 1  # what the call itself recorded
 
 
 def test_report_adds_up_work():
@@ -383,7 +386,7 @@ def test_report_counts_a_storage_once():
     for step in range(3):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
-            site = call.site("first")
+            site = call.site("first", SiteState)
             site.bias_stack = PLAIN.keep(stack)
             site.attention = site.features["mlp"] = History(1)
             site.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
@@ -407,51 +410,12 @@ def test_report_adds_up_times(monkeypatch):
         assert report.seconds == 1.75
 
 
-def test_layers_degrade_below_their_threshold():
-    """New densities reach their sites, and a layer that computes less than S_q is forecast whole until the next."""
-    loop = Loop("flux-flashomni-turbo")  # S_q = 0.3
-    for rows, degraded in ((0.25, True), (0.3125, False)):
-        with loop.controller.calling("transformer", "cond", 8, ()) as call:
-            call.densities["first"] = torch.tensor([rows, 0.75, 0.125, 0.5, 0.25, 0.0])
-            loop.controller.read(call)
-            site = call.site("first")
-        assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
-        assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
-
-
-def test_the_probes_errors_reach_report_and_site():
-    """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
-    loop = Loop("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
-    for context, error in (("cond", 0.16), ("uncond", 0.01)):
-        with loop.controller.calling("transformer", context, 8, ()) as call:
-            site = call.site("first")
-            site.growth = site.tiles_growth = 0.5
-            site.tiles = masks = object()
-            call.skips = True
-            call.densities = {name: torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error]) for name in ("first", "second")}
-            call.probed["first"] = 0.2
-            loop.controller.read(call)
-            tightened = error > 0.04
-            assert site.growth == pytest.approx(0.25 if tightened else 0.625)
-            assert (site.tiles is masks) != tightened
-            assert call.site("second").growth == 1.0
-            site.tiles = None
-    records = [(each.layer, each.density, each.error) for each in loop.controller.report.attentions]
-    assert records == [
-        ("first", 0.75, pytest.approx(0.16)),
-        ("second", 0.75, None),
-        ("first", 0.75, pytest.approx(0.01)),
-        ("second", 0.75, None),
-    ]
-
-
 def test_latest_symbols_are_the_first_branchs():
     """The report's symbols come from the first branch of the run and its latest UPDATE."""
     loop = Loop("flux-flashomni")
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
-            call.site("first").symbols = SimpleNamespace(label=symbols, tensors=list)
-            call.densities["first"] = torch.ones(6)
+            call.symbols["first"] = SimpleNamespace(label=symbols)
         assert loop.controller.last_symbols["first"].label == ("old" if step < 13 else "new")
 
 

@@ -1,14 +1,20 @@
 """Attention sites of all families: when masks are drawn and how long they stay, blocks of their own, kernel options."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.tracker import Tick
 from dit_accel.sparse import policies
 from dit_accel.sparse import site as sparse_site
+from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.site_state import SiteState
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -316,3 +322,59 @@ def test_unknown_block_is_an_error_before_anything_changes(name):
         accelerate_pipeline(pipe, wanted)
     assert pipe.dit_accel is before
     restore_pipeline(pipe)
+
+
+# What a site makes of its numbers
+
+NO_PROJECTIONS = Projections(load_preset("exact").skip, "transformer", (), (), 64)
+
+
+def controller_of(preset):
+    """For calls that no model makes; the timestep is the step."""
+    steps = 12
+    clock = SimpleNamespace(
+        read=lambda step: Tick("run", step, steps, range(steps), [1 - i / steps for i in range(steps)])
+    )
+    controller = Controller(preset, clock, "any")
+    controller.add_transformer("transformer", ["first", "second"])
+    return controller
+
+
+def test_layers_degrade_below_their_threshold():
+    """New densities reach their sites, and a layer that computes less than S_q is forecast whole until the next."""
+    preset = load_preset("flux-flashomni-turbo")  # S_q = 0.3
+    for rows, degraded in ((0.25, True), (0.3125, False)):
+        with controller_of(preset).calling("transformer", "cond", 8, ()) as call:
+            SparseSite("first", call, preset, NO_PROJECTIONS).take_densities([rows, 0.75, 0.125, 0.5, 0.25, 0.0])
+            site = call.site("first", SiteState)
+        assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
+        assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
+
+
+def test_the_probes_errors_reach_report_and_site():
+    """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
+    preset = load_preset("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
+    controller = controller_of(preset)
+    for context, error in (("cond", 0.16), ("uncond", 0.01)):
+        with controller.calling("transformer", context, 8, ()) as call:
+            site = call.site("first", SiteState)
+            site.growth = site.tiles_growth = 0.5
+            site.tiles = masks = object()
+            call.skips = True
+            site.probed = 0.2
+            for name in ("first", "second"):
+                densities = torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error])
+                call.measure([densities], SparseSite(name, call, preset, NO_PROJECTIONS).take_densities)
+            controller.read(call)
+            tightened = error > 0.04
+            assert site.growth == pytest.approx(0.25 if tightened else 0.625)
+            assert (site.tiles is masks) != tightened
+            assert call.site("second", SiteState).growth == 1.0
+            site.tiles = None
+    records = [(each.layer, each.density, each.error) for each in controller.report.attentions]
+    assert records == [
+        ("first", 0.75, pytest.approx(0.16)),
+        ("second", 0.75, None),
+        ("first", 0.75, pytest.approx(0.01)),
+        ("second", 0.75, None),
+    ]

@@ -18,10 +18,12 @@ from torch import nn
 
 from dit_accel.kernels import attention
 from dit_accel.loop.controller import Controller
+from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.transformer_hook import is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.site_state import SiteState
 
 if TYPE_CHECKING:
     from dit_accel.models.block_adapter import BlockAdapter
@@ -86,7 +88,7 @@ class BlockHook(ModelHook, ABC):
             self.controller.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
-        whole_layer = level == "layer" or call.site(self.name).degraded
+        whole_layer = level == "layer" or call.site(self.name, SiteState).degraded
         if call.mode is StepMode.DISPATCH and whole_layer:
             return self.forecast(module, **arguments)
         return self.compute(module, **arguments)
@@ -128,12 +130,13 @@ class BlockHook(ModelHook, ABC):
         call, preset = self.controller.call, self.controller.preset
         whole = preset.forecast.level == "layer" or preset.reuse.degrade_below > 0
         if call.records and (whole or (by_row and preset.forecast.level == "head")):
-            call.history(self.name, feature).record(call.coordinate, value)
+            call.site(self.name, SiteState).history(feature, call.branch.memory).record(call.coordinate, value)
 
     def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
         """The forecast of a whole feature."""
         call = self.controller.call
-        return self.controller.forecast(call.site(self.name).features[feature], call.coordinate, call.branch.order)
+        history, method = call.site(self.name, SiteState).features[feature], self.controller.preset.forecast.method
+        return forecast(method, history, call.coordinate, call.branch.order)
 
     def site(self) -> SparseSite:
         """The block's attention site in this call."""
@@ -157,6 +160,6 @@ class BlockHook(ModelHook, ABC):
             return None
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name).symbols is None:
+        if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).symbols is None:
             reason = "no symbols: the block could not run sparsely at the latest UPDATE"
         return reason

@@ -1,0 +1,172 @@
+"""When the closed loop computes next, by the errors that it is told."""
+
+import math
+
+import pytest
+
+from dit_accel.loop.closed_loop import Course, Gap
+from dit_accel.loop.forecast import newton_weights
+from dit_accel.loop.interval import IntervalGap
+from dit_accel.loop.tracker import StepMode
+from dit_accel.presets import Preset
+
+LETTERS = {StepMode.FULL: "F", StepMode.UPDATE: "U", StepMode.DISPATCH: "D"}
+
+
+def modes(control: Gap) -> str:
+    return "".join(LETTERS[control.mode(step)] for step in range(len(control.course.coordinates)))
+
+
+def closed_loop(coordinates=range(40), weights=None, **keys) -> Gap:
+    """Without weights the errors of all steps count alike."""
+    schedule = {"control": "adaptive", "target_error": 0.05, "warmup": 0, "cooldown": 0, **keys}
+    return Gap(Preset.model_validate({"schedule": schedule}), Course(coordinates, weights or [1.0] * len(coordinates)))
+
+
+def interval_after(control: Gap, step: int) -> int:
+    """Steps from ``step`` to the next one that computes, or to the end of the run."""
+    steps = len(control.course.coordinates)
+    computing = (n for n in range(1, steps - step) if control.mode(step + n) is not StepMode.DISPATCH)
+    return next(computing, steps - step)
+
+
+def test_closed_loop_computes_until_it_has_observed():
+    """Without an error to go by every step computes, in full during the warm-up and at the end."""
+    assert modes(closed_loop(range(8), warmup=3, cooldown=2)) == "FFFUUUFF"
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("gap", [1, 3])
+@pytest.mark.parametrize("error", [1.0, 0.051, 0.021, 0.0051, 0.0006, 1e-6])
+def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
+    """The next UPDATE comes after the largest n <= max_interval with ``Σ_(i<n) e · C(i / g + D, D + 1) <= target``.
+
+    With nodes g apart the remainder d · (d + g) · … · (d + D g) is that binomial coefficient of real d / g, but for
+    factors that the error has too.
+    """
+    control = closed_loop(target_error=0.05, max_interval=12)
+    control.observe(15, [15 - gap * (k + 1) for k in range(3)], order, error)
+
+    def forecast_error(distance: int) -> float:
+        return error * math.prod(distance / gap + k for k in range(order + 1)) / math.factorial(order + 1)
+
+    together = [sum(map(forecast_error, range(n))) for n in range(1, 13)]
+    assert interval_after(control, 15) == max(n for n, error in enumerate(together, 1) if error <= 0.05)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_closed_loop_knows_the_errors_of_polynomials(order):
+    """For polynomials one degree higher, on any spacing, what is expected of the farthest forecast comes true."""
+    steps, recorded, here = [0.0, 1.0, 4.0, 5.5, 7.0, 10.0, 11.0, 15.0, 16.0], [2, 1, 0], 3
+    output = [t ** (order + 1) + 1.0 for t in steps]
+
+    def error(at: int, nodes: list[int]) -> float:
+        weights = newton_weights([steps[node] for node in nodes], steps[at])
+        return abs(output[at] - sum(weight * output[node] for weight, node in zip(weights, nodes, strict=True)))
+
+    measured = error(here, recorded[: order + 1])
+    following = error(here + 3, [here, *recorded][: order + 1])
+    for target, interval in ((0.999 * following, 3), (1.001 * following, 4)):
+        scale = 0.5 / target  # a target is below 1
+        farthest = [float(step >= here + 3) for step in range(len(steps))]
+        control = closed_loop(steps, farthest, target_error=0.5)
+        control.observe(here, [steps[node] for node in recorded], order, scale * measured)
+        assert interval_after(control, here) == interval
+
+
+@pytest.mark.parametrize(
+    "error, interval",
+    [(math.nan, 1), (math.inf, 1), (0.0, 7), (0.05, 2)],
+    ids=["nan", "infinite", "zero", "on-target"],
+)
+def test_closed_loop_at_extreme_errors(error, interval):
+    """What is no number computes the next step; a perfect forecast reaches max_interval; the target itself is met."""
+    control = closed_loop(target_error=0.05, max_interval=7)
+    control.observe(5, [4, 3], 1, error)
+    assert interval_after(control, 5) == interval
+
+
+@pytest.mark.parametrize("errors", [(0.0, 0.012), (0.012, 0.0), (0.012, 0.0, 0.001)], ids=str)
+def test_worst_error_of_a_step_decides(errors):
+    """Branches are judged one after the other at one step; the shortest interval counts, in any order."""
+    control = closed_loop(target_error=0.05)
+    for error in errors:
+        control.observe(5, [4, 3], 1, error)
+    assert interval_after(control, 5) == 3  # 0.012, 0.036, 0.072, … one, two, three steps away, added up
+
+
+def test_each_update_decides_afresh():
+    """A bad step shortens the interval after it and no other."""
+    control = closed_loop(target_error=0.05, max_interval=7)
+    control.observe(5, [4, 3], 1, 1.0)
+    control.observe(6, [5, 4], 1, 0.0)
+    assert interval_after(control, 6) == 7
+
+
+@pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
+def test_closed_loop_measures_distance_on_the_coordinate(direction):
+    """On uneven spacing the forecast may reach as far on the coordinate, not as many steps."""
+    # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 those of
+    # forecasts may add up to 5 g: 2.25, 6.25, 11.25 or all. The step behind the last one in reach computes.
+    coordinates = [direction * x for x in (0.0, 2.0, 3.0, 5.0, 7.0, 8.0, 17.0, 18.0, 19.0)]
+    for gap, interval in ((0.45, 2), (1.25, 3), (2.25, 4), (90.0, 7)):
+        control = closed_loop(coordinates, target_error=0.05)
+        control.observe(2, [direction * (3.0 - gap)], 0, 0.01)
+        assert interval_after(control, 2) == interval
+
+
+@pytest.mark.parametrize(
+    "errors, order",
+    [
+        pytest.param({1: 0.04, 2: 0.01}, 2, id="smooth-output"),
+        pytest.param({1: 0.012, 2: 0.022, 3: 0.042}, 1, id="rounding-noise"),
+        pytest.param({1: 0.05, 2: 0.05}, 2, id="as-far-takes-the-higher"),
+        pytest.param({1: 0.0, 2: 0.0}, 2, id="exact"),
+        pytest.param({0: 0.3}, 0, id="one-degree-known"),
+        pytest.param({1: math.nan, 2: math.nan}, 2, id="no-numbers"),
+    ],
+)
+def test_closed_loop_goes_on_with_the_order_that_reaches_farthest(errors, order):
+    """Reach is (0.05 / e) ** (1 / (D + 1)); within a tenth of the farthest the highest degree wins."""
+    assert closed_loop().best_order(errors) == order
+
+
+def test_closed_loop_adds_up_what_forecasts_move_the_latents():
+    """e = 0.01 over one step at order 0: forecasts are off by 0.01, 0.02, 0.03, …, times the weight of their step."""
+    for weight, interval in ((1.0, 3), (0.5, 4), (4.0, 2)):
+        control = closed_loop(range(40), [1.0] * 6 + [weight] * 34, target_error=0.045)
+        control.observe(5, [4], 0, 0.01)
+        assert interval_after(control, 5) == interval
+
+
+def test_closed_loop_survives_equal_coordinates():
+    """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
+    control = closed_loop([3.0, 2.0, 2.0, 1.0])
+    control.observe(2, [2.0, 3.0], 1, 0.01)
+    assert interval_after(control, 2) == 1
+
+
+@pytest.mark.parametrize(
+    "keys, sequence",
+    [
+        ({"warmup": 2, "interval": 3, "cooldown": 1}, "FFUDDUDDUF"),
+        ({"warmup": 0, "interval": 4, "cooldown": 0}, "UDDDUDDDUD"),
+        ({"warmup": 3, "interval": 2, "cooldown": 3}, "FFFUDUDFFF"),
+        ({"warmup": 2, "interval": 1, "cooldown": 1}, "FFFFFFFFFF"),
+        ({"warmup": 8, "interval": 5, "cooldown": 4}, "FFFFFFFFFF"),
+        ({"warmup": 20, "interval": 5, "cooldown": 0}, "FFFFFFFFFF"),
+    ],
+    ids=["paper", "bare", "long-end", "every-step", "overlap", "long-warmup"],
+)
+def test_interval_repeats_its_interval(keys, sequence):
+    """Warm-up, then one UPDATE and interval − 1 DISPATCH steps, then the final steps; interval 1 computes all."""
+    preset = Preset.model_validate({"schedule": {"control": "interval", **keys}})
+    assert modes(IntervalGap(preset, Course(range(10), [1.0] * 10))) == sequence
+
+
+def test_interval_ignores_errors():
+    """A fixed schedule does not react to what is observed."""
+    preset = Preset.model_validate({"schedule": {"control": "interval", "warmup": 0, "interval": 4, "cooldown": 0}})
+    control = IntervalGap(preset, Course(range(8), [1.0] * 8))
+    control.observe(0, [-1.0, -2.0], 1, 100.0)
+    assert modes(control) == "UDDDUDDD"
