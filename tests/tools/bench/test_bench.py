@@ -150,7 +150,7 @@ MISTAKES = {
     "op": ([*CPU, "--ops", "attention,gemm"], "--ops: must be among attention, masks"),
     "shape": ([*CPU, "--shapes", "17"], "--shapes: must be among 300"),
     "backend": ([*CPU[:-1], "cublas"], "--backends: must be among reference"),
-    "backend-here": ([*CPU[:-1], "cute"], "--backends: 'cute' can't run here"),
+    "backend-here": ([*CPU[:-1], "cuda"], "--backends: 'cuda' can't run here"),
     "merge-missing": (["--merge", "missing.json"], "--merge: "),
     "merge-other": (["--merge", str(ROOT / "docs" / "results" / "gpu-check-h200.json")], "must be files that this"),
 }
@@ -390,9 +390,9 @@ def test_what_can_t_run_is_noted_once():
         {"what": "one", "who": "flex", "reason": "its error 2 is above 1"},
     ]
     q = torch.zeros(1, 4, 1, 8)
-    unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cute")  # noqa: E731
-    assert recorder.time("weighted_sum", "cute", "", {"tokens": 4}, unsupported, unsupported) is None
-    assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cute"
+    unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cuda")  # noqa: E731
+    assert recorder.time("weighted_sum", "cuda", "", {"tokens": 4}, unsupported, unsupported) is None
+    assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cuda"
 
 
 def test_the_clock_repeats_within_bounds():
