@@ -7,7 +7,7 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 
 
-# The options are those of scripts/bench_kernels.py, which runs where typer is missing; one parser serves both.
+# The options are those of `python -m dit_accel.tools.bench`, which runs where typer is missing; one parser serves both.
 @app.command(
     "kernels", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.backends import is_short, resolve_backend
+from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
     require_dtype,
@@ -60,7 +60,7 @@ def attention(
         q: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k, v: ``[B, S, H_kv, D]`` like q, with H a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``.
         plan: which rows and tiles compute, for B, H and S tokens, the masks inside tiles, and the single keys beside
-            them, which :mod:`dit_accel.kernels.slices` adds in q's dtype; "cute" leaves them to "cuda" or "triton".
+            them, which :mod:`dit_accel.kernels.slices` adds in q's dtype.
         scale: factor of the scores, positive; None = ``1 / sqrt(D)``.
         kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part, and tiles that hold only such keys
             count as not listed. None = all.
@@ -75,9 +75,8 @@ def attention(
             **uninitialised**, so its reused rows hold garbage.
         backend: "auto", "reference", or one of these; "auto" takes the first that can:
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128.
-            "cute": Hopper, with flash-attn-4 installed; likewise, blocks of 64 too, and masks.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128; ``pv_threshold`` in half precision,
-            ``qk_dtype``, masks. Before "cute" where tiles are PARTIAL, and where masked sequences are short.
+            ``qk_dtype``, masks.
 
     Returns:
         ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A query that computes but has no
@@ -91,10 +90,10 @@ def attention(
     """
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
-    chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out))
+    chosen = resolve_backend(backend, q, _limits(q, k, v, plan, pv_threshold, qk_dtype, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
-    keep_reused, has_slices = out is not None, plan.slices is not None
+    has_slices = plan.slices is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     batch, tokens, heads, _ = q.shape
     needs_lse = return_lse or has_slices
@@ -103,10 +102,6 @@ def attention(
         from dit_accel.kernels._cuda.attention import attention_into
 
         attention_into(q, k, v, plan, scale, kv_len, out, lse)
-    elif chosen == "cute":
-        from dit_accel.kernels._cute.attention import attention_into
-
-        attention_into(q, k, v, plan, scale, kv_len, out, lse, keep_reused=keep_reused)
     elif chosen == "triton" and qk_dtype is not None:
         from dit_accel.kernels._triton.attention_int8 import attention_int8_into
 
@@ -128,20 +123,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse, out) -> dict[str, str | None]:
+def _limits(q, k, v, plan, pv_threshold, qk_dtype, out) -> dict[str, str | None]:
     """What keeps each backend from the arguments, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
-    from dit_accel.kernels._cute.attention import limit as cute_limit
 
-    limits = {
+    return {
         "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
-        "cute": cute_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, return_lse or plan.slices is not None),
         "triton": triton_limit(q, plan, pv_threshold) or qk_dtype_limit(q, plan, qk_dtype),
     }
-    if plan.masks is not None and (plan.masks.pool.shape[0] > 0 or is_short(plan)):
-        # behind Triton, where a PARTIAL tile costs 1.2 times a FULL one (2.4 times there) and a launch less Python
-        limits["cute"] = limits.pop("cute")
-    return limits
 
 
 def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:

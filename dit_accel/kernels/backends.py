@@ -9,12 +9,10 @@ from collections.abc import Mapping
 import torch
 
 from dit_accel.errors import BackendError, UnsupportedError
-from dit_accel.kernels.symbols import AttentionPlan
 
 MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)  # bf16 matrix units and asynchronous copies
 TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
-SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 
 def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str | None] = TRITON_ONLY) -> str:
@@ -45,11 +43,6 @@ def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str
     if limits[backend]:
         raise UnsupportedError(f"backend {backend!r} can't take this call: {limits[backend]}; use backend='auto'")
     return backend
-
-
-def is_short(plan: AttentionPlan) -> bool:
-    """Whether attention under the plan takes no longer than its launch by Python."""
-    return plan.work.numel() * plan.blocks * plan.block**2 <= SHORT_PAIRS
 
 
 def backend_status() -> dict[str, str]:
@@ -107,13 +100,6 @@ def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None
     return why_not(device) or _capability_problem(device)
 
 
-def _cute_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why flash-attn-4 can't run on tensors of this device, or None."""
-    from dit_accel.kernels._cute import why_not
-
-    return why_not(device)
-
-
 def _capability_problem(device: torch.device) -> str | None:
     capability = _capability(device)
     if capability < MINIMUM_CAPABILITY:
@@ -126,4 +112,4 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-_PROBLEMS = {"triton": _triton_problem, "cuda": _cuda_problem, "cute": _cute_problem}
+_PROBLEMS = {"triton": _triton_problem, "cuda": _cuda_problem}

@@ -12,10 +12,9 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.constants import SHARE_BITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
-
-SHARE_BITS = 30  # shares are multiples of 2^-30, so that counts come out alike on every backend
 
 
 @torch.no_grad()

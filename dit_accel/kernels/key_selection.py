@@ -22,10 +22,9 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
+from dit_accel.kernels.constants import BEST_SHARE
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.packing import pack_bits
-
-BEST_SHARE = 0.999  # of a query's largest probability: below 1 by more than two products of the same vectors differ
 
 
 @torch.no_grad()

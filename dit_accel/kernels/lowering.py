@@ -76,14 +76,6 @@ def _lower_slices(plan: AttentionPlan, backend: str) -> None:
     slices.work_count.copy_(is_listed.sum()[None])
 
 
-def expanded_codes(symbols: SparseSymbols) -> torch.Tensor | None:
-    """The symbols' tile codes as int32 ``[B, H, Tq, Tk]``, without a copy of what broadcasts; the last stride is 1."""
-    if symbols.masks is None:
-        return None
-    codes = symbols.masks.codes.expand(symbols.cache_bits.shape[0], symbols.heads, -1, -1)
-    return codes if codes.stride(3) == 1 else codes.contiguous()
-
-
 def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
     heads, blocks = symbols.heads, symbols.blocks
     device = symbols.cache_bits.device

@@ -23,9 +23,8 @@ from dit_accel.kernels.checks import (
     require_unit_stride,
     triton_head_dim_limit,
 )
+from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
-
-SMALLEST_SQUARED_NORM = 1e-30  # a token shorter than 1e-15 counts as zero
 
 
 @dataclass(frozen=True)

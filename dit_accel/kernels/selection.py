@@ -12,12 +12,10 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
 
-UNITS = 1 << 30  # of a distribution; 1e-9 of its mass is the finest that counts, and its sum fits 32 bits
-SMALLEST_SHARE = 1 / 16  # the part of a block's guidance that differs is told apart as if it were at least so much
-COUNT_SLACK = 1 << 12  # of UNITS: what rounding a share to units may take from a number of tiles
 MAX_BLOCKS_CUDA = 2048  # a warp holds a row in registers
 
 

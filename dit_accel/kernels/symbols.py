@@ -114,6 +114,13 @@ class SparseSymbols:
     def blocks(self) -> int:
         return block_count(self.tokens, self.block)
 
+    def expanded_codes(self) -> torch.Tensor | None:
+        """Codes of the masks as int32 ``[B, H, Tq, Tk]``, without a copy of what broadcasts; the last stride is 1."""
+        if self.masks is None:
+            return None
+        codes = self.masks.codes.expand(self.cache_bits.shape[0], self.heads, -1, -1)
+        return codes if codes.stride(3) == 1 else codes.contiguous()
+
     def tensors(self) -> list[torch.Tensor]:
         return _tensors_of(self)
 

@@ -81,7 +81,7 @@ class Preset(Section):
         kernels = self.kernels
         if kernels.qk_dtype is None:
             return None
-        if kernels.attention in ("cuda", "cute"):
+        if kernels.attention == "cuda":
             return f"kernels.qk_dtype '{kernels.qk_dtype}' runs on triton: set kernels.attention to auto"
         if any(variant.policy == "static" for variant in self.skip.variants):
             return (

@@ -122,7 +122,7 @@ class Blocks(Section):
 class Kernels(Section):
     """Which implementation runs each op; auto picks by device, anything else must be able to run."""
 
-    attention: Literal["auto", "reference", "triton", "cuda", "cute"] = "auto"
+    attention: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """Sparse attention."""
     gemm: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """GEMM-Q and GEMM-O."""

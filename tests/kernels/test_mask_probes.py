@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 HEADS = 2
 HAS_GPU = DEVICE == "cuda"
 DTYPES = (torch.float16, torch.bfloat16) if HAS_GPU else (torch.float16,)  # the interpreter's bfloat16 is wrong
-MASKED_BACKENDS = [name for name in ("reference", "triton", "cute") if backend_status()[name] == "ok"]
+MASKED_BACKENDS = [name for name in ("reference", "triton") if backend_status()[name] == "ok"]
 KERNELS = [
     pytest.param(backend, dtype, head_dim, id=f"{backend}-{str(dtype).removeprefix('torch.')}-{head_dim}")
     for backend in MASKED_BACKENDS
@@ -78,8 +78,6 @@ def test_output_shows_the_mask(backend, dtype, head_dim, pattern, block):
     in_interpreter = backend == "triton" and not HAS_GPU  # which is slow: two blocks
     for tokens in (block + 36,) if in_interpreter else LENGTHS:
         plan = pattern(tokens, block=block, heads=HEADS, device=DEVICE)
-        if backend == "cute" and plan.blocks == 1:
-            continue  # it refuses PARTIAL tiles of a single block
         mask = mask_from_plan(plan)
         actual = weights(plan, backend, dtype, head_dim)
         assert torch.equal(actual > 0, mask)

@@ -7,8 +7,9 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import lower, pooled_map
+from dit_accel.kernels.constants import UNITS
 from dit_accel.kernels.packing import unpack_bits
-from dit_accel.kernels.selection import UNITS, select_rows, select_tiles
+from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA kernels need a GPU")

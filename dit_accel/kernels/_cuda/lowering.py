@@ -6,7 +6,6 @@ import ctypes
 
 from dit_accel.kernels._cuda.runtime import kernel
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.lowering import expanded_codes
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 THREADS = 256
@@ -19,7 +18,7 @@ def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int
     """``ranked_together``: rows that the work list sorts together, those of a head or of all heads."""
     heads, blocks, rows = plan.heads, plan.blocks, plan.work.numel()
     skip_bits = None if symbols.skip_bits is None else symbols.skip_bits.contiguous()
-    codes = expanded_codes(symbols)
+    codes = symbols.expanded_codes()
     codes_strides = (0, 0, 0) if codes is None else codes.stride()[:3]
 
     row_bytes = block_count(blocks, 8)

@@ -8,8 +8,8 @@ import torch
 
 from dit_accel.kernels._cuda.runtime import kernel
 from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
+from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.pooling import SMALLEST_SQUARED_NORM
 
 HEAD_DIMS = (32, 64, 128)
 MAX_BLOCKS = 1280  # 16 rows of scores in the 99 KiB of shared memory that every GPU since sm80 has

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.kernels._cuda.runtime import Defines, Kernel, kernel
+from dit_accel.kernels.constants import COUNT_SLACK, UNITS
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.selection import COUNT_SLACK, UNITS
 
 WARPS = 8
 HEADS_PER_BYTE = 8

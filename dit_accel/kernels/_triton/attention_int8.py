@@ -14,7 +14,6 @@ In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their s
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
-from dit_accel.kernels._triton.quantize import SLOTS, Quantized, copy_values, quantize
+from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -33,22 +32,6 @@ FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
 LOG2_E = math.log2(math.e)
 TMA_ALIGNMENT = 16  # bytes
 GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
-
-
-class ValueMatrix(NamedTuple):
-    """Values as a matrix that tiles can be loaded from.
-
-    Args:
-        values: e4m3 with a row for each channel of each head, or of v's dtype with a row for each token.
-        shape, strides: of the matrix.
-        place: where the first token of a head stands if rows are tokens: at row ``batch * place[0] + head * place[1]``
-            and column ``head * place[2]``.
-    """
-
-    values: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    place: tuple[int, int, int]
 
 
 @triton.jit

@@ -27,9 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dit_accel.kernels._triton.attention_int8 import ValueMatrix
 from dit_accel.kernels._triton.launch import multiprocessors, on_device
-from dit_accel.kernels._triton.quantize import SLOTS, Quantized
+from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix
 from dit_accel.kernels.symbols import AttentionPlan
 
 BLOCK = 128  # queries of a row, and keys of a tile

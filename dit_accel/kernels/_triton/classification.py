@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.classification import SHARE_BITS
+from dit_accel.kernels.constants import SHARE_BITS
 
 ELEMENTS = 2048  # of the map that a program holds, or one row
 REGISTERS = 64  # of a thread, so that a multiprocessor holds all the warps it can: each waits for one sum after another

@@ -18,7 +18,7 @@ from dit_accel.kernels._triton.attention_steps import LOWEST, softmax_step
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.kernels.key_selection import BEST_SHARE
+from dit_accel.kernels.constants import BEST_SHARE
 
 LOG2_E = math.log2(math.e)
 PROGRAMS = 1024  # up to about so many share out the keys

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device, set_bits
-from dit_accel.kernels.lowering import expanded_codes
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, SparseSymbols
 
 RANK_ROWS = 32  # rows that a program ranks against all rows of their group
@@ -127,7 +126,7 @@ def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int
     chunk = min(triton.next_power_of_2(blocks), 1024)
     cache_bits = symbols.cache_bits.contiguous()
     skip_bits = None if symbols.skip_bits is None else symbols.skip_bits.contiguous()
-    codes = expanded_codes(symbols)
+    codes = symbols.expanded_codes()
     codes_strides = (0, 0, 0) if codes is None else codes.stride()[:3]
     with on_device(cache_bits):
         _lower_rows[(rows,)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.pooling import SMALLEST_SQUARED_NORM
+from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
 
 STATISTICS_WARPS = 2
 CHUNK = 16  # tokens of a program's step

@@ -10,6 +10,7 @@ there, so the scores of such keys are -inf without a mask in the attention kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -57,6 +58,22 @@ class Quantized:
     key_scale: torch.Tensor
     values: torch.Tensor | None
     value_scale: torch.Tensor | None
+
+
+class ValueMatrix(NamedTuple):
+    """Values as a matrix that tiles can be loaded from.
+
+    Args:
+        values: e4m3 with a row for each channel of each head, or of v's dtype with a row for each token.
+        shape, strides: of the matrix.
+        place: where the first token of a head stands if rows are tokens: at row ``batch * place[0] + head * place[1]``
+            and column ``head * place[2]``.
+    """
+
+    values: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    place: tuple[int, int, int]
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.selection import COUNT_SLACK, SMALLEST_SHARE, UNITS
+from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 
 ELEMENTS = 4096  # of the map that a program holds, or one row
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.backends import hopper_limit
 from dit_accel.tools.bench.cases import Inputs
 
 Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
@@ -26,7 +28,7 @@ def dense_baselines(device: str) -> list[str]:
 
 
 def sparse_baselines(device: str) -> list[str]:
-    """Names of block-sparse attention. That of flash-attn-4 is the backend "cute"."""
+    """Names of block-sparse attention."""
     return [] if device == "cpu" else ["flex"]
 
 
@@ -47,6 +49,8 @@ def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input
     if name == "sdpa mask":
         return _sdpa_masked(q, k, v, inputs)
     if name == "fa4":
+        if limit := hopper_limit(q):
+            raise UnsupportedError(f"flash-attn-4 is compared on Hopper: {limit}")
         return lambda: _fa4()(q, k, v, causal=is_causal)[0]
     return functools.partial(_sdpa, SDPA_BACKENDS.get(name), q, k, v, is_causal)
 

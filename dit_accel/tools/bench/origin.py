@@ -35,7 +35,7 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "cache-dit": _version("cache-dit"),
         # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
         "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
     }
 
 

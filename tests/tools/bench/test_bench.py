@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -150,7 +151,7 @@ MISTAKES = {
     "op": ([*CPU, "--ops", "attention,gemm"], "--ops: must be among attention, masks"),
     "shape": ([*CPU, "--shapes", "17"], "--shapes: must be among 300"),
     "backend": ([*CPU[:-1], "cublas"], "--backends: must be among reference"),
-    "backend-here": ([*CPU[:-1], "cute"], "--backends: 'cute' can't run here"),
+    "backend-here": ([*CPU[:-1], "cuda"], "--backends: 'cuda' can't run here"),
     "merge-missing": (["--merge", "missing.json"], "--merge: "),
     "merge-other": (["--merge", str(ROOT / "docs" / "results" / "gpu-check-h200.json")], "must be files that this"),
 }
@@ -166,19 +167,19 @@ def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_script_needs_neither_diffusers_nor_typer(tmp_path):
-    """scripts/bench_kernels.py runs where only torch and matplotlib are."""
+def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
+    """``python -m dit_accel.tools.bench`` runs where only torch and matplotlib are, and names itself in the results."""
     blocked = (
         "import sys; sys.modules.update(dict.fromkeys(('diffusers', 'transformers', 'pydantic', 'typer', 'yaml')))"
     )
-    script = ROOT / "scripts" / "bench_kernels.py"
-    code = (
-        f"{blocked}; import runpy; sys.argv[0] = {str(script)!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
-    )
-    arguments = [*CPU, "--ops", "lowering", "--output", str(tmp_path / "k")]
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = ["-m", "dit_accel.tools.bench", *CPU, "--ops", "lowering", "--output", str(tmp_path / "k")]
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "k.md").exists()
+    (run,) = json.loads((tmp_path / "k.json").read_text())["runs"]
+    assert run["command"].endswith(" ".join(command))
 
 
 def test_gpu_check_without_a_gpu_says_so(tmp_path):
@@ -390,9 +391,9 @@ def test_what_can_t_run_is_noted_once():
         {"what": "one", "who": "flex", "reason": "its error 2 is above 1"},
     ]
     q = torch.zeros(1, 4, 1, 8)
-    unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cute")  # noqa: E731
-    assert recorder.time("weighted_sum", "cute", "", {"tokens": 4}, unsupported, unsupported) is None
-    assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cute"
+    unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cuda")  # noqa: E731
+    assert recorder.time("weighted_sum", "cuda", "", {"tokens": 4}, unsupported, unsupported) is None
+    assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cuda"
 
 
 def test_the_clock_repeats_within_bounds():
