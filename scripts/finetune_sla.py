@@ -30,7 +30,8 @@ from accelerate import PartialState
 from demo_models import clips
 from demo_models.drawing import draw_bank
 from demo_models.hunyuan import Hunyuan
-from demo_models.video_flow import PROMPT_DROPOUT, configure_torch
+from demo_models.training import configure_torch
+from demo_models.video_flow import PROMPT_DROPOUT
 from demo_models.wan import Wan
 from diffusers import DiffusionPipeline
 from finetuning.calls import Calls, clip_calls, record_calls

@@ -13,50 +13,37 @@ and a plot.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
 
-import torch
 from attention_study.curves import TARGETS, Measurement
 from attention_study.report import plot, tables
 from demo_models import clips, prompts
-from demo_models.loading import load_demo
+from demo_models.loading import demo_folder, load_demo, run_prompts, study_parser
 
 from dit_accel.sparse.token_order import TOKEN_ORDERS
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.demo import demo_arguments
 
 MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # with what writes their prompts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
-    parser.add_argument("--model", choices=list(MODELS), default="demo-wan")
-    parser.add_argument("--prompts", type=int, default=2)
+    parser = study_parser(__doc__, list(MODELS), model="demo-wan", prompts=2, writes=".json, .md and .png")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
     parser.add_argument("--every", type=int, default=10, help="one step in so many is measured")
     parser.add_argument("--orders", nargs="+", choices=TOKEN_ORDERS, default=TOKEN_ORDERS, help="of a clip's tokens")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
-    folder = demo_path(options.model)
-    if folder is None:
-        parser.error(f"--model {options.model} is not in this package")
-    arguments = demo_arguments(folder)
+    arguments = demo_arguments(demo_folder(options.model))
     options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
     pipe = load_demo(options.model, options.dtype, options.device)
     started = time.perf_counter()
     measurement = Measurement(options.orders, options.every)
     with AttentionTap(pipe, measurement.visit):
-        for prompt in MODELS[options.model].held_out_prompts(options.prompts, options.split):
-            generator = torch.Generator("cpu").manual_seed(prompt.seed)
-            pipe(**arguments, prompt=prompt.prompt, generator=generator, output_type="latent")
+        run_prompts(pipe, MODELS[options.model].held_out_prompts(options.prompts, options.split), arguments)
     results = measurement.results()
 
     settings = {key: getattr(options, key) for key in ("model", "prompts", "split", "steps", "every", "dtype")}

@@ -14,7 +14,6 @@ after each setting, to which a run with the same options adds; then tables and a
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -25,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from demo_models import clips
-from demo_models.loading import load_demo
+from demo_models.loading import demo_folder, load_demo, study_parser
 
 from dit_accel import accelerated, load_preset
 from dit_accel.presets import Preset
 from dit_accel.tools.bench.origin import describe_run
-from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.tune.runs import run_pipeline
@@ -210,16 +209,11 @@ def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="stem of the .json, .md and .png files")
-    parser.add_argument("--model", choices=list(MODELS), default="demo-hunyuan")
-    parser.add_argument("--prompts", type=int, default=2)
+    parser = study_parser(__doc__, list(MODELS), model="demo-hunyuan", prompts=2, writes=".json, .md and .png")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--only", nargs="+", help="series to run, each by a part of its name")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
     wanted = options.only or [""]
@@ -227,8 +221,7 @@ def main() -> None:
     if not listed:
         names = ", ".join(dict.fromkeys(each.series for each in settings(options.model)))
         parser.error(f"--only names no series; there are: {names}")
-    folder = demo_path(options.model)
-    arguments = demo_arguments(folder)
+    arguments = demo_arguments(demo_folder(options.model))
     options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
     pipe = load_demo(options.model, options.dtype, options.device)
     started = time.perf_counter()

@@ -10,18 +10,16 @@ the order of its tokens, so every order is measured on the same ones. Writes a J
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from demo_models import clips
-from demo_models.loading import load_demo
+from demo_models.loading import demo_folder, load_demo, run_prompts, study_parser
 
 from dit_accel.kernels import attention, pooled_map
 from dit_accel.kernels.layout import TokenLayout
@@ -30,7 +28,7 @@ from dit_accel.sparse.policies import plan
 from dit_accel.sparse.token_order import TOKEN_ORDERS
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap, Site
-from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.demo import demo_arguments
 
 ORDERS = ("random", *TOKEN_ORDERS)  # random is the floor
 COLUMNS = {"q_similarity": "queries", "k_similarity": "keys", "sparsity": "left out", "l1": "L1 error"}
@@ -137,27 +135,18 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="stem of the .json and .md files")
-    parser.add_argument("--model", choices=["demo-wan", "demo-hunyuan"], default="demo-wan")
-    parser.add_argument("--prompts", type=int, default=5)
+    parser = study_parser(__doc__, ["demo-wan", "demo-hunyuan"], model="demo-wan", prompts=5, writes=".json and .md")
     parser.add_argument("--every", type=int, default=10, help="one step in so many is measured")
     parser.add_argument("--heads", type=int, help="so many of each attention are measured, in turn; all by default")
     parser.add_argument("--blocks", type=int, nargs="+", choices=[64, 128], default=[64, 128])
     parser.add_argument("--taus", type=float, nargs="+", default=[0.05, 0.15, 0.3])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
-    folder = demo_path(options.model)
-    if folder is None:
-        parser.error(f"--model {options.model} is not in this package")
     pipe = load_demo(options.model, options.dtype, options.device)
     measurement = OrderMeasurement(options.blocks, options.taus, options.every, options.heads)
     with AttentionTap(pipe, measurement.visit):
-        for prompt in clips.held_out_prompts(options.prompts, "tuning"):
-            generator = torch.Generator("cpu").manual_seed(prompt.seed)
-            pipe(**demo_arguments(folder), prompt=prompt.prompt, generator=generator, output_type="latent")
+        arguments = demo_arguments(demo_folder(options.model))
+        run_prompts(pipe, clips.held_out_prompts(options.prompts, "tuning"), arguments)
     results = measurement.results()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: getattr(options, key) for key in ("model", "prompts", "every", "heads", "dtype")}

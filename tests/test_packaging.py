@@ -55,14 +55,33 @@ def test_wheel_installs_the_command(wheel):
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
+def test_extras_hold_what_only_some_tools_need(wheel):
+    """matplotlib and imageio-ffmpeg come with `[plots]`, `[video]`, `[all]` and `[dev]`, and not otherwise."""
+    from email import message_from_string
+
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = message_from_string(wheel.read(name).decode())
+    assert {"plots", "video", "all", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    extras = {package: set() for package in ("matplotlib", "imageio-ffmpeg")}
+    for requirement in metadata.get_all("Requires-Dist"):
+        what, _, condition = requirement.partition(";")
+        for package, held_by in extras.items():
+            if what.startswith((f"{package}>", f"{package} ")):
+                held_by.add(condition.strip())
+    for package, extra in (("matplotlib", "plots"), ("imageio-ffmpeg", "video")):
+        assert f"extra == '{extra}'" in extras[package] and "" not in extras[package]
+
+
 def test_every_requirement_is_pinned_for_the_scripts():
     """scripts/test and scripts/demo install exact versions: each requirement of pyproject.toml has its pin."""
     import re
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    required = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    extras = project["project"]["optional-dependencies"]
+    required = [*project["project"]["dependencies"], *extras["plots"], *extras["video"], *extras["dev"]]
     required += project["build-system"]["requires"]
     pins = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in required}
+    names -= {"dit-accel"}  # extras of its own
     assert names <= {pin.lower() for pin in pins}

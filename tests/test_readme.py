@@ -49,11 +49,24 @@ def test_shown_python_runs_with_the_demo_model(monkeypatch, tmp_path):
     assert (tmp_path / "stars.png").is_file()
 
 
+def linked(page):
+    """Files inside the repository that a page links to or shows."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    return [page.parent / target for target in targets]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
     """No link inside the repository is broken."""
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [path for path in linked(page) if not path.exists()] == []
+
+
+def test_every_result_stands_on_a_page():
+    """README or docs link to every file in docs/results: no measurement lies there that nobody quotes."""
+    results = {path.resolve() for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()}
+    named = {path.resolve() for page in PAGES for path in linked(page)}
+    assert sorted(path.name for path in results - named) == []
+    assert len(results) > 20
 
 
 def test_every_preset_is_documented():

@@ -13,6 +13,7 @@ import typer
 from dit_accel.cli import options
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
 from dit_accel.tools.demo import model_preset, tuning_prompts
+from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +77,7 @@ def command(
     if (prompt is None) == (prompts is None):
         raise options.OptionError("--prompt", "give either a prompt or --prompts, a file of them")
     options.require_writable(output.with_name(f"{output.name}.json"), "--output")
+    require_extra("matplotlib", "dit-accel compare, which plots what it measures,")
     named_peers = _peers(peers)
     for name in _names(presets):
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load

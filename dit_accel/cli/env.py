@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
-PACKAGES = ("torch", "diffusers", "transformers", "triton")
+from dit_accel.tools.extras import EXTRAS
+
+PACKAGES = ("torch", "diffusers", "transformers", "triton", *EXTRAS)
 
 
 def command() -> None:

@@ -12,6 +12,7 @@ from dit_accel.cli import options
 from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
 from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.tools.demo import model_fps, model_preset
+from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,8 +59,8 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="What to write: a picture (.png, .jpg, .webp, …); of a video model a clip (.mp4, .gif) or, for a name "
-            "without suffix, a folder of frames 0000.png, 0001.png, …",
+            help="What to write: a picture (.png, .jpg, .webp, …); of a video model a clip (.mp4, with the "
+            "extra `video`, or .gif) or, for a name without suffix, a folder of frames 0000.png, 0001.png, …",
             show_default="output.png, and output.mp4 for video",
         ),
     ] = None,
@@ -73,7 +74,8 @@ def command(
         ),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a figure of the run: step modes, times and forecast errors.")
+        Path | None,
+        typer.Option("--plot", help="Write a figure of the run: step modes, times, forecast errors; extra `plots`."),
     ] = None,
     json_path: Annotated[
         Path | None,
@@ -99,6 +101,8 @@ def command(
     for path, option in ((plot, "--plot"), (json_path, "--json")):
         if path is not None:
             options.require_writable(path, option)
+    if plot is not None:
+        require_extra("matplotlib", "--plot")
     if output is not None:
         require_plausible_output(output)
     preset = preset or model_preset(model)

@@ -13,6 +13,7 @@ from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.errors import ShapeError
 from dit_accel.tools.demo import model_fps, model_preset
+from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +53,7 @@ def command(
     from dit_accel.tools.figures import density_figure, timeline_figure
 
     console = Console(quiet=quiet)
+    require_extra("matplotlib", "dit-accel inspect, which draws figures,")
     preset = preset or model_preset(model)
     if preset == "none":
         raise options.OptionError("--preset", "a plain run has nothing to inspect; choose a preset")
@@ -64,12 +66,13 @@ def command(
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model))
+    file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
+    medium.require_output(file, compare=False)
     arguments = call_arguments(pipe, model, given)
     accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
     made = timed_call(pipe, arguments, seed).results[0]
     report = pipe.dit_accel.report()
 
-    file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
     with console.status("drawing"):
         medium.write(made, file)
         timeline_figure(report, output / "timeline.png")

@@ -25,10 +25,11 @@ def require_plausible_output(path: Path) -> None:
 
     Raises:
         OptionError: it has no name, the suffix is of no format here, or the file can't be written.
+        UnsupportedError: it is an mp4, and imageio-ffmpeg is missing.
     """
     from PIL import Image
 
-    from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames
+    from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
     if not path.name:
         raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
@@ -39,6 +40,8 @@ def require_plausible_output(path: Path) -> None:
             "--output", f"{path} must end in .png, .jpg or .webp, or for a clip in {' or '.join(FILE_SUFFIXES)}"
         )
     require_writable(path, "--output")
+    if path.suffix.lower() in FILE_SUFFIXES:
+        require_codec(path, "--output")
 
 
 class Pictures:
@@ -91,8 +94,9 @@ class Clips:
 
         Raises:
             OptionError: the suffix is no clip's, one can't be written, or a folder holds more than frames.
+            UnsupportedError: it is an mp4, and imageio-ffmpeg is missing.
         """
-        from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames
+        from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
         folder = is_folder_of_frames(path)
         if not folder and path.suffix.lower() not in FILE_SUFFIXES:
@@ -101,6 +105,7 @@ class Clips:
                 f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
                 "suffix): this model makes video",
             )
+        require_codec(path, "--output", folder=folder)
         for clip in [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]:
             if folder:
                 _require_folder_of_frames(clip)

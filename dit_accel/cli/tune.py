@@ -12,6 +12,7 @@ import typer
 from dit_accel.cli import options
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
 from dit_accel.tools.demo import model_preset, tuning_prompts
+from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +83,7 @@ def command(
     if preset is not None and Path(preset).resolve() == output.resolve():
         raise options.OptionError("--output", f"{output} is the preset to start from, which it would replace")
     options.require_writable(output, "--output")
+    require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
     overrides = options.parse_overrides(settings)
     preset = preset or model_preset(model)
     if preset == "none":

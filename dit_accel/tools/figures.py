@@ -1,7 +1,7 @@
 """Figures of a run: step modes, densities, symbols over the image, speed against quality.
 
-Each function writes one file. Matplotlib draws without a display and without touching the
-caller's pyplot state.
+Each function writes one file, and raises `UnsupportedError` where matplotlib, the extra `plots`, is missing. Matplotlib
+draws without a display and without touching the caller's pyplot state.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dit_accel.errors import ShapeError
+from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +307,12 @@ def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches, drawn by Agg."""
+    """An empty figure of that size in inches, drawn by Agg.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    require_extra("matplotlib", "a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -6,7 +6,6 @@ Each function returns a PIL image or a clip, a uint8 array ``[frames, height, wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -40,7 +39,7 @@ def comparison_strip(
     factor = factor or amplification(plain, fast)
     amplified = np.clip(factor * _difference(plain, fast), 0, 255).astype(np.uint8)
     panels = [plain.convert("RGB"), fast.convert("RGB"), Image.fromarray(amplified)]
-    return captioned_row(panels, [*labels, f"difference × {factor}" if amplified.any() else "difference: none"])
+    return captioned_row(panels, [*labels, f"difference, {factor} times" if amplified.any() else "difference: none"])
 
 
 def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> np.ndarray:
@@ -90,7 +89,7 @@ def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str], scale:
     """
     scale = scale or -(-MINIMUM_PANEL // panels[0].width)
     width, height = panels[0].width * scale, panels[0].height * scale
-    gap, font = width // 40, _font(max(16, width // 24))
+    gap, font = width // 40, ImageFont.load_default(max(16, width // 24))
     caption_height = int(font.size * 1.9)
     strip = Image.new("RGB", (len(panels) * (width + gap) - gap, height + caption_height), "white")
     draw = ImageDraw.Draw(strip)
@@ -110,10 +109,3 @@ def _difference(plain: Image.Image, fast: Image.Image) -> np.ndarray:
     """Absolute difference in grey levels, int16 ``[height, width, 3]``."""
     first, second = (np.asarray(picture.convert("RGB")).astype(np.int16) for picture in (plain, fast))
     return np.abs(first - second)
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib; Pillow's own font has no multiplication sign."""
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

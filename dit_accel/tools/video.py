@@ -1,4 +1,4 @@
-"""Clips on disk: mp4 (H.264 through imageio-ffmpeg), gif, or a folder of numbered PNG pictures.
+"""Clips on disk: mp4 (H.264 through imageio-ffmpeg, the extra `video`), gif, or a folder of numbered PNG pictures.
 
 A clip is a uint8 array ``[frames, height, width, 3]``. A folder keeps every bit; a gif is cut down to 256 colours a
 frame, and mp4 loses a little detail.
@@ -13,11 +13,27 @@ import numpy as np
 from PIL import Image
 
 from dit_accel.errors import ShapeError
+from dit_accel.tools.extras import require_extra
 
 FILE_SUFFIXES = (".mp4", ".gif")
 # Constant rate factor of x264: 0 loses nothing, 23 is its default, and at 12 a difference is hard to see.
 RATE_FACTOR = "12"
 SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter ones much slower
+
+
+def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
+    """Checks that what a clip's file needs is installed: imageio-ffmpeg for all but a gif and a folder of frames.
+
+    Args:
+        path: of the clip.
+        what: the option or argument that names it, for the message.
+        folder: whether it is a folder of frames, whatever its suffix.
+
+    Raises:
+        UnsupportedError: imageio-ffmpeg is missing.
+    """
+    if not folder and not is_folder_of_frames(path) and path.suffix.lower() != ".gif":
+        require_extra("imageio-ffmpeg", f"{what} {path}")
 
 
 def is_folder_of_frames(path: Path) -> bool:
@@ -45,6 +61,7 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
 
     Raises:
         ShapeError: ``clip`` is no clip, or the suffix is another.
+        UnsupportedError: an mp4 needs imageio-ffmpeg, and it is not installed.
     """
     _require_clip(clip)
     if is_folder_of_frames(path) if folder is None else folder:
@@ -58,6 +75,7 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
         duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow would cut off what is no hundredth
         first.save(path, save_all=True, append_images=others, duration=duration, loop=0)
     elif path.suffix.lower() == ".mp4":
+        require_codec(path, "path")
         import imageio.v3 as imageio
 
         even = np.pad(clip, [(0, 0), *((0, side % 2) for side in clip.shape[1:3]), (0, 0)], mode="edge")
@@ -69,9 +87,14 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
 
 
 def read_clip(path: Path) -> np.ndarray:
-    """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``."""
+    """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``.
+
+    Raises:
+        UnsupportedError: the file needs imageio-ffmpeg, and it is not installed.
+    """
     if path.is_dir():
         return np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in _frames(path)])
+    require_codec(path, "path")
     import imageio.v3 as imageio
 
     if path.suffix.lower() == ".gif":

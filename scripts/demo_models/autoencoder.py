@@ -39,7 +39,9 @@ def make_autoencoder(channels: tuple[int, ...], groups: int) -> AutoencoderKL:
     )
 
 
-def train_autoencoder(vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, batch: int, size: int) -> None:
+def train_autoencoder(
+    vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, batch: int, size: int
+) -> list[torch.Tensor]:
     """Train in place on pictures drawn on the fly, whole ones and windows at twice the scale in turn.
 
     The loss is L1 and L2 on pixels, L1 on their differences along x and y (edges), and a little KL divergence.
@@ -50,6 +52,9 @@ def train_autoencoder(vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, 
         pace: the budget.
         batch: pictures per step.
         size: pixels along a side of what is drawn.
+
+    Returns:
+        The averaged weights in float32, in the order of `vae.parameters()`.
     """
     masters = [weight.detach().float() for weight in vae.parameters()]
     weights = MasterWeights(vae, masters, average_decay=0.998)
@@ -63,13 +68,14 @@ def train_autoencoder(vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, 
         last = {"l1": pixels.detach(), "edges": edges.detach(), "kl": divergence.detach()}
         pace.count(batch, lambda last=last: {name: float(value) for name, value in last.items()}, every=100)
     weights.load_averages()
+    return weights.averages
 
 
 @torch.no_grad()
-def set_latent_statistics(vae: AutoencoderKL, pictures: torch.Tensor) -> None:
-    """Register the shift and scale that give these pictures' latents zero mean and unit variance."""
+def latent_statistics(vae: AutoencoderKL, pictures: torch.Tensor) -> dict[str, float]:
+    """The shift and scale, by their names in the config, that give these latents zero mean and unit variance."""
     latents = vae.encode(pictures).latent_dist.mode().float()
-    vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std()))
+    return {"shift_factor": float(latents.mean()), "scaling_factor": float(1 / latents.std())}
 
 
 @torch.no_grad()

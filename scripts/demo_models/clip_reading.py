@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from . import palette
 from .clip_prompts import COLOURS, SHAPES, ClipScene
 from .motion import BOUNCES, DIAGONAL, STRAIGHT, TURN
-from .reading import READ_SIZE, read_background, vivid_pixels
+from .reading import READ_SIZE, read_background, shares, vivid_pixels
 from .rendering import FOLDS, sticker_distance, table_rows
 from .scenes import SHAPES as ALL_SHAPES
 
-ATTRIBUTES = ("shape", "colour", "motion", "relation", "place", "camera")
 CLIP_SIZE = 128  # pixels along a side at which all but the landscape is read
 LEAST_AREA = 0.006  # of the picture, mean over the clip; a star that passes behind a square shows 0.011
 LEAST_MOVE = 0.22  # picture widths that a moving object covers; a walk is 0.56, half hiding shifts a centre by 0.1
@@ -65,11 +64,8 @@ def read_clips(clips: torch.Tensor) -> list[ClipReading]:
 
 
 def agreement(readings: Sequence[ClipReading], scenes: Sequence[ClipScene]) -> dict[str, float]:
-    """Fraction of clips right in each of ATTRIBUTES, and in "all" of them."""
-    verdicts = [_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)]
-    table = {name: sum(verdict[name] for verdict in verdicts) / len(verdicts) for name in ATTRIBUTES}
-    table["all"] = sum(all(verdict.values()) for verdict in verdicts) / len(verdicts)
-    return {name: round(value, 4) for name, value in table.items()}
+    """Fraction of clips right in each attribute of `_verdict`, and in "all" of them."""
+    return shares([_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)])
 
 
 def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:

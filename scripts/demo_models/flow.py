@@ -18,16 +18,7 @@ from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from .rendering import render
-from .text_encoders import (
-    CLIP_TOKENS,
-    CLIP_WIDTH,
-    T5_WIDTH,
-    TEXT_TOKENS,
-    make_clip_encoder,
-    make_clip_tokenizer,
-    make_t5_encoder,
-    make_t5_tokenizer,
-)
+from .text_encoders import CLIP_WIDTH, T5_WIDTH
 from .training import MasterWeights, Pace
 
 PROMPT_DROPOUT = 0.1
@@ -49,6 +40,9 @@ class Bank:
     latents: dict[int, torch.Tensor]
     clip_ids: torch.Tensor
     t5_ids: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.t5_ids) - 1
 
 
 class PromptedFlow(nn.Module):
@@ -76,19 +70,6 @@ class PromptedFlow(nn.Module):
             txt_ids=torch.zeros(t5_ids.shape[1], 3, device=noisy.device),
             return_dict=False,
         )[0]
-
-
-def make_model(
-    blocks: tuple[int, int], heads: int, tokenizers: tuple, *, device: torch.device
-) -> tuple[PromptedFlow, list[torch.Tensor]]:
-    """An untrained model in bf16 on `device` and its float32 weights there, in the order of `parameters()`."""
-    model = PromptedFlow(
-        make_transformer(*blocks, heads),
-        make_clip_encoder(tokenizers[0], seed=11),
-        make_t5_encoder(tokenizers[1], seed=12),
-    )
-    masters = [weight.detach().clone().to(device) for weight in model.parameters()]
-    return model.to(device, torch.bfloat16).train(), masters
 
 
 def make_transformer(double_blocks: int, single_blocks: int, heads: int) -> FluxTransformer2DModel:
@@ -141,7 +122,7 @@ def train_flow(
 
     Args:
         model: bf16, on the bank's device.
-        masters: its weights in float32, in the order of `model.parameters()`.
+        masters: its weights in float32, in the order of `trained_weights(model)`.
         bank: latents and text.
         pace: the budget.
         batches: pictures per step, by picture size. Of four steps three are at the largest size.
@@ -149,7 +130,7 @@ def train_flow(
             compiled, so that the pipeline's default call works too.
 
     Returns:
-        The averaged weights in float32, in the order of `model.parameters()`.
+        The averaged weights in float32, in the order of `trained_weights(model)`.
     """
     weights = MasterWeights(model, masters, average_decay=average_decay)
     device = bank.t5_ids.device
@@ -172,23 +153,21 @@ def train_flow(
     return weights.averages
 
 
-def fill_compile_cache(blocks: tuple[int, int], heads: int, batches: dict[int, int]) -> None:
-    """Compile the blocks at every training shape, for the on-disk cache alone.
+def compile_blocks(flow: PromptedFlow) -> None:
+    """Compile the transformer's repeated blocks, in place."""
+    flow.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
 
-    Compiling takes about a minute; done by another process while the autoencoder trains, it is free.
-    """
-    device = torch.device("cuda")
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    tokenizers = make_clip_tokenizer(), make_t5_tokenizer()
-    model, _ = make_model(blocks, heads, tokenizers, device=device)
-    model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+
+def backward_at_every_shape(
+    flow: PromptedFlow, text: tuple[torch.Tensor, torch.Tensor], batches: dict[int, int], device: torch.device
+) -> None:
+    """Run forward and backward once at every training shape, on latents of zeros."""
     latents = {size: torch.zeros(1, (size // 16) ** 2, 64, device=device, dtype=torch.bfloat16) for size in batches}
-    clip_ids = torch.full((2, CLIP_TOKENS), tokenizers[0].eos_token_id, device=device)
-    bank = Bank(latents, clip_ids, torch.zeros(2, TEXT_TOKENS, device=device, dtype=torch.long))
+    bank = Bank(latents, *text)
     generator = torch.Generator(device).manual_seed(0)
     for size, batch in sorted(batches.items(), reverse=True):
         rows = torch.zeros(batch, device=device, dtype=torch.long)
-        _flow_loss(model, bank, size, rows, False, image_positions(size, device), generator).backward()
+        _flow_loss(flow, bank, size, rows, False, image_positions(size, device), generator).backward()
 
 
 def image_positions(size: int, device: torch.device) -> torch.Tensor:

@@ -1,15 +1,50 @@
-"""The demo models that ship, as scripts load them."""
+"""The demo models that ship, as studies load and run them, and the options that studies share."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
 from dit_accel.tools.demo import demo_path
 
+from .prompts import HeldOutPrompt
+
+
+def demo_folder(model: str) -> Path:
+    """A demo model's folder; ends the script where this checkout has none."""
+    folder = demo_path(model)
+    if folder is None:
+        raise SystemExit(f"--model {model} is not in this package")
+    return folder
+
 
 def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
     """A demo model's pipeline without a progress bar; `dtype` is torch's name of one."""
-    pipe = DiffusionPipeline.from_pretrained(demo_path(model), torch_dtype=getattr(torch, dtype)).to(device)
+    pipe = DiffusionPipeline.from_pretrained(demo_folder(model), torch_dtype=getattr(torch, dtype)).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def run_prompts(pipe: DiffusionPipeline, prompts: Iterable[HeldOutPrompt], arguments: dict[str, Any]) -> None:
+    """Call the pipeline on each prompt from its own seed, for what happens on the way: no latents are decoded."""
+    for prompt in prompts:
+        generator = torch.Generator("cpu").manual_seed(prompt.seed)
+        pipe(**arguments, prompt=prompt.prompt, generator=generator, output_type="latent")
+
+
+def study_parser(
+    description: str, models: Sequence[str], *, model: str, prompts: int, writes: str
+) -> argparse.ArgumentParser:
+    """The options of every study of a demo model; `model` and `prompts` are defaults, `writes` the kinds of files."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"stem of the {writes} files")
+    parser.add_argument("--model", choices=list(models), default=model)
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser

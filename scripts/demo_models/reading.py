@@ -19,7 +19,6 @@ from .scenes import COLOURS, PLACES, SHAPES, TIMES, Scene
 
 READ_SIZE = 256  # pixels along a side at which pictures are read
 LEAST_AREA = 0.003  # of the picture; the smallest sticker covers 0.009
-ATTRIBUTES = ("colour", "shape", "texture", "count", "position", "place", "time")
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,13 @@ def vivid_pixels(pictures: torch.Tensor) -> torch.Tensor:
 
 
 def agreement(readings: Sequence[Reading], scenes: Sequence[Scene]) -> dict[str, float]:
-    """Fraction of pictures right in each of ATTRIBUTES, and in "all" of them."""
-    verdicts = [_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)]
-    table = {name: sum(verdict[name] for verdict in verdicts) / len(verdicts) for name in ATTRIBUTES}
+    """Fraction of pictures right in each attribute of `_verdict`, and in "all" of them."""
+    return shares([_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)])
+
+
+def shares(verdicts: Sequence[dict[str, bool]]) -> dict[str, float]:
+    """Fraction of verdicts that say yes to each attribute, and to "all" of them."""
+    table = {name: sum(verdict[name] for verdict in verdicts) / len(verdicts) for name in verdicts[0]}
     table["all"] = sum(all(verdict.values()) for verdict in verdicts) / len(verdicts)
     return {name: round(value, 4) for name, value in table.items()}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -105,6 +106,30 @@ class MasterWeights:
 def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and weights of the model that take gradients."""
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+@torch.no_grad()
+def take_weights(weights: Iterable[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy `values` into `weights`, which may have another type or layout."""
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
+
+
+def put_in_bf16(flow: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Move a float32 model to `device` in bf16; returns its trained weights there in float32."""
+    rotation = copy.deepcopy(getattr(flow.transformer, "rope", None))  # its tables, which pipelines keep in float32
+    masters = [weight.detach().clone().to(device) for _, weight in trained_weights(flow)]
+    flow.to(device, torch.bfloat16).train()
+    if rotation is not None:
+        flow.transformer.rope = rotation.to(device)
+    return masters
+
+
+def configure_torch() -> None:
+    """Settings of every process that trains or compiles: what is compiled under others is not found in the cache."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:

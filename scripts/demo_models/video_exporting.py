@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 
-from .exporting import write_folder
+from .exporting import paint, write_folder
 from .prompts import HeldOutPrompt
 from .video_family import TEXT_TOKENS, VideoFamily
 
 FRAMES_PER_SECOND = 8
 PRESET = "any-video-balanced"  # the families' own presets leave out tiles, of which so short a clip has none to spare
-SHARD_SIZE = "14MB"  # of the state's files
 
 MODEL_CARD = """---
 license: apache-2.0
@@ -22,8 +21,8 @@ library_name: diffusers
 # demo-{family}
 
 A `{pipeline}` of {millions:.1f} million transformer parameters, trained from scratch on clips that
-`scripts/train_demo_video.py` draws itself: paper stickers that move over paper landscapes. It knows {words} words,
-needs no network, and exists to try acceleration methods and to measure what they cost in the quality of clips.
+`scripts/train_demo.py` draws itself: paper stickers that move over paper landscapes. It knows {words} words, needs
+no network, and exists to try acceleration methods and to measure what they cost in the quality of clips.
 
 ```python
 import torch
@@ -73,7 +72,6 @@ def save_pipeline(
     return write_folder(pipe, folder, card, {**sizes, **family.call, "fps": FRAMES_PER_SECOND, "preset": PRESET})
 
 
-@torch.no_grad()
 def paint_clips(
     family: VideoFamily,
     pipe: DiffusionPipeline,
@@ -89,18 +87,7 @@ def paint_clips(
     call = dict(family.call)
     if guidance is not None:
         call[family.guidance_argument] = guidance
-    clips = []
-    for start in range(0, len(prompts), batch):
-        chunk = prompts[start : start + batch]
-        output = pipe(
-            prompt=[held_out.prompt for held_out in chunk],
-            height=size,
-            width=size,
-            num_frames=frames,
-            num_inference_steps=steps,
-            generator=[torch.Generator("cpu").manual_seed(held_out.seed) for held_out in chunk],
-            output_type="pt",
-            **{**call, "negative_prompt": [""] * len(chunk)},
-        )
-        clips.append(output.frames.transpose(1, 2).float().cpu())
-    return torch.cat(clips)
+    call.pop("negative_prompt", None)
+    shape = {"height": size, "width": size, "num_frames": frames, "num_inference_steps": steps}
+    painted = paint(pipe, prompts, batch=batch, each={"negative_prompt": ""}, **shape, **call)
+    return painted.transpose(1, 2).contiguous()

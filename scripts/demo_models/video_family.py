@@ -1,16 +1,17 @@
-"""What a family of video pipelines must say of itself so that `train_demo_video.py` can train a demo of it."""
+"""What a family of video pipelines says of itself beyond what every family does."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
+
+from .family import Family
 
 LATENT_CHANNELS = 16
 TEXT_TOKENS = 64  # the padded length that the transformers are trained at
@@ -18,20 +19,14 @@ SHIFT = 7.0  # of the noise schedule; what moves where is settled at noise level
 GUIDANCE = 3.0
 
 
-class VideoFamily(ABC):
-    """A family's parts at demo size, and how training calls them.
+class VideoFamily(Family):
+    """A video family's parts at demo size, and how training calls them.
 
     Clips are [N, 3, F, H, W] in -1..1 with F = 4 n + 1 frames; latents are [N, LATENT_CHANNELS, n + 1, H / 8, W / 8].
-    `small` asks for toy sizes.
     """
 
-    name: str
     call: ClassVar[dict[str, Any]]  # arguments of a call beside sizes and steps
     guidance_argument: str  # the one of them that scales classifier-free guidance
-
-    @abstractmethod
-    def make_vae(self, *, small: bool) -> nn.Module:
-        """An untrained autoencoder."""
 
     @abstractmethod
     def encode(self, vae: nn.Module, clips: torch.Tensor) -> torch.Tensor:
@@ -55,42 +50,9 @@ class VideoFamily(ABC):
     def normalise(self, vae: nn.Module, latents: torch.Tensor) -> torch.Tensor:
         """The encoder's latents as the transformer sees them."""
 
-    @abstractmethod
-    def make_tokenizers(self, words: list[str]) -> tuple:
-        """Tokenizers that know `words`."""
-
-    @abstractmethod
-    def tokenize(self, tokenizers: tuple, prompts: list[str]) -> tuple[torch.Tensor, ...]:
-        """Token ids and masks as the pipeline makes them, int64 [N, length] each: what `make_flow`'s model takes."""
-
     def lengthen(self, text: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """The same text padded as far as the pipeline does unless told otherwise; None if that makes no difference."""
         return None
-
-    @abstractmethod
-    def make_flow(self, tokenizers: tuple, *, small: bool) -> nn.Module:
-        """All that learns by rectified flow, untrained, with the transformer as `.transformer`.
-
-        Called with noisy latents, their noise levels in 0..1 [N], and `tokenize`'s tensors, it gives velocities.
-        """
-
-    @abstractmethod
-    def flow_of(self, pipe: DiffusionPipeline) -> nn.Module:
-        """The same, made of a pipeline's own parts."""
-
-    @abstractmethod
-    def tokenizers_of(self, pipe: DiffusionPipeline) -> tuple:
-        """A pipeline's tokenizers, in the order of `make_tokenizers`."""
-
-    @abstractmethod
-    def assemble(self, vae: nn.Module, flow: nn.Module, tokenizers: tuple) -> DiffusionPipeline:
-        """The pipeline of these parts."""
-
-    def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
-        """Read a pipeline folder."""
-        pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
 
 
 def make_scheduler() -> FlowMatchEulerDiscreteScheduler:

@@ -7,14 +7,13 @@ some uniform ones for the ends.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from .training import MasterWeights, Pace, finite, trained_weights
+from .training import MasterWeights, Pace, finite
 from .video_family import LATENT_CHANNELS, SHIFT, VideoFamily
 
 PROMPT_DROPOUT = 0.1
@@ -31,14 +30,8 @@ class Bank:
     latents: torch.Tensor
     text: tuple[torch.Tensor, ...]
 
-
-def put_in_bf16(flow: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Move a float32 model to `device` in bf16; returns its trained weights there in float32."""
-    rotation = copy.deepcopy(flow.transformer.rope)  # where it holds tables, pipelines keep them in float32
-    masters = [weight.detach().clone().to(device) for _, weight in trained_weights(flow)]
-    flow.to(device, torch.bfloat16).train()
-    flow.transformer.rope = rotation.to(device)
-    return masters
+    def __len__(self) -> int:
+        return len(self.latents)
 
 
 def train_flow(
@@ -115,27 +108,22 @@ def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.where(chosen, uniform, levels)
 
 
-def configure_torch() -> None:
-    """Settings of every process that trains or compiles: what is compiled under others is not found in the cache."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
-
-
 def compile_blocks(flow: nn.Module) -> None:
     """Compile the transformer's repeated blocks, in place. Where that fails they run as they are: slower."""
     torch._dynamo.config.suppress_errors = True
     flow.transformer.compile_repeated_blocks(dynamic=False)
 
 
-def fill_compile_cache(family: VideoFamily, words: list[str], *, frames: int, size: int, batch: int) -> None:
-    """Compile the blocks at the training shape, for the on-disk cache alone, while another process trains the VAE."""
-    configure_torch()
-    device = torch.device("cuda")
-    tokenizers = family.make_tokenizers(words)
-    flow = family.make_flow(tokenizers, small=False)
-    put_in_bf16(flow, device)
-    compile_blocks(flow)
+def backward_once(
+    family: VideoFamily,
+    flow: nn.Module,
+    text: tuple[torch.Tensor, ...],
+    device: torch.device,
+    *,
+    frames: int,
+    size: int,
+    batch: int,
+) -> None:
+    """Run forward and backward once at the training shape, on latents of zeros."""
     latents = torch.zeros(1, LATENT_CHANNELS, (frames + 3) // 4, size // 8, size // 8, device=device).bfloat16()
-    text = tuple(values.to(device) for values in family.tokenize(tokenizers, ["", "a"]))
     flow_loss(family, flow, Bank(latents, text), batch, torch.Generator(device).manual_seed(0)).backward()

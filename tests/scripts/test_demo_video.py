@@ -16,9 +16,9 @@ from demo_models import clips  # noqa: E402
 from demo_models.clip_prompts import vocabulary  # noqa: E402
 from demo_models.hunyuan import Hunyuan  # noqa: E402
 from demo_models.llama import OFFSETS, make_llama_encoder, make_llama_tokenizer  # noqa: E402
-from demo_models.training import Pace, trained_weights  # noqa: E402
+from demo_models.training import Pace, put_in_bf16, trained_weights  # noqa: E402
 from demo_models.video_family import LATENT_CHANNELS, TEXT_TOKENS  # noqa: E402
-from demo_models.video_flow import Bank, flow_loss, put_in_bf16, train_flow  # noqa: E402
+from demo_models.video_flow import Bank, flow_loss, train_flow  # noqa: E402
 from demo_models.video_vae import latent_statistics  # noqa: E402
 from demo_models.wan import LONG_TEXT, Wan  # noqa: E402
 
@@ -163,14 +163,14 @@ def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
 @pytest.fixture
 def train(monkeypatch):
     """Runs the script with --smoke and the given arguments."""
-    import train_demo_video
+    import train_demo
 
     precision = torch.get_float32_matmul_precision()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # else the script sets it, for good
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["train_demo_video.py", "--smoke", *map(str, arguments)])
-        train_demo_video.main()
+        monkeypatch.setattr(sys, "argv", ["train_demo.py", "--smoke", *map(str, arguments)])
+        train_demo.main()
 
     yield run
     torch.set_float32_matmul_precision(precision)
@@ -183,7 +183,7 @@ def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
     """Two steps of everything leave a folder that diffusers loads and paints with, and a state to go on from."""
     from diffusers import DiffusionPipeline
 
-    arguments = ("--family", family.name, "--output")
+    arguments = ("--model", f"demo-{family.name}", "--output")
     train(*arguments, tmp_path / "demo", "--state", tmp_path / "state", "--results", tmp_path / "results")
     log = json.loads((tmp_path / "results" / "training.json").read_text())
     assert log["flow"][0]["loss"] > 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from dit_accel.errors import DitAccelError
+from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.kernels import backend_status
 from dit_accel.tools.bench import gate
 from dit_accel.tools.bench.attention import bench_attention, bench_quantised
@@ -150,11 +150,11 @@ def write(document: Document, output: Path) -> int:
     plot = output.with_name(output.name + ".png")
     try:
         from dit_accel.tools.bench.plot import speedup_plot
-    except ImportError as error:
-        print(f"no plot: {error}")
-    else:
+
         if speedup_plot(document, plot):
             files.append(plot)
+    except (ImportError, UnsupportedError) as error:
+        print(f"no plot: {error}")
     print(f"wrote {', '.join(map(str, files))}")
     return 0
 

@@ -1,0 +1,25 @@
+"""Packages that only some tools need, each an extra of the distribution: `plots` and `video`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dit_accel.errors import UnsupportedError
+
+EXTRAS = {"matplotlib": "plots", "imageio-ffmpeg": "video"}
+
+
+def require_extra(package: str, what: str) -> None:
+    """Checks that a package of `EXTRAS` is installed, without importing it.
+
+    Args:
+        package: its name on the package index.
+        what: the option or argument that needs it, and for what; the subject of the message.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    if find_spec(package.replace("-", "_")) is None:
+        raise UnsupportedError(
+            f"{what} needs {package}, which is not installed: pip install 'dit-accel[{EXTRAS[package]}]'"
+        )

@@ -1,0 +1,150 @@
+"""Trains a demo model from nothing, or on from an earlier state, exports it and reports what it follows."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from .demo import Demo
+from .drawing import draw_bank
+from .training import Pace, configure_torch, put_in_bf16, take_weights, trained_weights
+
+SHARD_SIZE = "14MB"  # of the state's files
+
+Log = dict[str, object]
+
+
+def train_demo(demo: Demo, options: argparse.Namespace) -> None:
+    """Train, export, and report, all within `options.minutes`."""
+    started = time.monotonic()
+    say = partial(_say, started)
+    device = torch.device("cpu" if options.smoke else "cuda")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"inductor-{options.model}")))
+    configure_torch()
+    log: Log = {
+        "device": "cpu" if options.smoke else torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        "command": " ".join(sys.argv),
+    }
+    family, sizes = demo.family, demo.sizes
+
+    prompts, numbers = draw_bank(demo.draw, demo.pack, sizes.scenes, options.seed, parallel=not options.smoke)
+    numbers = numbers.to(device)
+    compiler = None
+    if not options.smoke:
+        compiler = get_context("spawn").Process(target=fill_compile_cache, args=(demo,))
+        compiler.start()
+    say(f"drew {len(prompts)} scenes")
+
+    resumed = family.load(options.resume) if options.resume else None
+    vae = make_trained_autoencoder(demo, resumed and resumed.vae, numbers, options, log)
+    quick_vae = demo.quick(copy.deepcopy(vae), device)
+    log["vae_psnr_db"] = demo.autoencoder_psnr(quick_vae, device)
+    say(f"autoencoder: {log['vae_psnr_db']} dB")
+
+    tokenizers = family.tokenizers_of(resumed) if resumed else family.make_tokenizers(demo.words)
+    text = tuple(ids.to(device) for ids in family.tokenize(tokenizers, ["", *prompts]))
+    bank = demo.make_bank(quick_vae, numbers, text)
+    if compiler:
+        compiler.join(timeout=90)
+    log[f"bank_{demo.unit}"] = len(bank)
+    say(f"bank of {len(bank)} {demo.unit}; compiled")
+
+    torch.manual_seed(options.seed)
+    flow = family.flow_of(resumed) if resumed else family.make_flow(tokenizers, small=options.smoke)
+    seconds = options.minutes * 60 - sizes.finish_seconds - (time.monotonic() - started)
+    flow = make_trained_flow(demo, flow, bank, seconds, options, log)
+    pipe = family.assemble(vae, flow, tokenizers)
+    if options.state:
+        pipe.save_pretrained(options.state, max_shard_size=SHARD_SIZE)
+    for part in (vae, flow):
+        part.to(torch.bfloat16)
+    log["folder_bytes"] = demo.save(pipe, options.output)
+    say(f"saved {log['folder_bytes'] / 1e6:.2f} MB")
+    if options.results:
+        options.results.mkdir(parents=True, exist_ok=True)
+        log["seconds"] = round(time.monotonic() - started, 1)
+        (options.results / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+        report(demo, family.load(options.output, torch.bfloat16).to(device), options.results)
+    say("done")
+
+
+def make_trained_autoencoder(
+    demo: Demo, vae: nn.Module | None, numbers: torch.Tensor, options: argparse.Namespace, log: Log
+) -> nn.Module:
+    """A float32 autoencoder on the CPU, a new one or `vae` trained further, that knows its latents' statistics."""
+    seconds = options.vae_seconds
+    if seconds is None:
+        seconds = 0 if vae else demo.sizes.vae_seconds
+    if vae and not seconds:
+        return vae
+    torch.manual_seed(options.seed)
+    vae = vae or demo.family.make_vae(small=options.smoke)
+    pace = Pace("vae", seconds, demo.sizes.vae_rate, most_steps=demo.sizes.steps)
+    demo.train_autoencoder(vae, numbers, pace)
+    log["vae"] = pace.losses
+    return vae
+
+
+def make_trained_flow(
+    demo: Demo, flow: nn.Module, bank: object, seconds: float, options: argparse.Namespace, log: Log
+) -> nn.Module:
+    """The float32 model on the CPU, trained for `seconds`."""
+    torch.manual_seed(options.seed)
+    trained = copy.deepcopy(flow)
+    masters = put_in_bf16(trained, torch.device("cpu" if options.smoke else "cuda"))
+    if not options.smoke:
+        demo.compile_blocks(trained)
+    pace = Pace("flow", seconds, demo.sizes.flow_rate, most_steps=demo.sizes.steps)
+    averages = demo.train_flow(trained, masters, bank, pace, options.seed)
+    log["flow"] = pace.losses
+    log[f"flow_{demo.unit}"] = pace.pictures
+    take_weights([weight for _, weight in trained_weights(flow)], averages)
+    return flow.requires_grad_(False).eval()
+
+
+def fill_compile_cache(demo: Demo) -> None:
+    """Compile the blocks at every training shape, for the on-disk cache alone.
+
+    Compiling takes about a minute; done by another process while the autoencoder trains, it is free.
+    """
+    configure_torch()
+    device = torch.device("cuda")
+    tokenizers = demo.family.make_tokenizers(demo.words)
+    flow = demo.family.make_flow(tokenizers, small=False)
+    put_in_bf16(flow, device)
+    demo.compile_blocks(flow)
+    text = tuple(ids.to(device) for ids in demo.family.tokenize(tokenizers, ["", "a"]))
+    demo.backward_at_every_shape(flow, text, device)
+
+
+def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
+    """Paint held-out prompts; write a sheet and how often they are followed, beside what drawn scenes give."""
+    held_out = demo.held_out(demo.sizes.prompts, "reporting")
+    batches = demo.paint(pipe, held_out)
+    if not all(batch.isfinite().all() for batch in batches.values()):
+        raise FloatingPointError("the pipeline paints values that are not finite")
+    demo.sheet(batches, [item.prompt for item in held_out]).save(results / "samples.png", optimize=True)
+    table = {}
+    for name, batch in batches.items():
+        scenes = [item.scene for item in held_out[: len(batch)]]
+        table[name] = {demo.unit: len(batch), **demo.agreement(demo.read(batch.to(pipe.device)), scenes)}
+        print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
+    (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _say(started: float, text: str) -> None:
+    print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)

@@ -1,1 +1,0 @@
-"""The closed loop with knobs, for trying ideas before the package gets them."""
