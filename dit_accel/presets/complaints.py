@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 
-def explain(error: dict[str, Any], model: type[BaseModel]) -> str:
+def explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
     """One validation error of ``model`` in words: the dotted key, what came, what is valid."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
