@@ -12,7 +12,7 @@ from dit_accel.presets import preset_names
 from dit_accel.tools import demo
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page, language):
@@ -54,6 +54,14 @@ def test_links_and_pictures_exist(page):
     """No link inside the repository is broken."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_contributing_names_files_that_exist():
+    """The worked examples are real files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"(?<![\w/])((?:configs|dit_accel|docs|examples|scripts|tests)/[\w./]*)", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_every_preset_is_documented():
