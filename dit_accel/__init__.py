@@ -7,7 +7,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the names below
+    from dit_accel.loop.report import RunReport as RunReport
+    from dit_accel.pipeline import Acceleration as Acceleration
+    from dit_accel.pipeline import accelerate_pipeline as accelerate_pipeline
+    from dit_accel.pipeline import accelerate_transformer as accelerate_transformer
+    from dit_accel.pipeline import accelerated as accelerated
+    from dit_accel.pipeline import restore_pipeline as restore_pipeline
+    from dit_accel.presets import Preset as Preset
+    from dit_accel.presets import load_preset as load_preset
+    from dit_accel.presets import preset_names as preset_names
+    from dit_accel.sla import SparseLinearAttention as SparseLinearAttention
 
 __version__ = "0.1.0"
 
@@ -28,10 +40,12 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dit_accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"dit_accel.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # to them a misspelt name is an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'dit_accel' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        return getattr(importlib.import_module(f"dit_accel.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

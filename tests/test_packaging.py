@@ -1,11 +1,15 @@
 """The wheel holds what the checkout runs on: code, presets and demo models."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +24,13 @@ def wheel(tmp_path_factory):
     (path,) = folder.glob("dit_accel-*.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    """What a package index reads."""
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(wheel.read(path))
 
 
 def _files(folder: str) -> set[str]:
@@ -55,12 +66,8 @@ def test_wheel_installs_the_command(wheel):
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
-def test_extras_hold_what_only_some_tools_need(wheel):
+def test_extras_hold_what_only_some_tools_need(metadata):
     """matplotlib and imageio-ffmpeg come with `[plots]`, `[video]`, `[all]` and `[dev]`, and not otherwise."""
-    from email import message_from_string
-
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = message_from_string(wheel.read(name).decode())
     assert {"plots", "video", "all", "dev"} <= set(metadata.get_all("Provides-Extra"))
     extras = {package: set() for package in ("matplotlib", "imageio-ffmpeg")}
     for requirement in metadata.get_all("Requires-Dist"):
@@ -72,16 +79,58 @@ def test_extras_hold_what_only_some_tools_need(wheel):
         assert f"extra == '{extra}'" in extras[package] and "" not in extras[package]
 
 
+def test_wheel_says_that_it_is_typed(wheel, metadata):
+    """Type checkers read the annotations of an installed package that has the marker."""
+    assert "dit_accel/py.typed" in wheel.namelist()
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+
+
+def test_description_has_no_relative_link(metadata):
+    """A package index shows the README without the repository: every link is a whole address, of this version's tag."""
+    description = metadata.get_payload(decode=True).decode()
+    targets = re.findall(r"\]\(([^)]+)\)", description)
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", description)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert pictures and "src=" not in description and "href=" not in description
+    tag = f"v{metadata['Version']}"
+    repository = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Repository"]
+    raw = repository.replace("github.com", "raw.githubusercontent.com")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme):
+        whole = f"{raw}/{tag}/{target}" if target.endswith(".png") else f"{repository}/blob/{tag}/{target}"
+        assert whole in targets
+
+
+def test_changelog_names_this_version():
+    """CHANGELOG.md has a section for the version that is built."""
+    import dit_accel
+
+    assert f"## [{dit_accel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_every_requirement_is_pinned_for_the_scripts():
     """scripts/test and scripts/demo install exact versions: each requirement of pyproject.toml has its pin."""
-    import re
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     required = [*project["project"]["dependencies"], *extras["plots"], *extras["video"], *extras["dev"]]
     required += project["build-system"]["requires"]
-    pins = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in required}
     names -= {"dit-accel"}  # extras of its own
-    assert names <= {pin.lower() for pin in pins}
+    assert names <= _pins().keys()
+
+
+def test_hooks_run_the_pinned_ruff_and_admit_the_demo_models():
+    """A commit is checked as scripts/test checks it, and no file of the package is too large for the hooks."""
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = (each for each in repositories if each["repo"].endswith("/ruff-pre-commit"))
+    assert ruff["rev"] == f"v{_pins()['ruff']}"
+    hooks = {hook["id"]: hook for each in repositories for hook in each["hooks"]}
+    (limit,) = hooks["check-added-large-files"]["args"]
+    largest = max(path.stat().st_size for path in (ROOT / "dit_accel").rglob("*") if path.is_file())
+    assert largest <= 1024 * int(limit.removeprefix("--maxkb="))
+
+
+def _pins() -> dict[str, str]:
+    """The versions in constraints.txt, by lower-case name."""
+    pins = re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    return {name.lower(): version for name, version in pins}

@@ -12,7 +12,7 @@ from dit_accel.presets import preset_names
 from dit_accel.tools import demo
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page, language):
@@ -67,6 +67,14 @@ def test_every_result_stands_on_a_page():
     named = {path.resolve() for page in PAGES for path in linked(page)}
     assert sorted(path.name for path in results - named) == []
     assert len(results) > 20
+
+
+def test_contributing_names_files_that_exist():
+    """The worked examples are real files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"(?<![\w/])((?:configs|dit_accel|docs|examples|scripts|tests)/[\w./]*)", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_every_preset_is_documented():

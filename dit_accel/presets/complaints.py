@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ RENAMED = {  # keys, and values of keys, that were called otherwise once
 }
 
 
-def explain(error: dict[str, Any], model: type[BaseModel], within: str = "") -> str:
+def explain(error: Mapping[str, Any], model: type[BaseModel], within: str = "") -> str:
     """One validation error of ``model`` in words: the dotted key, what came, what is valid.
 
     Args:

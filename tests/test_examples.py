@@ -1,0 +1,50 @@
+"""Every program in examples/ runs as its docstring says, here with few steps."""
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FEW = {"--steps": "4", "--tokens": "512"}  # in place of what the docstring shows
+PRINTS = {  # and the files that it leaves
+    "compare_methods": ("flux-taylorseer", set()),
+    "image": ("PSNR to the plain image", {"plain.png", "accelerated.png"}),
+    "own_loop": ("steps              4", set()),
+    "sparse_attention": ("of the tiles", set()),
+    "video": ("steps              4", {"video.gif"}),
+}
+every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+
+
+def shown_command(path: Path) -> list[str]:
+    """The command in the docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    (line,) = (line.strip() for line in docstring.splitlines() if line.strip().startswith("python examples/"))
+    return shlex.split(line)
+
+
+@every_example
+def test_example_is_short(path):
+    """Under 40 lines, and a docstring that says how to run this file."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 40
+    assert shown_command(path)[:2] == ["python", f"examples/{path.name}"]
+
+
+@every_example
+def test_example_runs(path, tmp_path):
+    """The shown command with fewer steps or tokens exits well, prints its figures and writes no file but its own."""
+    option, _ = shown_command(path)[2:]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, path, option, FEW[option]]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    printed, files = PRINTS[path.stem]
+    assert printed in ran.stdout
+    assert {file.name for file in tmp_path.iterdir()} == files
