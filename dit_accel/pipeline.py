@@ -15,9 +15,11 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, TimestepClock
-from dit_accel.models import TRANSFORMER_NAMES, adapter_class, denoisers
+from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
-from dit_accel.models.transformer_hook import GenericAdapter, find_hook
+from dit_accel.models.families import FAMILIES, drive, known_family
+from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.transformer_hook import TransformerDriver, find_hook
 from dit_accel.presets import Preset, load_preset
 
 
@@ -26,7 +28,7 @@ class Acceleration:
 
     Args:
         controller: of this denoising loop.
-        adapters: one a transformer.
+        drivers: one a transformer.
         owner: the pipeline that carries this object, or None.
         deferral: control net whose calls are deferred, and the hook that does it, or None.
     """
@@ -34,12 +36,12 @@ class Acceleration:
     def __init__(
         self,
         controller: Controller,
-        adapters: list[GenericAdapter],
+        drivers: list[TransformerDriver],
         owner: Any = None,
         deferral: tuple[torch.nn.Module, ControlNetHook] | None = None,
     ) -> None:
         self._controller = controller
-        self._adapters = adapters
+        self._drivers = drivers
         self._owner = owner
         self._deferral = deferral
 
@@ -49,7 +51,7 @@ class Acceleration:
 
     @property
     def family(self) -> str:
-        """Model family of the adapter: ``flux``, or ``any``."""
+        """Name of the model family: ``flux``, or ``any``."""
         return self._controller.family
 
     @property
@@ -60,7 +62,7 @@ class Acceleration:
     @property
     def token_order(self) -> torch.Tensor | None:
         """Order of the last run's vision tokens (:mod:`dit_accel.sparse.token_order`); None = raster order."""
-        return self._adapters[0].token_order
+        return self._drivers[0].token_order
 
     def report(self) -> RunReport:
         """What the last run did; the current one if it is still going."""
@@ -76,8 +78,8 @@ class Acceleration:
 
     def restore(self) -> None:
         """Takes the acceleration off, exactly; restoring twice does nothing."""
-        for adapter in self._adapters:
-            adapter.detach()
+        for driver in self._drivers:
+            driver.detach()
         if self._deferral is not None:
             stop_deferring(*self._deferral)
         self._controller.reset()
@@ -181,24 +183,24 @@ def _attach(
     net: torch.nn.Module | None,
     owner: Any = None,
 ) -> Acceleration:
-    classes = {name: adapter_class(transformer) for name, transformer in transformers.items()}
-    for name, cls in classes.items():
-        _check_family(preset, cls, type(transformers[name]).__name__)
-    controller = Controller(preset, clock, next(iter(classes.values())).family)
-    adapters = [cls(transformers[name], controller, name) for name, cls in classes.items()]
-    _check_layers(preset, [layer for adapter in adapters for layer in adapter.layers()])
-    for adapter in adapters:
-        adapter.prepare()
+    family = known_family(next(iter(transformers.values())))
+    controller = Controller(preset, clock, "any" if family is None else family.name)
+    drivers = [drive(transformer, controller, name) for name, transformer in transformers.items()]
+    for driver in drivers:
+        _check_family(preset, driver)
+    _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
+    for driver in drivers:
+        driver.prepare()
     for transformer in transformers.values():
         hook = find_hook(transformer)
         if hook is not None:
             hook.acceleration.restore()
     net = net if preset.forecast.level == "output" else None  # at others every step runs blocks, which read it
     deferral = None if net is None else (net, defer_calls(net))
-    acceleration = Acceleration(controller, adapters, owner, deferral)
-    for adapter in adapters:
-        controller.add_transformer(adapter.name, adapter.layers())
-        adapter.attach(acceleration)
+    acceleration = Acceleration(controller, drivers, owner, deferral)
+    for driver in drivers:
+        controller.add_transformer(driver.name, driver.layers())
+        driver.attach(acceleration)
     return acceleration
 
 
@@ -212,14 +214,20 @@ def _check_layers(preset: Preset, layers: list[str]) -> None:
         )
 
 
-def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: str) -> None:
-    if preset.model not in ("any", adapter.family):
+def _check_family(preset: Preset, driver: TransformerDriver) -> None:
+    model = type(driver.transformer).__name__
+    if preset.model not in ("any", driver.family_name):
         raise UnsupportedError(
-            f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that serve "
+            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that serve "
             "any transformer begin with 'any-'"
         )
-    if preset.forecast.level not in adapter.levels:
+    if preset.forecast.level not in driver.levels:
         raise UnsupportedError(
-            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {transformer}; "
-            f"it takes {', '.join(adapter.levels)}"
+            f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; "
+            f"it takes {', '.join(driver.levels)}"
+        )
+    if preset.skip.steps == "all" and not isinstance(driver, FamilyDriver):
+        raise UnsupportedError(
+            f"skip.steps 'all' of preset {preset.name!r} needs to know where the tokens of {model} lie, and that is "
+            f"known of {', '.join(family.model for family in FAMILIES)}"
         )

@@ -33,18 +33,6 @@ MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "tools"}
 # Circles between files that are still to be opened.
 OPEN_CIRCLES = [
     {"dit_accel.cli.media", "dit_accel.cli.options"},
-    {
-        "dit_accel.models",
-        "dit_accel.models.block_adapter",
-        "dit_accel.models.flux",
-        "dit_accel.models.fused.block_hook",
-        "dit_accel.models.fused.flux",
-        "dit_accel.models.fused.hunyuan_video",
-        "dit_accel.models.fused.wan",
-        "dit_accel.models.hunyuan_video",
-        "dit_accel.models.token_order_hook",
-        "dit_accel.models.wan",
-    },
 ]
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}

@@ -116,7 +116,7 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
 
 def _default_preset(pipe: Any) -> str:
     from dit_accel.cli.media import makes_video  # which imports this module
-    from dit_accel.models import family_of
+    from dit_accel.models.families import family_of
     from dit_accel.presets import preset_names
 
     family = family_of(pipe)

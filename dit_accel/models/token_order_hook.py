@@ -8,7 +8,6 @@ Projections at either end are left alone, for LoRA replaces them and would work 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.block_adapter import BlockAdapter
+from dit_accel.models.family import OrderFacts
 from dit_accel.models.transformer_hook import register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
@@ -101,44 +100,15 @@ class ReorderOutput(ModelHook):
         return tuple(parts)
 
 
-class VideoAdapter(BlockAdapter):
-    """A family of clips, with its tokens in the preset's order."""
+def put_on(order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
+    """Hooks the transformer where its family's facts say that the order goes on and off."""
+    for name, axes in facts.tables.items():
+        register_hook(transformer.get_submodule(name), ReorderOutput(order, dict(axes)), ORDER_HOOK)
+    register_hook(first_block, ReorderInput(order), ORDER_HOOK)
+    register_hook(transformer.get_submodule(facts.exit), ReorderInput(order, undo=True), ORDER_HOOK)
 
-    _order: TokenOrder | None = None  # while attached; None = raster
 
-    @property
-    def token_order(self) -> torch.Tensor | None:
-        return None if self._order is None or self._order.grid is None else self._order.permutation
-
-    @property
-    def first_frame_apart(self) -> bool:
-        """Whether the model tells the first frame's tokens by their place."""
-        return False
-
-    @abstractmethod
-    def grid(self, arguments: dict[str, Any]) -> Grid:
-        """Tokens of a transformer call along frames, height and width."""
-
-    @abstractmethod
-    def order_hooks(self, order: TokenOrder) -> dict[nn.Module, ModelHook]:
-        """Hooks that put the order on at the transformer's entrance and take it off at its exit, by module."""
-
-    def attach(self, acceleration: Any) -> None:
-        super().attach(acceleration)
-        blocks = self.controller.preset.blocks
-        if blocks.token_order != "raster":
-            self._order = TokenOrder(blocks.token_order, blocks.size, self.first_frame_apart)
-            for module, hook in self.order_hooks(self._order).items():
-                register_hook(module, hook, ORDER_HOOK)
-
-    def detach(self) -> None:
-        super().detach()
-        if self._order is not None:
-            for module in self.order_hooks(self._order):
-                remove_hook(module, ORDER_HOOK)
-
-    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """One transformer call; its grid is what the order is for."""
-        if self._order is not None:
-            self._order.start(self.grid(self.named(args, kwargs)))
-        return super().forward(original, context, args, kwargs)
+def take_off(transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
+    """Undoes :func:`put_on`."""
+    for module in (*map(transformer.get_submodule, facts.tables), first_block, transformer.get_submodule(facts.exit)):
+        remove_hook(module, ORDER_HOOK)

@@ -30,10 +30,10 @@ COMPILED_WHOLE = (
 TENSOR = object()  # stands for a tensor in the remembered structure of an output
 
 
-class GenericAdapter:
+class TransformerDriver:
     """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
 
-    Families with an adapter of their own derive from this and add hooks on blocks.
+    The driver of families whose facts are known derives from this and works on their blocks too.
 
     Args:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
@@ -41,7 +41,7 @@ class GenericAdapter:
         name: the transformer's name in the pipeline.
     """
 
-    family = "any"
+    family_name = "any"
     levels = ("output",)
     token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
 
@@ -74,13 +74,13 @@ class GenericAdapter:
         """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
         call.work[self.name] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
 
-    def judged(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def used(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
         return output
 
-    def _judged_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """:meth:`judged` of an output that holds some samples of the call's batch."""
-        return self.judged(output, arguments if rows is None else arguments_of_rows(arguments, rows))
+    def _used_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """:meth:`used` of an output that holds some samples of the call's batch."""
+        return self.used(output, arguments if rows is None else arguments_of_rows(arguments, rows))
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
@@ -121,7 +121,7 @@ class GenericAdapter:
                 tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
                 call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 if call.mode is not StepMode.DISPATCH:
-                    going_on = self.controller.observe(call, tensors, partial(self._judged_rows, arguments))
+                    going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
                     output = output if going_on is tensors else _nested(call.branch.structure, going_on)
             self.controller.read(call)
             self.account(call, arguments)
@@ -149,13 +149,13 @@ def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class TransformerHook(ModelHook):
-    """Routes a transformer's forward through its adapter; knows the branch from diffusers' cache context."""
+    """Routes a transformer's forward through its driver; knows the branch from diffusers' cache context."""
 
     _is_stateful = True
 
-    def __init__(self, adapter: GenericAdapter, acceleration: Any) -> None:
+    def __init__(self, driver: TransformerDriver, acceleration: Any) -> None:
         super().__init__()
-        self.adapter = adapter
+        self.driver = driver
         self.acceleration = acceleration
         self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
 
@@ -165,11 +165,11 @@ class TransformerHook(ModelHook):
             raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
         # diffusers < 0.38 keeps the context's name in another attribute.
         context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
-        return self.adapter.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
+        return self.driver.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called by diffusers at the end of a pipeline call."""
-        self.adapter.controller.release()
+        self.driver.controller.release()
         return module
 
 

@@ -31,7 +31,7 @@ class Preset(Section):
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
-    model: Literal["any", "flux", "hunyuan_video", "wan"] = "any"
+    model: Literal["any", "flux", "hunyuan_video", "wan", "sd3", "qwen_image"] = "any"
     """Model family that the preset is made for; `any` needs level output."""
     schedule: Schedule
     forecast: Forecast = Forecast()

@@ -10,8 +10,10 @@ What is saved runs without this module: ``folder/transformer`` is a plain diffus
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
-from dit_accel.models.block_adapter import BlockAdapter
-from dit_accel.models.interceptor import attention_of, key_lengths, reader
+from dit_accel.models.families import require_family
+from dit_accel.models.family import Family, Tokens
+from dit_accel.models.interceptor import Interceptor, release, text_last
 from dit_accel.models.transformer_hook import find_hook
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
@@ -35,96 +36,67 @@ PROJECTIONS = "sla.safetensors"
 _SETTINGS = {"critical": float, "negligible": float, "feature_map": str, "block": int}  # the file's metadata
 
 
-class SlaProcessor(nn.Module):
-    """A family's own attention processor, with SLA where that one calls torch's ``scaled_dot_product_attention``.
-
-    Args:
-        own: the processor, which projects, normalises, rotates and projects back as before.
-        attention: what attends instead.
-        calls: knows the tokens of the transformer call in progress.
-    """
-
-    def __init__(self, own: Callable, attention: SparseLinearAttention, calls: TransformerCalls) -> None:
-        super().__init__()
-        self.own = own
-        self.attention = attention
-        self.calls = calls
-
-    # Not forward: diffusers reads from the signature of __call__ which arguments a processor takes.
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-        **extra: Any,
-    ) -> Any:
-        with _Instead(self.attention, self.calls.layout) as instead:
-            out = self.own(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **extra)
-        if not instead.attended:
-            raise UnsupportedError(
-                f"{type(self.own).__name__} attends by something else than torch's scaled_dot_product_attention: "
-                'call transformer.set_attention_backend("native") before swap_attention'
-            )
-        return out
-
-
 class TransformerCalls:
-    """Keeps the layout of a transformer's latest call, which its backward pass may run again to save memory.
+    """Keeps the tokens of a transformer's latest call, which its backward pass may run again to save memory.
 
     Args:
-        adapter: the family's, which reads it from the arguments.
-        block: tokens in a block.
+        family: facts of the transformer's family, which tell them from the arguments.
+        transformer: whose calls these are.
     """
 
-    def __init__(self, adapter: BlockAdapter, block: int) -> None:
-        self._adapter = adapter
-        self._block = block
-        self.layout: TokenLayout | None = None
-        self._handle = adapter.transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
+    def __init__(self, family: Family, transformer: nn.Module) -> None:
+        self.tokens: Tokens | None = None
+        self._family = family
+        self._names = list(inspect.signature(type(transformer).forward).parameters)[1:]
+        self._handle = transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.layout = replace(self._adapter.layout(self._adapter.named(args, kwargs)), block=self._block)
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self.tokens = self._family.tokens(transformer, arguments)
 
     def remove(self) -> None:
         self._handle.remove()
 
 
-class _Instead(TorchFunctionMode):
-    """Within it SLA takes the place of attentions ``[B, H, S, D]`` over all tokens of the layout."""
+class SlaInterceptor(Interceptor):
+    """A family's own attention processor, with SLA where that one attends over the block's own tokens.
 
-    def __init__(self, attention: SparseLinearAttention, layout: TokenLayout) -> None:
-        super().__init__()
-        self._attention = attention
-        self._layout = layout
-        self.attended = False
+    Args:
+        own: the processor, which projects, normalises, rotates and projects back as before.
+        attention: what attends instead; its projection is a parameter of the transformer from now on.
+        calls: knows the tokens of the transformer call in progress.
+        sees_text: whether text is among the attention's tokens.
+    """
 
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is functional.scaled_dot_product_attention:
-            output = self._attend(*args, **kwargs)
-            if output is not None:
-                return output
-        return function(*args, **kwargs)
+    def __init__(self, own: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
+        super().__init__(own, self._length, self._attend_sla, _refuse)
+        self.attention = attention
+        self.calls = calls
+        self._sees_text = sees_text
 
-    def _attend(
+    def _layout(self, tokens: Tokens) -> TokenLayout:
+        return tokens.layout(self.attention.settings.block, text=self._sees_text)
+
+    def _length(self) -> int:
+        return self._layout(self.calls.tokens).tokens
+
+    def _attend_sla(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> torch.Tensor | None:
-        tokens = self._layout.tokens
-        if query.shape[2] != tokens or key.shape[2] != tokens:
-            return None  # to an image prompt
-        self.attended = True
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._attention(q, k, v, layout=self._layout, kv_len=key_lengths(attn_mask)).transpose(1, 2)
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_counts: torch.Tensor | None,
+        dense: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        tokens = self.calls.tokens
+        turns = key_counts is not None and tokens.text_first and self._sees_text
+        layout = self._layout(replace(tokens, text_first=tokens.text_first and not turns))
+        attend = partial(self.attention, layout=layout, kv_len=key_counts)
+        return (text_last(tokens.text, attend) if turns else attend)(q, k, v)
+
+
+def _refuse(reason: str) -> None:
+    raise UnsupportedError(f"a block's own attention processor {reason} before swap_attention")
 
 
 def swap_attention(
@@ -146,10 +118,9 @@ def swap_attention(
         UnsupportedError: the pipeline is accelerated, or the blocks of this transformer are not known here.
     """
     attentions = {}
-    for adapter in _adapters(pipe):
-        transformer = adapter.transformer
-        for name in adapter.layers():
-            attentions[name] = SparseLinearAttention(
+    for name, transformer in _transformers(pipe).items():
+        for site in _attentions(transformer, name):
+            attentions[site] = SparseLinearAttention(
                 transformer.config.attention_head_dim,
                 critical=critical,
                 negligible=negligible,
@@ -163,17 +134,16 @@ def swap_attention(
 
 def restore_attention(pipe: Any) -> None:
     """Undoes :func:`swap_attention`; nothing happens where nothing was swapped."""
-    for layer in _layers(pipe).values():
-        attn = attention_of(layer)
-        if isinstance(attn.processor, SlaProcessor):
+    for attn, _ in _all_attentions(pipe).values():
+        if isinstance(attn.processor, SlaInterceptor):
             attn.processor.calls.remove()
-            attn.set_processor(attn.processor.own)
+            release(attn)
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
     """The attentions that :func:`swap_attention` put in, by block name."""
-    processors = {name: attention_of(layer).processor for name, layer in _layers(pipe).items()}
-    return {name: held.attention for name, held in processors.items() if isinstance(held, SlaProcessor)}
+    processors = {name: attn.processor for name, (attn, _) in _all_attentions(pipe).items()}
+    return {name: held.attention for name, held in processors.items() if isinstance(held, SlaInterceptor)}
 
 
 def save_swapped(pipe: Any, folder: str | Path) -> None:
@@ -224,20 +194,29 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
 
 
 def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
-    for adapter in _adapters(pipe):
-        layers = adapter.blocks()
-        calls = TransformerCalls(adapter, attentions[next(iter(layers))].settings.block)
-        for name, layer in layers.items():
-            attn = attention_of(layer)
-            attn.set_processor(SlaProcessor(attn.processor, attentions[name], calls))
+    for name, transformer in _transformers(pipe).items():
+        calls = TransformerCalls(require_family(transformer), transformer)
+        for site, (attn, sees_text) in _attentions(transformer, name).items():
+            attn.set_processor(SlaInterceptor(attn.processor, attentions[site], calls, sees_text))
 
 
-def _layers(pipe: Any) -> dict[str, nn.Module]:
-    return {name: layer for adapter in _adapters(pipe) for name, layer in adapter.blocks().items()}
+def _attentions(transformer: nn.Module, name: str) -> dict[str, tuple[nn.Module, bool]]:
+    """Attentions of a transformer's blocks over their own tokens, and whether text is among these, by site."""
+    family = require_family(transformer)
+    return {
+        site: (getattr(block, attribute), family.attentions[attribute])
+        for block_name, block in family.blocks(transformer, name).items()
+        for site, attribute in family.sites(block, block_name).items()
+    }
 
 
-def _adapters(pipe: Any) -> list[BlockAdapter]:
+def _all_attentions(pipe: Any) -> dict[str, tuple[nn.Module, bool]]:
+    named = _transformers(pipe).items()
+    return {site: found for name, each in named for site, found in _attentions(each, name).items()}
+
+
+def _transformers(pipe: Any) -> dict[str, nn.Module]:
     transformers = {"transformer": pipe} if isinstance(pipe, nn.Module) else denoisers(pipe)
     if any(find_hook(transformer) is not None for transformer in transformers.values()):
         raise UnsupportedError("SLA is swapped into a plain pipeline, got an accelerated one: restore it first")
-    return [reader(name, transformer) for name, transformer in transformers.items()]
+    return transformers

@@ -42,19 +42,22 @@ class SparseSite:
     DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
 
     Args:
-        name: the block's name in the report.
+        name: the site's name in the report, which is its block's where that has one attention.
         call: the call in progress.
         preset: of the run; section ``skip`` holds as it is for this block.
         projections: of SLA's linear attention, by block.
+        block: whose settings hold; None = that of the same name.
     """
 
-    def __init__(self, name: str, call: Call, preset: Preset, projections: Projections) -> None:
+    def __init__(
+        self, name: str, call: Call, preset: Preset, projections: Projections, block: str | None = None
+    ) -> None:
         self.state = call.site(name, SiteState)
         self._name = name
         self._call = call
         self._preset = preset
         self._projections = projections
-        self._skip = preset.skip.at(name)
+        self._skip = preset.skip.at(block or name)
         self._gemm = preset.kernels.gemm
         self._at_head = preset.forecast.level == "head"
         self._plan: AttentionPlan | None = None

@@ -9,21 +9,21 @@ with AttentionTap(pipe, visit):
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
-from dit_accel.models.block_adapter import BlockAdapter
-from dit_accel.models.interceptor import attention_of, key_lengths, reader
-from dit_accel.models.token_order_hook import VideoAdapter
+from dit_accel.models.families import require_family
+from dit_accel.models.family import Family, Tokens
+from dit_accel.models.interceptor import intercept, release, text_last
 from dit_accel.models.transformer_hook import find_hook
 from dit_accel.sparse.token_order import Grid, token_order
 
@@ -66,15 +66,16 @@ class Site:
 Visit = Callable[[Site, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
-class AttentionTap(TorchFunctionMode):
+class AttentionTap:
     """While it is on, every self- or joint attention of the transformer's blocks calls ``visit(site, q, k, v)``.
 
     q, k and v are ``[B, S, H, D]`` after norms and RoPE. A tensor that ``visit`` returns, ``[B, S, H, D]``, takes the
     place of the attention's output, and gradients flow through it; None leaves the attention as it is. Cross-attention
-    and text refiners are not visited. The pipeline is as before once the tap is off.
+    and text refiners are not visited. Where text is padded and comes first, it is shown behind the image, so that the
+    keys that count lead. The pipeline is as before once the tap is off.
 
     Args:
-        pipe: a plain (not accelerated) pipeline of FLUX, HunyuanVideo or Wan, or a transformer of one.
+        pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
         visit: called for each attention, in the order in which they run.
         block: tokens in a block of ``site.layout``.
 
@@ -84,102 +85,84 @@ class AttentionTap(TorchFunctionMode):
     """
 
     def __init__(self, pipe: Any, visit: Visit, *, block: int = 128) -> None:
-        super().__init__()
         is_pipeline = not isinstance(pipe, torch.nn.Module)
-        transformers = denoisers(pipe) if is_pipeline else {"transformer": pipe}
+        self._transformers = denoisers(pipe) if is_pipeline else {"transformer": pipe}
+        self._families = {name: require_family(transformer) for name, transformer in self._transformers.items()}
         self._visit = visit
         self._block = block
         self._clock = SchedulerClock(lambda: pipe.scheduler) if is_pipeline else _ChangeClock()
-        self._adapters = [reader(name, transformer) for name, transformer in transformers.items()]
         self._handles: list[Any] = []
-        self._call: Site | None = None  # the transformer call in progress; its block and kv_len are not set
-        self._block_name: str | None = None  # the block whose attention is in progress
-        self._visited = False  # whether it has come by
+        self._interceptors: list[tuple[torch.nn.Module, Any]] = []
+        self._step = 0
+        self._tokens: Tokens | None = None  # of the transformer call in progress
 
     @property
     def blocks(self) -> list[str]:
         """Names of the blocks that are visited, in order."""
-        return [name for adapter in self._adapters for name in adapter.blocks()]
+        named = ((self._families[name], name, each) for name, each in self._transformers.items())
+        return [layer for family, name, transformer in named for layer in family.blocks(transformer, name)]
 
     def __enter__(self) -> AttentionTap:
-        for adapter in self._adapters:
-            if find_hook(adapter.transformer) is not None:
+        for name, transformer in self._transformers.items():
+            if find_hook(transformer) is not None:
                 raise UnsupportedError(
                     "an AttentionTap needs a plain pipeline, got an accelerated one: restore it first"
                 )
-        for adapter in self._adapters:
-            begin, end = self._call_hooks(adapter)
-            self._handles.append(adapter.transformer.register_forward_pre_hook(begin, with_kwargs=True))
-            self._handles.append(adapter.transformer.register_forward_hook(end, always_call=True))
-            for name, block in adapter.blocks().items():
-                begin, end = self._attention_hooks(name)
-                self._handles.append(attention_of(block).register_forward_pre_hook(begin))
-                self._handles.append(attention_of(block).register_forward_hook(end, always_call=True))
-        return super().__enter__()
+            family = self._families[name]
+            begin, end = self._call_hooks(family, transformer)
+            self._handles.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
+            self._handles.append(transformer.register_forward_hook(end, always_call=True))
+            for block_name, block in family.blocks(transformer, name).items():
+                for site, attribute in family.sites(block, block_name).items():
+                    attn, sees_text = getattr(block, attribute), family.attentions[attribute]
+                    attend = partial(self._attend, site, sees_text, family.first_frame_apart(transformer))
+                    intercept(attn, partial(self._length, sees_text), attend, partial(_refuse, site))
+                    self._interceptors.append((attn, attend))
+        return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
         while self._handles:
             self._handles.pop().remove()
+        while self._interceptors:
+            release(*self._interceptors.pop())
 
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is functional.scaled_dot_product_attention and self._block_name is not None:
-            replacement = self._attention(*args, **kwargs)
-            if replacement is not None:
-                return replacement
-        return function(*args, **kwargs)
+    def _call_hooks(self, family: Family, transformer: torch.nn.Module) -> tuple[Callable, Callable]:
+        names = list(inspect.signature(type(transformer).forward).parameters)[1:]
 
-    def _call_hooks(self, adapter: BlockAdapter) -> tuple[Callable, Callable]:
         def begin(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            arguments = adapter.named(args, kwargs)
-            self._call = Site(
-                block="",
-                step=self._clock.read(arguments["timestep"]).step,
-                layout=replace(adapter.layout(arguments), block=self._block),
-                kv_len=None,
-                grid=adapter.grid(arguments) if isinstance(adapter, VideoAdapter) else None,
-                first_frame_apart=isinstance(adapter, VideoAdapter) and adapter.first_frame_apart,
-            )
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._step = self._clock.read(arguments["timestep"]).step
+            self._tokens = family.tokens(model, arguments)
 
         def end(*_: Any) -> None:
-            self._call = None
+            self._tokens = None
 
         return begin, end
 
-    def _attention_hooks(self, name: str) -> tuple[Callable, Callable]:
-        def begin(*_: Any) -> None:
-            self._block_name, self._visited = name, False
+    def _length(self, sees_text: bool) -> int | None:
+        return None if self._tokens is None else self._tokens.layout(self._block, text=sees_text).tokens
 
-        def end(attn: torch.nn.Module, inputs: Any, output: Any) -> None:
-            self._block_name = None
-            if not self._visited and output is not None:  # None where the attention raised
-                raise UnsupportedError(
-                    f"block {name} attends by something else than torch's scaled_dot_product_attention: "
-                    'call transformer.set_attention_backend("native")'
-                )
-
-        return begin, end
-
-    def _attention(
+    def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *_: Any,
-        **__: Any,
+        site: str,
+        sees_text: bool,
+        first_frame_apart: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_counts: torch.Tensor | None,
+        dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """One attention ``[B, H, S, D]`` within a block's attention module, which may run others (IP-Adapter)."""
-        tokens = self._call.layout.tokens
-        if query.shape[2] != tokens or key.shape[2] != tokens:
-            return None
-        self._visited = True
-        site = replace(self._call, block=self._block_name, kv_len=key_lengths(attn_mask))
-        output = self._visit(site, *(x.transpose(1, 2) for x in (query, key, value)))
-        return None if output is None else output.transpose(1, 2)
+        tokens = self._tokens
+        turns = key_counts is not None and tokens.text_first and sees_text
+        layout = replace(tokens, text_first=tokens.text_first and not turns).layout(self._block, text=sees_text)
+        where = Site(site, self._step, layout, key_counts, tokens.grid, first_frame_apart)
+        attend = partial(self._visit, where)
+        return (text_last(tokens.text, attend) if turns else attend)(q, k, v)
+
+
+def _refuse(site: str, reason: str) -> None:
+    raise UnsupportedError(f"block {site} {reason}")
 
 
 class _ChangeClock:

@@ -9,7 +9,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
 from dit_accel.loop.storage import PLAIN, Storage
-from dit_accel.models.flux import FluxAdapter
+from dit_accel.models.family import Family
 from dit_accel.tools.testing import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
@@ -282,7 +282,7 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
 
 def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
     """Where the expectation was wrong and the budget is broken, the report says so, once."""
-    monkeypatch.setattr(FluxAdapter, "size", lambda *_: ModelSize())
+    monkeypatch.setattr(Family, "size", lambda *_: ModelSize())
     _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
     assert report.notes == ["caches took more than was expected, and more than memory.budget_gib"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.hooks import ModelHook
@@ -17,16 +17,13 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from dit_accel.kernels import attention
-from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.block_context import BlockContext
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.transformer_hook import is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
-
-if TYPE_CHECKING:
-    from dit_accel.models.block_adapter import BlockAdapter
 
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -36,16 +33,15 @@ class BlockHook(ModelHook, ABC):
     all others the block's own runs.
 
     Args:
-        controller: has the call in progress.
         name: the block's name in the report.
-        adapter: of the block's transformer; knows whether kernels are fused.
+        context: of the transformer's blocks: the run, and whether kernels are fused.
     """
 
-    def __init__(self, controller: Controller, name: str, adapter: BlockAdapter) -> None:
+    def __init__(self, name: str, context: BlockContext) -> None:
         super().__init__()
-        self.controller = controller
+        self.controller = context.controller
         self.name = name
-        self.adapter = adapter
+        self.context = context
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -85,7 +81,8 @@ class BlockHook(ModelHook, ABC):
             reason = self._why_dense(module, arguments)
         if reason is not None:
             call.dense.add(self.name)
-            self.controller.fall_back(self.name, reason)
+            if level == "head" or not call.skips:  # else the interceptor on its processor serves it, or says why not
+                self.controller.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
         whole_layer = level == "layer" or call.site(self.name, SiteState).degraded
@@ -97,7 +94,7 @@ class BlockHook(ModelHook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.skips or call.mode is StepMode.DISPATCH or self.adapter.fuses
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.context.fuses
 
     @property
     def attends(self) -> bool:
@@ -107,7 +104,7 @@ class BlockHook(ModelHook, ABC):
 
     def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
-        if self.attends or not self.adapter.fuses:
+        if self.attends or not self.context.fuses:
             return self.attends
         return why_called(block, "attn") is None and self.why_dense(block, **arguments) is None
 
@@ -120,8 +117,8 @@ class BlockHook(ModelHook, ABC):
             backend: that diffusers was told to use; None = its default.
             kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
         """
-        if backend is None and self.adapter.attends_by_kernel(q):
-            plan = self.adapter.every_row(*q.shape[:3], q.device)
+        if backend is None and self.context.attends_by_kernel(q):
+            plan = self.context.every_row(*q.shape[:3], q.device)
             return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
@@ -140,7 +137,7 @@ class BlockHook(ModelHook, ABC):
 
     def site(self) -> SparseSite:
         """The block's attention site in this call."""
-        return SparseSite(self.name, self.controller.call, self.controller.preset, self.adapter.projections)
+        return self.context.site(self.name, self.name)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.models.block_context import BlockContext
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import (
     Rotary,
@@ -23,6 +24,7 @@ from dit_accel.models.fused.parts import (
     normalise_pair,
     project_gelu,
 )
+from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
@@ -42,7 +44,7 @@ class _FluxBlockHook(BlockHook):
 
     def why_dense(self, block: nn.Module, joint_attention_kwargs: dict[str, Any] | None = None, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
-        processor = block.attn.processor
+        processor = own_processor(block.attn)
         if type(processor) is not FluxAttnProcessor:
             return f"attention processor {type(processor).__name__}"
         if getattr(processor, "_parallel_config", None) is not None:
@@ -258,3 +260,8 @@ def _key_value(attn: FluxAttention, x: torch.Tensor) -> list[torch.Tensor]:
     else:
         parts = attn.to_k(x), attn.to_v(x)
     return [part.unflatten(-1, (-1, attn.head_dim)) for part in parts]
+
+
+def block_hook(name: str, block: nn.Module, context: BlockContext) -> BlockHook:
+    """Stands in for one of FLUX's blocks."""
+    return (DoubleBlockHook if name.startswith("transformer_blocks") else SingleBlockHook)(name, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.models.block_context import BlockContext
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.hunyuan_video_modulation import by_frame, modulations
 from dit_accel.models.fused.parts import (
@@ -27,16 +28,12 @@ from dit_accel.models.fused.parts import (
     why_not_plain,
     why_not_sliceable,
 )
+from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
-
-if TYPE_CHECKING:
-    from dit_accel.models.hunyuan_video import HunyuanVideoAdapter
 
 
 class _HunyuanBlockHook(BlockHook):
     """What both block kinds share; both take image and text streams ``[B, S, C]`` and return the same two."""
-
-    adapter: HunyuanVideoAdapter
 
     def new_forward(
         self,
@@ -49,7 +46,7 @@ class _HunyuanBlockHook(BlockHook):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's forward; where no padding is left, without its mask."""
-        if self.adapter.prompts is not None and not self.adapter.prompts.ragged:
+        if self.context.text is not None and not self.context.text.ragged:
             attention_mask = None
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
@@ -60,9 +57,10 @@ class _HunyuanBlockHook(BlockHook):
     def why_dense(self, block: nn.Module, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
         attn = block.attn
-        if type(attn.processor) is not HunyuanVideoAttnProcessor2_0:
-            return f"attention processor {type(attn.processor).__name__}"
-        if attn.processor._parallel_config is not None:
+        processor = own_processor(attn)
+        if type(processor) is not HunyuanVideoAttnProcessor2_0:
+            return f"attention processor {type(processor).__name__}"
+        if processor._parallel_config is not None:
             return "context parallelism"
         if not isinstance(attn.norm_q, RMSNorm):
             return f"queries are normalised by {type(attn.norm_q).__name__}, not RMSNorm"
@@ -70,7 +68,7 @@ class _HunyuanBlockHook(BlockHook):
 
     @property
     def _is_ragged(self) -> bool:
-        return self.adapter.prompts is not None and self.adapter.prompts.ragged
+        return self.context.text is not None and self.context.text.ragged
 
     def project(
         self,
@@ -89,8 +87,8 @@ class _HunyuanBlockHook(BlockHook):
             out: ``[B, T, H, D]`` of the joint sequence, whose first S tokens are written.
         """
         is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
-        if self.adapter.fuses and is_plain and norm.weight.dtype == x.dtype:
-            plan = self.adapter.every_row(*out.shape[:3], x.device)
+        if self.context.fuses and is_plain and norm.weight.dtype == x.dtype:
+            plan = self.context.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)
         else:
@@ -104,7 +102,7 @@ class _HunyuanBlockHook(BlockHook):
         if not self._is_ragged:
             return attn(hidden_states=x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rotary)
         outputs = []
-        for sample, length in _samples(self.adapter.prompts.lengths):
+        for sample, length in _samples(self.context.text.lengths):
             attn_x, attn_c = attn(
                 hidden_states=x[sample], encoder_hidden_states=context[sample, :length], image_rotary_emb=rotary
             )
@@ -119,13 +117,13 @@ class _HunyuanBlockHook(BlockHook):
         kv_len, backend = self.kv_len(vision), attn.processor._attention_backend
 
         def dense() -> torch.Tensor:
-            if not self._is_ragged or (backend is None and self.adapter.attends_by_kernel(q)):
+            if not self._is_ragged or (backend is None and self.context.attends_by_kernel(q)):
                 return self.attend_densely(q, k, v, backend, kv_len)
             parts = [
                 dispatch_attention_fn(
                     q[sample], k[sample, : vision + text], v[sample, : vision + text], backend=backend
                 )
-                for sample, text in _samples(self.adapter.prompts.lengths)
+                for sample, text in _samples(self.context.text.lengths)
             ]
             return torch.cat(parts)
 
@@ -134,7 +132,7 @@ class _HunyuanBlockHook(BlockHook):
 
     def kv_len(self, vision: int) -> torch.Tensor | None:
         """int32 ``[B]``, joint tokens of each sample before its padding; None where there is none."""
-        return self.adapter.prompts.counts + vision if self._is_ragged else None
+        return self.context.text.counts + vision if self._is_ragged else None
 
 
 class DualBlockHook(_HunyuanBlockHook):
@@ -302,3 +300,8 @@ def _joint(rotary: Rotary, text: int) -> Rotary:
     """The tables of the joint sequence; text tokens are not turned."""
     cosine, sine = rotary
     return functional.pad(cosine, (0, 0, 0, text), value=1.0), functional.pad(sine, (0, 0, 0, text))
+
+
+def block_hook(name: str, block: nn.Module, context: BlockContext) -> BlockHook:
+    """Stands in for one of HunyuanVideo's blocks."""
+    return (DualBlockHook if name.startswith("transformer_blocks") else SingleBlockHook)(name, context)

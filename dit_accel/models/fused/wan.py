@@ -19,8 +19,10 @@ from torch.nn import functional
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, gemm_q, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import MAX_HEADS, AttentionPlan
+from dit_accel.models.block_context import BlockContext
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, feed_forward, normalise_heads, normalise_pair, why_not_plain
+from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
 
 TEXT_TOKENS = 512  # of a prompt, where image tokens precede it; diffusers' processor has the same number
@@ -30,7 +32,7 @@ class WanBlockHook(BlockHook):
     """``WanTransformerBlock``."""
 
     def why_dense(self, block: nn.Module, **arguments: Any) -> str | None:
-        for processor in (block.attn1.processor, block.attn2.processor):
+        for processor in (own_processor(block.attn1), block.attn2.processor):
             if type(processor) is not WanAttnProcessor:
                 return f"attention processor {type(processor).__name__}"
             if getattr(processor, "_parallel_config", None) is not None:
@@ -203,3 +205,8 @@ def _key_value(attn: WanAttention, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return attn.to_k(x), attn.to_v(x)
     projection = attn.to_qkv
     return functional.linear(x, projection.weight[attn.inner_dim :], projection.bias[attn.inner_dim :]).chunk(2, dim=-1)
+
+
+def block_hook(name: str, block: nn.Module, context: BlockContext) -> BlockHook:
+    """Stands in for one of Wan's blocks."""
+    return WanBlockHook(name, context)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dit_accel.models import family_of
+from dit_accel.models.families import family_of
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset, load_preset
 

@@ -38,6 +38,7 @@ _PIPELINES = {
     "flux-img2img": (partial(flux.build, "FluxImg2ImgPipeline"), flux.img2img_inputs),
     "flux-ip-adapter": (flux.build_ip_adapter, flux.ip_adapter_inputs),
     "sd3": (families.build_sd3, flux.inputs),
+    "sd35": (partial(families.build_sd3, dual_attention_layers=(0,)), flux.inputs),
     "cogvideox": (families.build_cogvideox, families.cogvideox_inputs),
     "mochi": (families.build_mochi, families.mochi_inputs),
     "ltx": (families.build_ltx, families.ltx_inputs),

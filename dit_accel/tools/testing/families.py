@@ -11,7 +11,8 @@ from dit_accel.tools.testing import flux, text
 SIZES = {"num_attention_heads": 3, "attention_head_dim": 32, "num_layers": 2}  # of every transformer here
 
 
-def build_sd3():
+def build_sd3(dual_attention_layers=()):
+    """With layers named there as in 3.5-medium: their second attention is over the image alone."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline(
@@ -33,6 +34,7 @@ def build_sd3():
             caption_projection_dim=96,
             pooled_projection_dim=text.FEATURES,
             qk_norm="rms_norm",
+            dual_attention_layers=dual_attention_layers,
         ),
     )
 

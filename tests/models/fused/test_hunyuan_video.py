@@ -6,9 +6,11 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.models import hunyuan_video
+from dit_accel.models.block_context import BlockContext
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import block_hook
 from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
-from dit_accel.models.hunyuan_video import HunyuanVideoAdapter
+from dit_accel.models.hunyuan_video import FAMILY
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from tests.models.naive_hunyuan_video import run
 
@@ -36,7 +38,7 @@ def pipes():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Padding is cut off on this CPU as it would be on a GPU."""
-    monkeypatch.setattr(HunyuanVideoAdapter, "cuts_padding", lambda adapter, device: True)
+    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda driver, device: True)
 
 
 def inputs(name="hunyuan", **overrides):
@@ -115,7 +117,7 @@ def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name,
     apart, _ = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
     fused = []
     gemm_q = hunyuan_video_blocks.gemm_q
-    monkeypatch.setattr(HunyuanVideoAdapter, "fuses_kernels", lambda adapter, x: True)
+    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
     monkeypatch.setattr(
         hunyuan_video_blocks, "gemm_q", lambda *args, **options: fused.append(1) or gemm_q(*args, **options)
     )
@@ -142,7 +144,7 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
 
     monkeypatch.setattr(block_hook, "attention", counted)
     for condition in ("fuses_kernels", "attends_by_kernel"):
-        monkeypatch.setattr(HunyuanVideoAdapter, condition, lambda adapter, x: True)
+        monkeypatch.setattr(BlockContext, condition, lambda context, x: True)
     result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
     assert _distance(result, plain) < 1e-5
     assert attended == [prompt == PROMPTS] * 4 * STEPS
@@ -279,8 +281,7 @@ def test_replaced_first_frame_is_not_judged(pipes):
     """The pipeline drops what comes out at the frame that the picture replaces, so the closed loop does too."""
     arguments, output = {}, torch.randn(1, 4, 3, 8, 8)
     for name, frames in (("hunyuan-i2v", slice(1, None)), ("hunyuan", slice(None))):
-        adapter = HunyuanVideoAdapter(pipes(name).transformer, None, "transformer")
-        assert torch.equal(adapter.judged(output, arguments), output[:, :, frames])
+        assert torch.equal(FAMILY.used(pipes(name).transformer, output, arguments), output[:, :, frames])
 
 
 class PlainlyOther(HunyuanVideoAttnProcessor2_0):

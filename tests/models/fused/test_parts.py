@@ -8,9 +8,9 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.block_adapter import BlockAdapter
+from dit_accel.models.block_context import BlockContext
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
-from dit_accel.models.hunyuan_video import HunyuanVideoAdapter
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
 
 FAMILIES = ["flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"]
@@ -19,8 +19,8 @@ FAMILIES = ["flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "h
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Blocks run through the fused ops, whose references run on the CPU, and HunyuanVideo's without padding."""
-    monkeypatch.setattr(BlockAdapter, "fuses_kernels", lambda adapter, x: True)
-    monkeypatch.setattr(HunyuanVideoAdapter, "cuts_padding", lambda adapter, device: True)
+    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda driver, device: True)
 
 
 def distance(result, expected):
@@ -135,5 +135,5 @@ def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
     apart = tiny_output(pipe, "flux", steps=8)
-    monkeypatch.setattr(BlockAdapter, "fuses_kernels", lambda adapter, x: True)
+    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
     assert distance(tiny_output(pipe, "flux", steps=8), apart) < 1e-5

@@ -1,7 +1,6 @@
 """The Wan adapter against a naive Wan that computes everything and overwrites what should be reused."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.kernels import unpack_bits
-from dit_accel.models.wan import WanAdapter
+from dit_accel.models.wan import FAMILY
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from tests.models import naive_wan
 
@@ -200,18 +199,17 @@ def test_work_is_what_torch_counts(name):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         transformer(**calls[0])
     counted = sum(counter.get_flop_counts()["WanTransformer3DModel.blocks.1"].values())
-    controller = SimpleNamespace(preset=preset(HEADS))
-    assert WanAdapter(transformer, controller, "transformer").work(calls[0]).plain == counted
+    tokens = FAMILY.tokens(transformer, calls[0])
+    assert FAMILY.work(transformer, calls[0], tokens, transformer.blocks[1]).plain == counted
 
 
 def test_clean_frames_are_not_judged():
     """Where tokens have timestep 0, which pipelines keep as they are, the closed loop takes no notice of the output."""
-    adapter = WanAdapter(shared("wan22-5b-i2v").transformer, None, "transformer")
     timestep = torch.full((1, 3, 2, 4), 700.0)
     timestep[:, 0] = 0
     timestep[:, 2, 1, 3] = 0
     arguments = {"hidden_states": torch.zeros(1, 16, 3, 4, 8), "timestep": timestep.flatten(1)}
-    judged = adapter.judged(torch.ones(1, 16, 3, 4, 8), arguments)
+    judged = FAMILY.used(shared("wan22-5b-i2v").transformer, torch.ones(1, 16, 3, 4, 8), arguments)
     expected = torch.ones(1, 16, 3, 4, 8)
     expected[:, :, 0] = 0
     expected[:, :, 2, 2:, 6:] = 0

@@ -1,0 +1,70 @@
+"""The families that are known, and what drives a transformer of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.controller import Controller
+from dit_accel.models import flux, hunyuan_video, qwen_image, sd3, wan
+from dit_accel.models.denoisers import denoisers
+from dit_accel.models.family import Family
+from dit_accel.models.family_driver import BlockHooks, FamilyDriver
+from dit_accel.models.fused import flux as fused_flux
+from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
+from dit_accel.models.fused import wan as fused_wan
+from dit_accel.models.transformer_hook import COMPILED_WHOLE, TransformerDriver
+
+FAMILIES: tuple[Family, ...] = (flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY)
+HAND_WRITTEN: dict[str, BlockHooks] = {  # blocks by the name of their family
+    "flux": fused_flux.block_hook,
+    "hunyuan_video": fused_hunyuan_video.block_hook,
+    "wan": fused_wan.block_hook,
+}
+
+
+def known_family(transformer: torch.nn.Module) -> Family | None:
+    """The family of a transformer, by the name of its class or of one that it derives from; None = no facts."""
+    names = [cls.__name__ for cls in type(transformer).__mro__]
+    return next((family for family in FAMILIES if family.model in names), None)
+
+
+def require_family(transformer: torch.nn.Module) -> Family:
+    """The family of a transformer.
+
+    Raises:
+        UnsupportedError: no facts are known of it.
+    """
+    family = known_family(transformer)
+    if family is None:
+        raise UnsupportedError(
+            f"the blocks of {type(transformer).__name__} are not known here: it must be a pipeline or transformer of "
+            f"{', '.join(each.model for each in FAMILIES)}"
+        )
+    return family
+
+
+def family_of(pipe: Any) -> str:
+    """Name of a pipeline's model family; ``any`` where no facts are known of it."""
+    known = {known_family(transformer) for transformer in denoisers(pipe).values()}
+    family = known.pop() if len(known) == 1 else None
+    return "any" if family is None else family.name
+
+
+def drive(transformer: torch.nn.Module, controller: Controller, name: str) -> TransformerDriver:
+    """What drives a transformer, not attached yet.
+
+    Args:
+        name: the transformer's name in the pipeline.
+
+    Raises:
+        UnsupportedError: the transformer was compiled whole, or takes no timestep.
+    """
+    if hasattr(transformer, "_orig_mod"):  # what torch.compile(transformer) returns
+        raise UnsupportedError(COMPILED_WHOLE.format(type(transformer._orig_mod).__name__))
+    family = known_family(transformer)
+    if family is None:
+        return TransformerDriver(transformer, controller, name)
+    return FamilyDriver(transformer, controller, name, family, HAND_WRITTEN.get(family.name))

@@ -1,0 +1,207 @@
+"""What has to be known of a model family: a page of facts, from which the drivers, hooks and interceptors work.
+
+A family needs no subclass. It says which modules are blocks, which attentions they have, what a call's arguments tell
+of tokens, and what a block costs; :mod:`dit_accel.models.sd3` is a short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.loop.memory import ModelSize, SiteSize
+from dit_accel.sparse.token_order import Grid
+
+Arguments = dict[str, Any]  # of a transformer call, by name
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The joint sequence of a transformer call.
+
+    Args:
+        text: number of text tokens in it; 0 where the prompt is attended to apart.
+        vision: of image or video tokens.
+        text_first: whether text comes before them.
+        grid: of the video's tokens, (frames, height, width); None for images.
+    """
+
+    text: int
+    vision: int
+    text_first: bool = True
+    grid: Grid | None = None
+
+    def layout(self, block: int, *, text: bool = True) -> TokenLayout:
+        """The layout of an attention over them, in blocks of ``block`` tokens.
+
+        Args:
+            text: whether the attention sees the text too.
+        """
+        return TokenLayout(self.text if text else 0, self.vision, block, text_first=self.text_first)
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """FLOPs of one block of a plain call, by what they scale with.
+
+    Args:
+        tiles: attention over the block's own tokens, by its name in the block.
+        rest: all else.
+        rows: what only rows that compute need: projections of their queries and of their attention outputs.
+        row_blocks: what only row-blocks need in which any head computes.
+        bias: output projection of all rows, of which an UPDATE does a part once more for each older step that it
+            remembers.
+    """
+
+    tiles: Mapping[str, float]
+    rest: float
+    rows: float = 0.0
+    row_blocks: float = 0.0
+    bias: float = 0.0
+
+    @property
+    def plain(self) -> float:
+        return self.rows + self.row_blocks + sum(self.tiles.values()) + self.rest
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of like blocks in the transformer.
+
+    Args:
+        attribute: its name.
+        features: tokens that level ``layer`` remembers of a block, as multiples of the joint sequence.
+        crossed: of these, what level ``head`` remembers in any case.
+        joint: whether a cached bias is of the joint sequence; else of vision tokens alone.
+    """
+
+    attribute: str
+    features: int = 2
+    crossed: int = 0
+    joint: bool = False
+
+
+@dataclass(frozen=True)
+class OrderFacts:
+    """Where an order of a video's tokens is put on and taken off; it enters with the first block's first argument.
+
+    Args:
+        tables: modules whose outputs hold something for each token: by module, the axis of tokens of each part.
+        exit: module whose first argument, ``[B, S, C]``, has its order taken off.
+    """
+
+    tables: Mapping[str, Mapping[int, int]]
+    exit: str
+
+
+def whole(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """All of an output."""
+    return output
+
+
+@dataclass(frozen=True, eq=False)  # one object a family
+class Family:
+    """The facts of one model family.
+
+    Args:
+        name: in presets and reports.
+        model: name of diffusers' transformer class.
+        stacks: its blocks, in the order in which they run.
+        tokens: the joint sequence, from the transformer and the arguments of a call.
+        work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block.
+        attentions: names of a block's attentions over its own tokens, and whether text is among these.
+        parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = its
+            hand-written blocks do that.
+        text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
+        cuts_padding: whether text behind the longest prompt of a batch may be left away.
+        used: the part of an output ``[B, …]`` that the pipeline uses, on which forecasts are judged.
+        order: for videos, where an order of tokens goes.
+        first_frame_apart: whether the model tells the first frame's tokens by their place.
+        names_transformer: whether names of blocks say whose they are, as a pipeline may have two transformers.
+    """
+
+    name: str
+    model: str
+    stacks: tuple[Stack, ...]
+    tokens: Callable[[nn.Module, Arguments], Tokens]
+    work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork]
+    attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
+    parts: tuple[str, ...] = ()
+    text_mask: str | None = None
+    cuts_padding: bool = False
+    used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = whole
+    order: OrderFacts | None = None
+    first_frame_apart: Callable[[nn.Module], bool] = lambda transformer: False
+    names_transformer: bool = False
+
+    def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
+        """The transformer's blocks in order, by the names that reports give them.
+
+        Args:
+            name: the transformer's name in the pipeline.
+        """
+        prefix = f"{name}." if self.names_transformer else ""
+        lists = {stack.attribute: getattr(transformer, stack.attribute) for stack in self.stacks}
+        return {f"{prefix}{kind}.{i}": block for kind, blocks in lists.items() for i, block in enumerate(blocks)}
+
+    def sites(self, block: nn.Module, name: str) -> dict[str, str]:
+        """Attribute of each attention that the block has, by the name of its site: the block's own for the first."""
+        present = [attribute for attribute in self.attentions if getattr(block, attribute, None) is not None]
+        return {name if place == 0 else f"{name}.{each}": each for place, each in enumerate(present)}
+
+    def size(self, transformer: nn.Module, arguments: Arguments, layout: TokenLayout, symbols: int) -> ModelSize:
+        """What a call makes the transformer remember.
+
+        Args:
+            layout: of the joint sequence.
+            symbols: bytes of what one block draws.
+        """
+        config, latents = transformer.config, arguments["hidden_states"]
+        sites: list[SiteSize] = []
+        for stack in self.stacks:
+            tokens = layout.tokens
+            site = SiteSize(tokens if stack.joint else layout.vision, stack.features * tokens, stack.crossed * tokens)
+            sites += [site] * len(getattr(transformer, stack.attribute))
+        if latents.dim() > 3:  # [B, C, …, H, W]
+            output = latents.numel() // latents.shape[1] * config.out_channels
+        else:  # a patch a token
+            patch = config.patch_size**2 if config.out_channels else 1
+            output = latents.shape[0] * layout.vision * (config.out_channels or config.in_channels) * patch
+        return ModelSize(
+            output=output,
+            itemsize=latents.element_size(),
+            batch=latents.shape[0],
+            layout=layout,
+            heads=config.num_attention_heads,
+            width=config.num_attention_heads * config.attention_head_dim,
+            sites=tuple(sites),
+            symbols=symbols,
+        )
+
+
+def joint_work(
+    attribute: str, batch: int, tokens: int, width: int, mlp_ratio: float, others: Mapping[str, int] | None = None
+) -> BlockWork:
+    """FLOPs of a block with q, k, v and output projections, joint attention and an MLP of ``mlp_ratio · width``.
+
+    Args:
+        attribute: name of the joint attention.
+        others: number of tokens of further attentions, by name, with projections of their own.
+    """
+    projection, others = 2 * batch * tokens * width * width, others or {}
+    return BlockWork(
+        tiles={name: 4 * batch * count**2 * width for name, count in {attribute: tokens, **others}.items()},
+        rest=(2 + 2 * mlp_ratio) * projection + sum(8 * batch * count * width**2 for count in others.values()),
+        rows=2 * projection,
+        bias=projection,
+    )
+
+
+def width_of(transformer: nn.Module) -> int:
+    """Features of a token inside the blocks."""
+    return transformer.config.num_attention_heads * transformer.config.attention_head_dim

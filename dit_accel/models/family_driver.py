@@ -1,0 +1,287 @@
+"""Drives a transformer whose family's facts are known: sparse attention, levels, token order and FLOPs by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.loop.branch import Call
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models import interceptor
+from dit_accel.models.block_context import BlockContext
+from dit_accel.models.denoisers import TRANSFORMER_NAMES
+from dit_accel.models.family import Arguments, BlockWork, Family, Tokens
+from dit_accel.models.part_hook import PartHook
+from dit_accel.models.text_lengths import TextMasks
+from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
+from dit_accel.models.transformer_hook import TransformerDriver, is_compiled, register_hook, remove_hook
+from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site_state import SiteState, symbol_bytes
+
+BlockHooks = Callable[[str, nn.Module, BlockContext], ModelHook]  # by a block's name
+
+
+class FamilyDriver(TransformerDriver):
+    """Levels ``output`` and ``layer`` and sparse attention in computed steps by facts; with hand-written blocks level
+    ``head`` too and, on a GPU, fused kernels in every block that computes.
+
+    Args:
+        transformer: a diffusers transformer of the family.
+        controller: decides each call's mode.
+        name: the transformer's name in the pipeline.
+        family: its facts.
+        hand_written: makes a hook that stands in for a block; None = the family has no such blocks.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        controller: Controller,
+        name: str,
+        family: Family,
+        hand_written: BlockHooks | None = None,
+    ) -> None:
+        super().__init__(transformer, controller, name)
+        self.family = family
+        self.context: BlockContext | None = None  # of its blocks, once they are prepared
+        self._hand_written = hand_written
+        self._masks = TextMasks()
+        self._order: TokenOrder | None = None  # while attached; None = raster
+
+    @property
+    def family_name(self) -> str:
+        return self.family.name
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        return ("output", "layer") if self._hand_written is None else ("output", "layer", "head")
+
+    @property
+    def token_order(self) -> torch.Tensor | None:
+        return None if self._order is None or self._order.grid is None else self._order.permutation
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The transformer's blocks in order, by name."""
+        return self.family.blocks(self.transformer, self.name)
+
+    def layers(self) -> list[str]:
+        return list(self.blocks())
+
+    def tokens(self, arguments: Arguments) -> Tokens:
+        """The joint sequence of a call."""
+        return self.family.tokens(self.transformer, arguments)
+
+    def layout(self, arguments: Arguments) -> TokenLayout:
+        """Its layout, in the preset's blocks."""
+        return self.tokens(arguments).layout(self.controller.preset.blocks.size)
+
+    @property
+    def works_inside(self) -> bool:
+        """Whether the preset asks for anything inside the transformer."""
+        preset = self.controller.preset
+        return preset.forecast.level != "output" or preset.skip.steps == "all"
+
+    def cuts_padding(self, device: torch.device) -> bool:
+        """Whether padding goes: always where tiles, rows or layers may be skipped, and on a GPU.
+
+        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit.
+        """
+        return self.family.cuts_padding and (self.works_inside or device.type != "cpu")
+
+    # Putting hooks and interceptors on, and taking them off.
+
+    def prepare(self) -> None:
+        head_dim = self.transformer.config.attention_head_dim
+        projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, self.layers(), head_dim)
+        self.context = BlockContext(self.controller, projections, head_dim)
+
+    def attach(self, acceleration: Any) -> None:
+        super().attach(acceleration)
+        preset = self.controller.preset
+        for name, block in self.blocks().items():
+            if self._hand_written is not None:
+                register_hook(block, self._hand_written(name, block, self.context))
+            elif preset.forecast.level == "layer":
+                for part, module in self._parts(block).items():
+                    register_hook(module, PartHook(self.controller, name, part))
+            if preset.skip.steps == "all" and preset.forecast.level != "head":
+                for site, attribute in self.family.sites(block, name).items():
+                    attn = getattr(block, attribute)
+                    attend = partial(self._attend, site, name, attribute)
+                    missed = partial(self.controller.fall_back, site)
+                    interceptor.intercept(attn, partial(self._caught, site, attribute, attn), attend, missed)
+        if self.family.order is not None and preset.blocks.token_order != "raster":
+            apart = self.family.first_frame_apart(self.transformer)
+            self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
+            put_on(self._order, self.transformer, self.family.order, next(iter(self.blocks().values())))
+
+    def detach(self) -> None:
+        super().detach()
+        for name, block in self.blocks().items():
+            remove_hook(block)
+            for module in self._parts(block).values():
+                remove_hook(module)
+            for attribute in self.family.sites(block, name).values():
+                interceptor.release(getattr(block, attribute))
+        if self._order is not None:
+            take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
+
+    def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
+        found = {part: getattr(block, part, None) for part in self.family.parts}
+        return {part: module for part, module in found.items() if module is not None}
+
+    # One call.
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call, without the padding behind its longest prompt, with fused kernels where they can run.
+
+        Raises:
+            UnsupportedError: blocks are compiled that the preset works inside of.
+        """
+        compiled = next((name for name, block in self.blocks().items() if is_compiled(block)), None)
+        if compiled is not None and self.works_inside:
+            raise UnsupportedError(
+                f"block {compiled} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: "
+                "take one of level output that leaves no tiles out, or don't compile the blocks"
+            )
+        arguments = self.named(args, kwargs)
+        latents, shared = arguments.get("hidden_states"), self.context
+        if self._order is not None:
+            self._order.start(self.tokens(arguments).grid)
+        shared.fuses = self._hand_written is not None and isinstance(latents, torch.Tensor)
+        shared.fuses = shared.fuses and shared.fuses_kernels(latents)
+        try:
+            if self._reads_text(arguments):
+                mask = arguments[self.family.text_mask]
+                shared.text = self._masks.lengths(mask)
+                if self.cuts_padding(mask.device):
+                    text, end = arguments["encoder_hidden_states"], shared.text.end
+                    arguments |= {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
+            if self.works_inside:
+                shared.tokens = self.tokens(arguments)
+            return super().forward(original, context, (), arguments)
+        finally:
+            shared.fuses, shared.text, shared.tokens = False, None, None
+
+    def _reads_text(self, arguments: Arguments) -> bool:
+        """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
+        text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
+        if text is None or mask is None:
+            return False
+        return self.cuts_padding(text.device) or self.controller.preset.skip.steps == "all"
+
+    def take_rows(self, arguments: Arguments, rows: Sequence[int]) -> Arguments:
+        """The lengths of their prompts, too."""
+        if self.context.text is not None:
+            self.context.text = self.context.text.of_rows(rows)
+        return super().take_rows(arguments, rows)
+
+    def _caught(self, site: str, attribute: str, attn: nn.Module) -> int | None:
+        """Tokens of the attention that is to run at a site; None = none is, and then the report says why."""
+        call, tokens, text = self.controller.call, self.context.tokens, self.context.text
+        if call is None or not call.skips or tokens is None:
+            return None
+        sees_text = self.family.attentions[attribute]
+        reason = None
+        if torch.is_autocast_enabled(self.transformer.device.type):
+            reason = "autocast"
+        elif getattr(interceptor.own_processor(attn), "_parallel_config", None) is not None:
+            reason = "context parallelism"
+        elif sees_text and text is not None and not text.leading:
+            reason = "some padding precedes text"
+        if reason is not None:
+            self.controller.fall_back(site, reason)
+            return None
+        return tokens.vision + (tokens.text if sees_text else 0)
+
+    def _attend(
+        self,
+        site: str,
+        block: str,
+        attribute: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_counts: torch.Tensor | None,
+        dense: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention at a site. Kernels take keys that count first, so padded text goes behind the image."""
+        tokens, text, sees_text = self.context.tokens, self.context.text, self.family.attentions[attribute]
+        layout = tokens.layout(self.controller.preset.blocks.size, text=sees_text)
+        where = self.context.site(site, block)
+        if text is None or not sees_text or min(text.lengths) >= tokens.text:
+            return where.attend_computed(q, k, v, layout, dense)
+        kv_len = text.counts + tokens.vision
+        if not tokens.text_first:
+            return where.attend_computed(q, k, v, layout, dense, kv_len=kv_len)
+        turned = TokenLayout(tokens.text, tokens.vision, layout.block, text_first=False)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def own() -> torch.Tensor:
+                o = dense()
+                return torch.cat([o[:, tokens.text :], o[:, : tokens.text]], dim=1)
+
+            return where.attend_computed(q, k, v, turned, own, kv_len=kv_len)
+
+        return interceptor.text_last(tokens.text, attend)(q, k, v)
+
+    # What a call costs and remembers.
+
+    def used(self, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+        return self.family.used(self.transformer, output, arguments)
+
+    def size(self, arguments: Arguments) -> ModelSize:
+        layout, preset = self.layout(arguments), self.controller.preset
+        batch, heads = arguments["hidden_states"].shape[0], self.transformer.config.num_attention_heads
+        symbols = symbol_bytes(preset, layout, batch, heads)
+        return self.family.size(self.transformer, arguments, layout, symbols)
+
+    def account(self, call: Call, arguments: Arguments) -> None:
+        """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
+        if call.symbols:
+            self.controller.last_layout = self.layout(arguments)
+        tokens, kinds = self.tokens(arguments), {}
+        for name, block in self.blocks().items():
+            sites = self.family.sites(block, name)
+            kind = tuple(sites.values())
+            if kind not in kinds:
+                kinds[kind] = self.family.work(self.transformer, arguments, tokens, block)
+            call.work[name] = (self._computed(call, name, sites, kinds[kind]), kinds[kind].plain)
+            if call.skips:
+                self._report_replaced(call, block, sites)
+
+    def _report_replaced(self, call: Call, block: nn.Module, sites: dict[str, str]) -> None:
+        """Says which sites attend densely because somebody has put another processor into the interceptor's place."""
+        for site, attribute in sites.items():
+            processor = getattr(block, attribute).processor
+            intercepts = self.controller.preset.forecast.level != "head"
+            if intercepts and site not in call.symbols and not isinstance(processor, interceptor.Interceptor):
+                reason = f"attention processor {type(processor).__name__} was set after acceleration"
+                self.controller.fall_back(site, reason)
+
+    def _computed(self, call: Call, name: str, sites: dict[str, str], work: BlockWork) -> float:
+        level = self.controller.preset.forecast.level
+        if call.mode is StepMode.DISPATCH:
+            if name in call.dense:
+                return work.plain
+            if level != "head" or (site := call.site(name, SiteState)).degraded:
+                return 0.0
+            rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
+            return rows + sum(work.tiles.values()) * site.tile_density + work.rest
+        computed = work.plain
+        for each, attribute in sites.items():
+            site = call.branch.sites.get(each)
+            if isinstance(site, SiteState) and site.measured_step == call.tick.step:
+                older = len(site.bias_coordinates[1:])
+                left_out = 1 - site.attended - site.probed
+                computed += -work.tiles[attribute] * left_out + work.bias * site.bias_density * older
+        return computed

@@ -1,0 +1,54 @@
+"""Level ``layer`` of a family without hand-written blocks: a block's attention and MLP are computed or forecast.
+
+The block's own forward runs in every step, so that norms, modulation and gates are fresh; what it calls for attention
+and MLP gives a forecast of its output in DISPATCH steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.controller import Controller
+from dit_accel.loop.forecast import forecast
+from dit_accel.loop.tracker import StepMode
+from dit_accel.sparse.site_state import SiteState
+
+
+class PartHook(ModelHook):
+    """Remembers, or forecasts, what one part of a block gives: a tensor or a tuple of tensors.
+
+    Args:
+        controller: has the call in progress.
+        block: the block's name in the report.
+        part: the part's name in the block.
+    """
+
+    def __init__(self, controller: Controller, block: str, part: str) -> None:
+        super().__init__()
+        self._controller = controller
+        self._block = block
+        self._part = part
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self._controller.call
+        if call is None:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        history = call.site(self._block, SiteState).history(self._part, call.branch.memory)
+        if call.mode is StepMode.DISPATCH:
+            output = forecast(self._controller.preset.forecast.method, history, call.coordinate, call.branch.order)
+            return output if self._is_tuple else output[0]
+        output = self.fn_ref.original_forward(*args, **kwargs)
+        if call.records:
+            if history.coordinates[:1] == (call.coordinate,):
+                raise UnsupportedError(
+                    f"{self._part} of {self._block} runs in chunks, whose outputs can't be forecast: call "
+                    "transformer.disable_forward_chunking(), or set forecast.level to output"
+                )
+            self._is_tuple = not isinstance(output, torch.Tensor)
+            history.record(call.coordinate, output if self._is_tuple else (output,))
+        return output
