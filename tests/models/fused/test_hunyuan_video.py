@@ -1,11 +1,12 @@
-"""The HunyuanVideo adapter against a naive HunyuanVideo that keeps the padding, computes everything and overwrites."""
+"""HunyuanVideo's blocks against a naive HunyuanVideo that keeps the padding, computes everything and overwrites."""
 
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from torch.overrides import TorchFunctionMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.models import hunyuan_video
+from dit_accel.models import text_lengths
 from dit_accel.models.block_context import BlockContext
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import block_hook
@@ -209,12 +210,12 @@ def test_mask_is_read_once_a_branch_and_run(pipes, as_on_a_gpu, monkeypatch):
     """The host waits for the prompts' lengths once for each mask, whatever the number of steps."""
     read = []
 
-    class Counted(hunyuan_video.Prompts):
+    class Counted(text_lengths.TextLengths):
         def __init__(self, lengths, *others):
             read.append(lengths)
             super().__init__(lengths, *others)
 
-    monkeypatch.setattr(hunyuan_video, "Prompts", Counted)
+    monkeypatch.setattr(text_lengths, "TextLengths", Counted)
     accelerate(pipes("hunyuan"), preset("output"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
     assert len(read) == len(set(read)) == 2
 
@@ -288,16 +289,46 @@ class PlainlyOther(HunyuanVideoAttnProcessor2_0):
     """A processor of the user's own, which happens to do the same."""
 
 
-@pytest.mark.parametrize("level", ["output", "layer", "head"])
-def test_foreign_processor_keeps_its_attention(pipes, level):
-    """A block whose attention is not diffusers' own attends as it does, and the report says so; the others go on."""
+class ByMatrixProducts(HunyuanVideoAttnProcessor2_0):
+    """A processor of the user's own, whose attention does not pass by torch's."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        with AttendingByProducts():
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+
+class AttendingByProducts(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        query, key, value = args or (kwargs[name] for name in ("query", "key", "value"))
+        return (query @ key.transpose(2, 3) / query.shape[-1] ** 0.5).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("level", ["output", "layer"])
+def test_a_processor_of_ones_own_runs_sparsely_too(pipes, level):
+    """What it hands to torch's attention is caught there, as diffusers' own processor's is."""
+    pipe = tiny_pipeline("hunyuan")
+    everywhere, _ = accelerate(pipe, skipping(level), **inputs())
+    pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())
+    result, report = accelerate(pipe, skipping(level), **inputs())
+    assert report.fallbacks == []
+    assert _distance(result, everywhere) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "level, processor", [("output", ByMatrixProducts), ("layer", ByMatrixProducts), ("head", PlainlyOther)]
+)
+def test_foreign_processor_keeps_its_attention(pipes, level, processor):
+    """A block whose attention can't be caught attends as it does, and the report says so; the others go on."""
     pipe = tiny_pipeline("hunyuan")
     chosen = skipping(level)
     everywhere, _ = accelerate(pipe, chosen, **inputs())
-    pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())
+    pipe.transformer.transformer_blocks[0].attn.set_processor(processor())
     result, report = accelerate(pipe, chosen, **inputs())
     assert [entry["site"] for entry in report.fallbacks] == ["transformer_blocks.0"]
-    assert "PlainlyOther" in report.fallbacks[0]["reason"]
+    told = "PlainlyOther" if level == "head" else "attends by something else than torch's"
+    assert told in report.fallbacks[0]["reason"]
     assert 1e-4 < _distance(result, everywhere) < 0.5
     steps = {step.index for step in report.steps if step.index >= 2 and step.mode != "dispatch"}
     assert all(report.density[0][step] == 1 for step in steps)
