@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,10 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, TimestepClock
-from dit_accel.models import TRANSFORMER_NAMES, adapter_class, denoisers
+from dit_accel.models import TRANSFORMER_NAMES, adapter_class, denoisers, family_of
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
 from dit_accel.models.transformer_hook import GenericAdapter, find_hook
-from dit_accel.presets import Preset, load_preset
+from dit_accel.presets import FUSED_FAMILIES, VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
 
 class Acceleration:
@@ -88,14 +89,31 @@ class Acceleration:
         return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
 
 
-def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Any:
+def makes_video(pipe: Any) -> bool:
+    """Whether a pipeline makes videos: its family does, or its call takes a number of frames, or a video."""
+    if family_of(pipe) in VIDEO_FAMILIES:
+        return True
+    return not inspect.signature(pipe.__call__).parameters.keys().isdisjoint(("num_frames", "video"))
+
+
+def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Preset:
+    """What :func:`accelerate_pipeline` makes of a preset and overrides for this pipeline.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+    """
+    return load_preset(default_preset(preset, is_video=makes_video(pipe)), **overrides)
+
+
+def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Any:
     """Makes a diffusers pipeline faster, in place.
 
     A pipeline that is accelerated already gets the new preset instead of the old. Nothing is changed if this raises.
 
     Args:
         pipe: a diffusers pipeline with a transformer.
-        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`.
+        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. Of a pipeline
+            that makes videos `quality`, `balanced` and `turbo` are `video-quality`, `video-balanced` and `video-turbo`.
         overrides: preset keys to change, e.g. ``**{"forecast.order": 2}``.
 
     Returns:
@@ -105,7 +123,6 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
         UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
     """
-    settings = load_preset(preset, **overrides)
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
         raise UnsupportedError(
@@ -113,6 +130,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
             f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
+    settings = preset_for(pipe, preset, **overrides)
     clock = SchedulerClock(lambda: pipe.scheduler)
     pipe.dit_accel = _attach(transformers, settings, clock, control_net(pipe), owner=pipe)
     return pipe
@@ -127,7 +145,7 @@ def restore_pipeline(pipe: Any) -> Any:
 
 
 @contextmanager
-def accelerated(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Iterator[Any]:
+def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Iterator[Any]:
     """Accelerates a pipeline within a ``with`` block, whatever happens in it.
 
     A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
@@ -155,7 +173,8 @@ def accelerate_transformer(
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
             apart by ``transformer.cache_context(name)``.
-        preset: as for :func:`accelerate_pipeline`.
+        preset: as for :func:`accelerate_pipeline`; of HunyuanVideo and Wan `quality`, `balanced` and `turbo` are the
+            video forms. For other models of videos name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.
@@ -170,7 +189,8 @@ def accelerate_transformer(
         PresetError: unknown preset, key or value.
         UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
     """
-    settings = load_preset(preset, **overrides)
+    is_video = adapter_class(transformer).family in VIDEO_FAMILIES
+    settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     return _attach({"transformer": transformer}, settings, TimestepClock(timesteps), control_net)
 
 
@@ -215,11 +235,16 @@ def _check_layers(preset: Preset, layers: list[str]) -> None:
 def _check_family(preset: Preset, adapter: type[GenericAdapter], transformer: str) -> None:
     if preset.model not in ("any", adapter.family):
         raise UnsupportedError(
-            f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that serve "
-            "any transformer begin with 'any-'"
+            f"preset {preset.name!r} is for {preset.model} models, and {transformer} is not one; presets that fit it: "
+            f"{', '.join(fitting_presets(adapter.family, adapter.levels))}"
         )
     if preset.forecast.level not in adapter.levels:
         raise UnsupportedError(
             f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {transformer}; "
-            f"it takes {', '.join(adapter.levels)}"
+            f"it takes {', '.join(adapter.levels)}. Families that can: {', '.join(FUSED_FAMILIES)}"
+        )
+    if preset.skip.steps == "all" and adapter.levels == ("output",):
+        raise UnsupportedError(
+            f"skip.steps 'all' of preset {preset.name!r} can't run on {transformer}, whose blocks are not known; "
+            f"families that can: {', '.join(FUSED_FAMILIES)}"
         )

@@ -31,7 +31,7 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="a demo model's own, else the balanced one of the family, else any-balanced or any-video-balanced",
+        show_default="balanced, which for a pipeline that makes videos is video-balanced",
     ),
 ]
 SetOption = Annotated[
@@ -104,29 +104,20 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
 
 
 def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None) -> Preset:
-    """The preset of that name or path with the overrides applied; without a name the default for the pipeline's family.
+    """The preset of that name or path, with the overrides applied, as the pipeline gets it; without a name `balanced`.
+
+    Without a pipeline, the preset as such: for checking name, keys and values before one is loaded.
 
     Raises:
         PresetError: unknown preset, key or value.
     """
-    from dit_accel.presets import load_preset
+    from dit_accel.presets import default_preset, load_preset
 
-    return load_preset(_default_preset(pipe) if name is None else name, **overrides)
+    if pipe is None:
+        return load_preset(default_preset(name, is_video=False), **overrides)
+    from dit_accel.pipeline import preset_for
 
-
-def _default_preset(pipe: Any) -> str:
-    from dit_accel.cli.media import makes_video  # which imports this module
-    from dit_accel.models import family_of
-    from dit_accel.presets import preset_names
-
-    family = family_of(pipe)
-    if family == "wan":
-        second_generation = pipe.config.get("boundary_ratio") is not None or pipe.config.get("expand_timesteps")
-        family = "wan22" if second_generation else "wan21"
-    elif family == "any" and makes_video(pipe):
-        family = "any-video"
-    name = f"{family.removesuffix('_video')}-balanced"
-    return name if name in preset_names() else "any-balanced"
+    return preset_for(pipe, name, **overrides)
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -43,6 +43,8 @@ def explain(error: Mapping[str, Any], model: type[BaseModel], within: str = "") 
     return f"{key}: {error['msg']}, got {error['input']!r}"
 
 
-def did_you_mean(word: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(word, valid, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def did_you_mean(word: str, valid: Iterable[str], former: Mapping[str, str] | None = None) -> str:
+    """The nearest of what is valid, in parentheses, or nothing; ``former`` names are told as those of today."""
+    former = former or {}
+    close = difflib.get_close_matches(word, [*valid, *former], n=1)
+    return f" (did you mean {former.get(close[0], close[0])!r}?)" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
+from dit_accel.presets.names import ALIASES, name_of_today
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import CONTROL_KEYS, idle_keys
 from dit_accel.presets.skip import drop_foreign_keys
@@ -28,17 +30,26 @@ def preset_names() -> list[str]:
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of a shipped preset.
+    """The YAML file of a shipped preset, by its name or a former one.
 
     Raises:
         PresetError: no such preset; the message lists those that exist.
     """
-    path = _config_directory() / f"{name}.yaml"
+    path = _config_directory() / f"{name_of_today(name)}.yaml"
     if not path.is_file():
-        raise PresetError(
-            f"unknown preset {name!r}{did_you_mean(name, preset_names())}; available: {', '.join(preset_names())}"
-        )
+        meant = did_you_mean(name, preset_names(), ALIASES)
+        raise PresetError(f"unknown preset {name!r}{meant}; available: {', '.join(preset_names())}")
     return path
+
+
+def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
+    """Names of the presets that a model family can run; plain names stand for their video forms too.
+
+    Args:
+        levels: that the family has.
+    """
+    named = {name: load_preset(name) for name in preset_names() if not name.startswith("video-")}
+    return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:

@@ -22,7 +22,8 @@ from dit_accel.presets.skip import Skip
 
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
-_VIDEO_MODELS = ("hunyuan_video", "wan")
+FUSED_FAMILIES = ("flux", "hunyuan_video", "wan")  # with blocks of our own, which level head needs
+VIDEO_FAMILIES = ("hunyuan_video", "wan")
 
 
 class Preset(Section):
@@ -55,7 +56,7 @@ class Preset(Section):
             del values["forecast"][key]
         for key in self._idle_memory_keys():
             del values["memory"][key]
-        if "blocks" in values and self.model not in _VIDEO_MODELS:
+        if "blocks" in values and self.model not in VIDEO_FAMILIES:
             del values["blocks"]["token_order"]
         return values
 
@@ -121,7 +122,7 @@ class Preset(Section):
                 f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
                 f"runs no attention: remove it, or set forecast.level to head{skips}"
             )
-        if self.blocks.token_order != "raster" and self.model not in _VIDEO_MODELS:
+        if self.blocks.token_order != "raster" and self.model not in VIDEO_FAMILIES:
             raise ValueError(
                 f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
                 f"'{self.model}': set it to raster"

@@ -1,5 +1,6 @@
 """Presets: what ships is valid and commented, mistakes are named, and overrides and bases merge as written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,16 @@ import yaml
 from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
-from dit_accel.presets import Preset, load_preset, preset_names, preset_path, preset_schema
+from dit_accel.presets import (
+    ALIASES,
+    Preset,
+    default_preset,
+    load_preset,
+    name_of_today,
+    preset_names,
+    preset_path,
+    preset_schema,
+)
 
 every_preset = pytest.mark.parametrize("name", preset_names())
 
@@ -106,14 +116,46 @@ def test_paper_presets_hold_the_papers_numbers(name, expected):
     assert {key: value_at(preset, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["any", "flux"])
-def test_qualities_of_a_family_are_ordered(family):
-    """quality, balanced and turbo are one closed loop that differs in its target error only."""
-    quality, balanced, turbo = (load_preset(f"{family}-{level}") for level in ("quality", "balanced", "turbo"))
+@pytest.mark.parametrize("media", ["", "video-"], ids=["images", "videos"])
+def test_qualities_are_ordered(media):
+    """quality, balanced and turbo are one closed loop that differs in its target error only, and serve any model."""
+    quality, balanced, turbo = (load_preset(f"{media}{level}") for level in ("quality", "balanced", "turbo"))
+    assert quality.model == balanced.model == turbo.model == "any"
     assert quality.schedule.target_error < balanced.schedule.target_error < turbo.schedule.target_error
     same = {"schedule.target_error": 0.05, "description": ""}
     methods = [load_preset(preset, **same).model_dump() for preset in (quality, balanced, turbo)]
     assert methods[0] == methods[1] == methods[2]
+
+
+# What every preset said when the closed loop had names of its own for each family; of description and model nothing.
+FORMER_VALUES = json.loads(Path(__file__).with_name("values_by_former_name.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name, values", FORMER_VALUES.items(), ids=FORMER_VALUES)
+def test_every_name_that_ever_shipped_has_the_values_it_had(name, values):
+    """Former names are aliases of names of today, and nothing but description and model differs."""
+    preset = load_preset(name)
+    effective = preset.effective()
+    assert {key: value for key, value in effective.items() if key not in ("description", "model")} == values
+    assert preset.name == ALIASES.get(name, name)
+    assert preset_path(name).stem == preset.name in preset_names()
+
+
+def test_aliases_stand_for_presets_of_any_family():
+    """Each leads to a preset that ships, in one step, and none hides one."""
+    assert set(ALIASES.values()) <= set(preset_names()) and set(ALIASES).isdisjoint(preset_names())
+    assert {load_preset(name).model for name in ALIASES} == {"any"}
+    assert name_of_today("flux-turbo target_error=0.5") == "turbo target_error=0.5"
+    assert name_of_today("stack W=3") == "stack W=3"
+
+
+def test_a_plain_name_means_the_video_form_for_videos():
+    """So does no name at all; other names, former ones among them, files and presets mean what they always mean."""
+    mine = load_preset("balanced")
+    assert [default_preset(name, is_video=False) for name in (None, "turbo")] == ["balanced", "turbo"]
+    assert [default_preset(name, is_video=True) for name in (None, "turbo")] == ["video-balanced", "video-turbo"]
+    for same in ("exact", "any-balanced", "video-turbo", Path("balanced"), mine):
+        assert default_preset(same, is_video=True) is same
 
 
 def test_preset_is_frozen():
@@ -206,7 +248,7 @@ def test_value_out_of_range_is_named(key, value):
 def test_target_error_lies_between_0_and_1(value):
     """The closed loop's target error excludes 0 and 1."""
     with pytest.raises(PresetError, match=rf"schedule\.target_error: .*got {value}"):
-        load_preset("any-balanced", **{"schedule.target_error": value})
+        load_preset("balanced", **{"schedule.target_error": value})
 
 
 def test_every_mistake_is_reported_at_once():
@@ -233,7 +275,7 @@ def test_overrides_leave_their_arguments_alone():
 
 def test_loading_a_preset_object_keeps_it():
     """A preset loaded from an object equals it, and unset keys count as unset again."""
-    preset = load_preset("any-balanced")
+    preset = load_preset("balanced")
     assert load_preset(preset) == preset
     assert load_preset(preset).model_fields_set == preset.model_fields_set
 
@@ -249,7 +291,7 @@ def test_loading_a_preset_object_keeps_it():
 )
 def test_override_switches_to_the_interval_control(overrides, control):
     """Choosing the other control drops the base's key of the first, whatever the order of the overrides."""
-    schedule = load_preset("any-balanced", **overrides).schedule
+    schedule = load_preset("balanced", **overrides).schedule
     assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
 
 
@@ -265,7 +307,7 @@ def test_foreign_key_is_refused_in_any_order(first):
     asked = {"schedule.control": "interval", "schedule.target_error": 0.1}
     order = sorted(asked, key=lambda key: not key.endswith(first))
     with pytest.raises(PresetError, match="target_error belongs to control 'adaptive'"):
-        load_preset("any-balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
+        load_preset("balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
 
 
 @pytest.mark.parametrize(
@@ -292,21 +334,21 @@ def test_foreign_key_is_refused_in_any_order(first):
 def test_inconsistent_combination_is_refused(overrides, complaint):
     """Keys that contradict each other, or would have no effect, are errors that say so."""
     with pytest.raises(PresetError, match=complaint):
-        load_preset("any-balanced", **overrides)
+        load_preset("balanced", **overrides)
 
 
 def test_base_chain_merges_nearest_last(write):
     """A preset takes its base's values, its base's base's, and its own before both."""
-    write("base: any-balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
+    write("base: balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
     preset = load_preset(write("base: middle.yaml\nschedule: {warmup: 8}\n"))
     assert preset.name == "mine"
     assert (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
-    assert preset.forecast == load_preset("any-balanced").forecast
+    assert preset.forecast == load_preset("balanced").forecast
 
 
 def test_base_may_be_of_the_other_control(write):
     """A file that chooses the other control drops its base's key of the first."""
-    preset = load_preset(write("base: any-balanced\nschedule: {control: interval, interval: 4}\n"))
+    preset = load_preset(write("base: balanced\nschedule: {control: interval, interval: 4}\n"))
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
 
 
@@ -321,7 +363,7 @@ def test_base_cycle_is_named(write):
     "text, complaint",
     [
         ("base: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
-        ("base: any-balnced\n", "did you mean 'any-balanced'.*available: any-balanced"),
+        ("base: any-balnced\n", "did you mean 'balanced'.*available: balanced"),
         ("base: 5\n", "unknown preset '5'"),
         ("schedule: {control: interval\n", "not valid YAML"),
         ("- schedule\n", "must hold a mapping of sections, got list"),
@@ -348,7 +390,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "preset, complaint",
     [
-        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'flux-balanced'.*available: .*exact"),
+        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'balanced'.*available: .*exact"),
         ("missing.yaml", r"missing\.yaml does not exist"),
         (Path("missing"), "missing does not exist"),
         (Path(), "can't be read"),
@@ -375,7 +417,7 @@ def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
     """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
     forecast = {"forecast.level": level, "forecast.corrector": level == "output"}
-    preset = load_preset("any-balanced", model="hunyuan_video", **sections, **forecast)
+    preset = load_preset("balanced", model="hunyuan_video", **sections, **forecast)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values
@@ -395,7 +437,7 @@ def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
 )
 def test_choosing_a_level_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
     """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
-    base = {"base": "any-video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
+    base = {"base": "video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
     values = load_preset(tmp_path / "base.yaml", **changes).effective()
     assert {"corrector", "beyond", "damping"} & set(values["forecast"]) == kept

@@ -18,7 +18,7 @@ VALUES = {  # valid ones, by policy
 
 def wan(**skip):
     """A closed-loop preset for Wan with this section."""
-    return load_preset("any-video-balanced", model="wan", skip={"steps": "all", **skip})
+    return load_preset("video-balanced", model="wan", skip={"steps": "all", **skip})
 
 
 def test_every_key_belongs_to_a_policy_or_to_all():

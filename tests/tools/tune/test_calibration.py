@@ -23,7 +23,7 @@ SPARGE = {"policy": "sparge", "steps": "all"}
 def preset(model: str = "wan", skip: dict = SPARGE, **overrides):
     schedule = {"control": "adaptive", "target_error": 0.1, "warmup": 2}
     sections = {"model": model, "schedule": schedule, "skip": skip, "blocks": BLOCKS}
-    return load_preset("any-balanced", **sections, **overrides)
+    return load_preset("balanced", **sections, **overrides)
 
 
 def recorded(settings, name="wan", steps=6, prompts=2, memory=calibration.MEMORY) -> Recorder:
