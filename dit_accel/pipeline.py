@@ -114,7 +114,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
         pipe: a diffusers pipeline with a transformer.
         preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. Of a pipeline
             that makes videos `quality`, `balanced` and `turbo` are `video-quality`, `video-balanced` and `video-turbo`.
-        overrides: preset keys to change, e.g. ``**{"forecast.order": 2}``.
+        overrides: preset keys to change, e.g. ``target_error=0.1``, ``schedule={"warmup": 3}`` or
+            ``**{"skip.policy": "none"}``; see :func:`~dit_accel.presets.load_preset`.
 
     Returns:
         The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
@@ -180,7 +181,7 @@ def accelerate_transformer(
             before needs ``reset()``.
         control_net: that the loop calls before the transformer, if there is one; at level ``output`` it then runs in
             those steps only whose transformer reads its output.
-        overrides: preset keys to change.
+        overrides: preset keys to change, likewise.
 
     Returns:
         The :class:`Acceleration`, with ``report()`` and ``restore()``.

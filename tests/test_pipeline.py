@@ -178,6 +178,22 @@ def test_unknown_preset_key_changes_nothing(pipe):
     assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
 
 
+def test_keys_are_keywords_of_every_front_door(pipe):
+    """accelerate_pipeline, accelerated and accelerate_transformer take them; a misspelt one changes nothing."""
+    schedule = accelerate_pipeline(pipe, target_error=0.1).dit_accel.preset.schedule
+    assert schedule.target_error == 0.1
+    with accelerated(pipe, "turbo", warmup=3, order=1):
+        assert (pipe.dit_accel.preset.schedule.warmup, pipe.dit_accel.preset.forecast.order) == (3, 1)
+    for wrong in (
+        accelerate_pipeline,
+        lambda pipe, **keys: accelerate_transformer(pipe.transformer, "turbo", [1.0], **keys),
+    ):
+        with pytest.raises(PresetError, match=r"unknown keyword 'target_eror' \(did you mean 'target_error'\?\)"):
+            wrong(pipe, target_eror=0.2)
+    assert pipe.dit_accel.preset.schedule == schedule
+    assert accelerate_transformer(pipe.transformer, "turbo", [1.0], cooldown=2).preset.schedule.cooldown == 2
+
+
 def test_threshold_out_of_range(pipe):
     """Abuse: τ beyond 1 is refused with its range and what came."""
     with pytest.raises(PresetError, match=r"reuse.tau_q: Input should be less than or equal to 1, got 1.5"):

@@ -37,7 +37,9 @@ PresetOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change one key of the preset, e.g. --set forecast.order=2. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
     ),
 ]
 StepsOption = Annotated[
@@ -84,7 +86,7 @@ class OptionError(DitAccelError, ValueError):
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    """``["forecast.order=2", …]`` as keyword arguments of ``load_preset``; values are YAML.
+    """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML.
 
     Raises:
         OptionError: a setting is not KEY=VALUE, or its value is not YAML.
@@ -95,7 +97,7 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise OptionError("--set", f"must be KEY=VALUE, e.g. forecast.order=2, got {setting!r}")
+            raise OptionError("--set", f"must be KEY=VALUE, e.g. target_error=0.1, got {setting!r}")
         try:
             overrides[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
+from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.names import ALIASES, name_of_today
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import CONTROL_KEYS, idle_keys
@@ -57,11 +57,11 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
 
     Args:
         preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
-        overrides: dotted keys, e.g. ``**{"forecast.order": 2}``, or whole sections, e.g. ``schedule={"warmup": 8}``,
-            whose keys are merged.
+        overrides: keys of any section, e.g. ``target_error=0.1, order=2``; whole sections, whose keys are merged, e.g.
+            ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
 
     Raises:
-        PresetError: unknown preset, key or value; the message lists what is valid.
+        PresetError: unknown preset, keyword, key or value; the message says what is valid.
     """
     if isinstance(preset, Preset):
         name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
@@ -72,10 +72,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
-    changes: dict[str, Any] = {}
-    for key, value in overrides.items():
-        _merge(changes, _nested(key.split("."), value))
-    _apply(values, changes)
+    _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {name!r} is not valid: unknown key 'name'; a preset is called after its file")
     return _validated({**values, "name": name}, source=name)
@@ -140,26 +137,12 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
     layers, changed_layers = _sections("layers", section, chosen)
     for name in changed_layers:
         drop_foreign_keys(*_sections(name, layers, changed_layers))
-    _merge(values, changes)
+    merge(values, changes)
 
 
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
     """What each has under a name; something empty where that is no mapping, which validation will complain about."""
     return [held if isinstance(held := holder.get(name), dict) else {} for holder in holders]
-
-
-def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = deepcopy(value)
-
-
-def _nested(keys: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
 
 
 def _validated(values: dict[str, Any], source: str) -> Preset:

@@ -130,6 +130,7 @@ MISTAKES = {
     "preset": (["--preset", "flux-balansed"], "did you mean 'balanced'"),
     "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),
     "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
+    "set-keyword": (["--set", "ordr=2"], "unknown keyword 'ordr' (did you mean 'order'?)"),
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),

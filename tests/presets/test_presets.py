@@ -264,6 +264,44 @@ def test_dotted_and_section_overrides_merge():
     assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 2.0)
 
 
+def test_keys_are_plain_keywords():
+    """A key that one section has alone needs no section; dotted keys and sections mean the same."""
+    plain = load_preset("turbo", warmup=3, order=1, target_error=0.1, budget_gib=4.0)
+    dotted = {"schedule.warmup": 3, "forecast.order": 1, "schedule.target_error": 0.1, "memory.budget_gib": 4.0}
+    assert plain == load_preset("turbo", **dotted)
+    assert plain == load_preset("turbo", schedule={"warmup": 3}, target_error=0.1, order=1, memory={"budget_gib": 4.0})
+    assert load_preset("wan21-sparge", layers={"a": {"tau_kv": 0.1}}).skip.at("a").tau_kv == 0.1
+
+
+@pytest.mark.parametrize(
+    "overrides, complaint",
+    [
+        (
+            {"target_eror": 0.1},
+            r"^unknown keyword 'target_eror' \(did you mean 'target_error'\?\); valid are description",
+        ),
+        ({"shedule": {"warmup": 2}}, r"^unknown keyword 'shedule' \(did you mean 'schedule'\?\)"),
+        (
+            {"zzz": 1, "warmupp": 2},
+            r"^unknown keyword 'zzz'; valid .*unknown keyword 'warmupp' \(did you mean 'warmup'",
+        ),
+        (
+            {"policy": "sparge"},
+            r"^keyword 'policy' may mean reuse.policy or skip.policy: write e.g. skip={'policy': …}$",
+        ),
+        ({"final_full": 1}, r"^unknown keyword 'final_full': it is called 'cooldown' now$"),
+        ({"order": 9}, r"forecast.order: .* got 9"),
+        ({"interval": 5}, "interval belongs to control 'interval', and control is 'adaptive'"),
+        ({"base": "exact"}, "unknown keyword 'base'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_keyword_is_an_error_that_tells_the_right_one(overrides, complaint):
+    """Misspelt, ambiguous, former, out of range, or of another control."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset("balanced", **overrides)
+
+
 def test_overrides_leave_their_arguments_alone():
     """Neither the preset nor the dictionaries that a caller passes in are changed."""
     preset, section = load_preset("exact"), {"order": 0}

@@ -85,7 +85,7 @@ def tune(
         evaluations: most settings of run-level thresholds that are tried between two confirmations.
         state: folder where all that was found is kept, so that an interrupted tuning goes on; None = nowhere.
         progress: called before each run and after each layer; what it raises ends the tuning.
-        overrides: preset keys to change first.
+        overrides: preset keys to change first; that of the closed loop's target is ``schedule={"target_error": …}``.
 
     Returns:
         The preset with what was measured. Where the target could not be met, ``met`` is False and the preset is the one
