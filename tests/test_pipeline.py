@@ -217,6 +217,22 @@ def test_preset_of_another_family():
         accelerate_pipeline(tiny_pipeline("wan"), "flux-fora")
 
 
+@pytest.mark.parametrize(
+    "keys", [{"level": "layer"}, {"skip": {"policy": "sparge", "steps": "all"}}], ids=["layer", "tiles"]
+)
+def test_what_needs_blocks_is_refused_where_they_are_not_known(keys):
+    """A preset for any model may ask for it, and whether it can be had shows when a pipeline is accelerated."""
+    pipe = tiny_pipeline("sd3")
+    with pytest.raises(
+        UnsupportedError, match=r"can't run on SD3Transformer2DModel.*amilies that can: flux, hunyuan_video"
+    ):
+        accelerate_pipeline(pipe, **keys)
+    assert not hasattr(pipe, "dit_accel")
+    flux = accelerate_pipeline(tiny_pipeline("flux"), **keys)
+    named = accelerate_pipeline(tiny_pipeline("flux"), **keys, model="flux")
+    assert torch.equal(call(flux), call(named)) and flux.dit_accel.report().computed_fraction < 1.0
+
+
 @pytest.mark.parametrize(("name", "usual"), [("flux", "balanced"), ("wan", "video-balanced")])
 def test_without_a_name_it_is_balanced(name, usual):
     """In its video form where videos are made; a Preset stays what it is, and a transformer goes by its family."""

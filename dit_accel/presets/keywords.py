@@ -10,17 +10,18 @@ from typing import Any
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import RENAMED, did_you_mean
 from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import Section
+from dit_accel.presets.section import Formed, section_in
 
 
 @cache
 def keywords() -> dict[str, tuple[str, ...]]:
     """Each key of a section by its own name, with the dotted keys that it may mean: ``order``, ``forecast.order``."""
     meanings: dict[str, tuple[str, ...]] = {}
-    for section, field in Preset.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for key in field.annotation.model_fields:
-                meanings[key] = (*meanings.get(key, ()), f"{section}.{key}")
+    for name, field in Preset.model_fields.items():
+        section = section_in(field)
+        forms = section.forms.values() if section is not None and issubclass(section, Formed) else (section,)
+        for key in dict.fromkeys(key for form in forms if form is not None for key in form.model_fields):
+            meanings[key] = (*meanings.get(key, ()), f"{name}.{key}")
     return meanings
 
 

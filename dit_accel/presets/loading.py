@@ -13,8 +13,7 @@ from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
 from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.names import ALIASES, name_of_today
-from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import CONTROL_KEYS, idle_keys
+from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.skip import drop_foreign_keys
 
 
@@ -83,8 +82,22 @@ def preset_schema() -> dict[str, Any]:
     schema = Preset.model_json_schema()
     schema["properties"].pop("name")
     schema["properties"]["base"] = {"type": "string", "description": "Preset (name or path) that this one starts from."}
+    _ask_for_nothing(schema)
     schema["required"] = []
     return schema
+
+
+def _ask_for_nothing(schema: Any) -> None:
+    """A preset with a base may leave out anything, and then more than one form of a section may be meant."""
+    if isinstance(schema, list):
+        for each in schema:
+            _ask_for_nothing(each)
+    if isinstance(schema, dict):
+        schema.pop("required", None)
+        if "oneOf" in schema:
+            schema["anyOf"] = schema.pop("oneOf")
+        for each in schema.values():
+            _ask_for_nothing(each)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -117,24 +130,24 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Merges changes into values; choosing a control, a level or a policy drops what the values said for others."""
-    forecast, chosen_forecast = _sections("forecast", values, changes)
-    section, chosen = _sections("schedule", values, changes)
-    level = chosen_forecast.get("level")
-    for key in idle_keys(level, chosen.get("control")):
-        forecast.pop(key, None)
-    if level not in (None, "output"):
-        section.pop("per_prompt", None)
-    for control, keys in CONTROL_KEYS.items():
-        if chosen.get("control") not in (None, control):
-            for key in keys:
-                section.pop(key, None)
-    section, chosen = _sections("skip", values, changes)
-    if chosen.get("policy") not in (None, section.get("policy")):
-        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
+    """Merges changes into values; choosing a form of a section drops what the values said for others."""
+    for name, formed in FORMED.items():
+        section, chosen = _sections(name, values, changes)
+        for key in formed.foreign_keys(chosen.get(formed.chooser)):
             section.pop(key, None)
-    drop_foreign_keys(section, chosen)
-    layers, changed_layers = _sections("layers", section, chosen)
+    (schedule, chosen_schedule), (forecast, chosen_forecast), (skip, chosen_skip) = (
+        _sections(name, values, changes) for name in FORMED
+    )
+    if chosen_forecast.get("level") not in (None, "output"):
+        schedule.pop("per_prompt", None)
+    if chosen_schedule.get("control") not in (None, "adaptive"):
+        for key in LOOP_KEYS:
+            forecast.pop(key, None)
+    if chosen_skip.get("policy") not in (None, skip.get("policy")):
+        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
+            skip.pop(key, None)
+    drop_foreign_keys(skip, chosen_skip)
+    layers, changed_layers = _sections("layers", skip, chosen_skip)
     for name in changed_layers:
         drop_foreign_keys(*_sections(name, layers, changed_layers))
     merge(values, changes)

@@ -94,19 +94,23 @@ def test_shipped_preset_fits_the_schema(name):
     """The JSON schema that editors check against accepts every shipped file as it is written."""
     schema = preset_schema()
 
-    def check(values: dict, section: dict) -> None:
-        assert section["additionalProperties"] is False
-        assert values.keys() <= section["properties"].keys()
-        for key, value in values.items():
-            rule = section["properties"][key]
-            if "$ref" in rule:
-                check(value, schema["$defs"][rule["$ref"].rsplit("/", 1)[-1]])
-            else:
-                assert value in rule.get("enum", [rule.get("const", value)])
+    def fits(value: object, rule: dict) -> bool:
+        if "$ref" in rule:
+            return fits(value, schema["$defs"][rule["$ref"].rsplit("/", 1)[-1]])
+        if "anyOf" in rule:
+            return any(fits(value, form) for form in rule["anyOf"])
+        if "properties" not in rule:
+            return value in rule.get("enum", [rule.get("const", value)])
+        assert rule["additionalProperties"] is False and not rule.get(
+            "required"
+        )  # with a base anything may be left out
+        return value.keys() <= rule["properties"].keys() and all(
+            fits(each, rule["properties"][key]) for key, each in value.items()
+        )
 
-    raw = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
-    check(raw, schema)
-    assert schema["required"] == []  # a preset with a base may leave out anything
+    assert fits(yaml.safe_load(preset_path(name).read_text(encoding="utf-8")), schema)
+    assert not fits({"skip": {"policy": "sla", "tau_kv": 0.1}}, schema)
+    assert fits({"skip": {"tau_kv": 0.1}, "schedule": {"warmup": 2}}, schema)
 
 
 @pytest.mark.parametrize("name, expected", PAPERS.items(), ids=PAPERS)
@@ -228,7 +232,6 @@ def test_name_is_not_a_key(given, write):
         ("schedule.interval", 0),
         ("schedule.interval", 2.5),
         ("schedule.cooldown", -1),
-        ("schedule.max_interval", 0),
         ("forecast.order", 5),
         ("forecast.level", "block"),
         ("blocks.size", 96),
@@ -242,6 +245,16 @@ def test_value_out_of_range_is_named(key, value):
         load_preset("flux-flashomni", **{key: value})
     assert f"{key}: " in str(caught.value)
     assert f"got {value!r}" in str(caught.value)
+
+
+def test_keys_of_a_form_are_checked_too():
+    """A value out of range is named without the form."""
+    with pytest.raises(PresetError, match=r"schedule\.max_interval: .*got 0$"):
+        load_preset("balanced", max_interval=0)
+    with pytest.raises(PresetError, match=r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"):
+        load_preset("balanced", control="never")
+    with pytest.raises(PresetError, match=r"schedule: must be a mapping of keys, got 5$"):
+        load_preset("balanced", schedule=5)
 
 
 @pytest.mark.parametrize("value", [0, 1.0, -0.5])
@@ -353,14 +366,13 @@ def test_foreign_key_is_refused_in_any_order(first):
     [
         ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
         ({"schedule.interval": 5}, "schedule: interval belongs to control 'interval'"),
-        ({"forecast.level": "layer"}, "level 'layer' needs a model family"),
-        ({"forecast.level": "head"}, "level 'head' needs a model family"),
+        ({"forecast.level": "head"}, "level 'head' needs blocks of our own, and model is 'any'"),
+        ({"forecast.level": "head", "model": "sd3"}, "model is 'sd3': set model to flux, hunyuan_video or wan"),
         ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
         ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
         ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
         ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* level 'output'.* or skip.steps to all"),
         ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
-        ({"skip": TILES_ON_ALL_STEPS}, "skip.steps 'all' needs a model family with an adapter"),
         (
             {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
             "section 'reuse' has no effect at level 'output', .* set forecast.level to head$",
@@ -450,12 +462,12 @@ def test_effective_values_load_again(name, tmp_path):
     assert load_preset(file).effective() == load_preset(name).effective()
 
 
+@pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
+def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
     """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    forecast = {"forecast.level": level, "forecast.corrector": level == "output"}
-    preset = load_preset("balanced", model="hunyuan_video", **sections, **forecast)
+    preset = load_preset("balanced", model=model, **sections, level=level)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values

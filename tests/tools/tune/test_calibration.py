@@ -129,7 +129,7 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
         assert candidate.sparsity == pytest.approx(sum(sparsities) / 2, abs=1e-6)
 
 
-HEADS = {"forecast.level": "head", "forecast.corrector": False}
+HEADS = {"forecast.level": "head"}
 
 
 def test_at_level_head_thresholds_are_those_of_the_step():
