@@ -68,8 +68,8 @@ class Formed(Section):
             if owners and key not in cls.model_fields:
                 chooser, owner = cls.chooser, owners[0]
                 raise ValueError(
-                    f"{key} belongs to {chooser} '{owner}', and {chooser} is '{cls.form_of(values)}': remove it, or set "
-                    f"{chooser} to {owner}"
+                    f"{key} belongs to {chooser} '{owner}', and {chooser} is '{cls.form_of(values)}': remove it, or "
+                    f"set {chooser} to {owner}"
                 )
         return handler(values)
 
