@@ -1,7 +1,7 @@
 """dit-accel makes diffusers' DiT pipelines several times faster at nearly the same picture.
 
 >>> from dit_accel import accelerate_pipeline, restore_pipeline
->>> pipe = accelerate_pipeline(pipe, "flux-balanced")  # doctest: +SKIP
+>>> pipe = accelerate_pipeline(pipe)  # doctest: +SKIP
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,10 @@ from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
-from dit_accel.models.families import FAMILIES, drive, known_family
+from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.transformer_hook import TransformerDriver, find_hook
-from dit_accel.presets import Preset, load_preset
+from dit_accel.presets import VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
 
 class Acceleration:
@@ -90,15 +91,33 @@ class Acceleration:
         return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
 
 
-def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Any:
+def makes_video(pipe: Any) -> bool:
+    """Whether a pipeline makes videos: its family does, or its call takes a number of frames, or a video."""
+    if family_of(pipe) in VIDEO_FAMILIES:
+        return True
+    return not inspect.signature(pipe.__call__).parameters.keys().isdisjoint(("num_frames", "video"))
+
+
+def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Preset:
+    """What :func:`accelerate_pipeline` makes of a preset and overrides for this pipeline.
+
+    Raises:
+        PresetError: unknown preset, key or value.
+    """
+    return load_preset(default_preset(preset, is_video=makes_video(pipe)), **overrides)
+
+
+def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Any:
     """Makes a diffusers pipeline faster, in place.
 
     A pipeline that is accelerated already gets the new preset instead of the old. Nothing is changed if this raises.
 
     Args:
         pipe: a diffusers pipeline with a transformer.
-        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`.
-        overrides: preset keys to change, e.g. ``**{"forecast.order": 2}``.
+        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. Of a pipeline
+            that makes videos `quality`, `balanced` and `turbo` are `video-quality`, `video-balanced` and `video-turbo`.
+        overrides: preset keys to change, e.g. ``target_error=0.1``, ``schedule={"warmup": 3}`` or
+            ``**{"skip.policy": "none"}``; see :func:`~dit_accel.presets.load_preset`.
 
     Returns:
         The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
@@ -107,7 +126,6 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
         UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
     """
-    settings = load_preset(preset, **overrides)
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
         raise UnsupportedError(
@@ -115,6 +133,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset, **overrides: Any
             f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
+    settings = preset_for(pipe, preset, **overrides)
     clock = SchedulerClock(lambda: pipe.scheduler)
     pipe.dit_accel = _attach(transformers, settings, clock, control_net(pipe), owner=pipe)
     return pipe
@@ -129,7 +148,7 @@ def restore_pipeline(pipe: Any) -> Any:
 
 
 @contextmanager
-def accelerated(pipe: Any, preset: str | Path | Preset, **overrides: Any) -> Iterator[Any]:
+def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Iterator[Any]:
     """Accelerates a pipeline within a ``with`` block, whatever happens in it.
 
     A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
@@ -157,13 +176,14 @@ def accelerate_transformer(
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
             apart by ``transformer.cache_context(name)``.
-        preset: as for :func:`accelerate_pipeline`.
+        preset: as for :func:`accelerate_pipeline`; of HunyuanVideo and Wan `quality`, `balanced` and `turbo` are the
+            video forms. For other models of videos name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.
         control_net: that the loop calls before the transformer, if there is one; at level ``output`` it then runs in
             those steps only whose transformer reads its output.
-        overrides: preset keys to change.
+        overrides: preset keys to change, likewise.
 
     Returns:
         The :class:`Acceleration`, with ``report()`` and ``restore()``.
@@ -172,7 +192,9 @@ def accelerate_transformer(
         PresetError: unknown preset, key or value.
         UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
     """
-    settings = load_preset(preset, **overrides)
+    family = known_family(transformer)
+    is_video = family is not None and family.name in VIDEO_FAMILIES
+    settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     return _attach({"transformer": transformer}, settings, TimestepClock(timesteps), control_net)
 
 
@@ -218,16 +240,21 @@ def _check_family(preset: Preset, driver: TransformerDriver) -> None:
     model = type(driver.transformer).__name__
     if preset.model not in ("any", driver.family_name):
         raise UnsupportedError(
-            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that serve "
-            "any transformer begin with 'any-'"
+            f"preset {preset.name!r} is for {preset.model} models, and {model} is not one; presets that fit it: "
+            f"{', '.join(fitting_presets(driver.family_name, driver.levels))}"
         )
     if preset.forecast.level not in driver.levels:
         raise UnsupportedError(
             f"level {preset.forecast.level!r} of preset {preset.name!r} can't run on {model}; "
-            f"it takes {', '.join(driver.levels)}"
+            f"it takes {', '.join(driver.levels)}. Families that can: {_families_at(preset.forecast.level)}"
         )
     if preset.skip.steps == "all" and not isinstance(driver, FamilyDriver):
         raise UnsupportedError(
-            f"skip.steps 'all' of preset {preset.name!r} needs to know where the tokens of {model} lie, and that is "
-            f"known of {', '.join(family.model for family in FAMILIES)}"
+            f"skip.steps 'all' of preset {preset.name!r} can't run on {model}, whose blocks are not known; "
+            f"families that can: {_families_at('layer')}"
         )
+
+
+def _families_at(level: str) -> str:
+    """Names of the families that a level runs on."""
+    return ", ".join(family.name for family in FAMILIES if level != "head" or family.name in HAND_WRITTEN)

@@ -30,7 +30,7 @@ def image():
 pipe.set_progress_bar_config(disable=True)
 plain = image()
 print(f"{'preset':16} {'computed':>8} {'PSNR':>8}")
-for preset in ("flux-balanced", "flux-turbo", "flux-taylorseer", "flux-fora"):
+for preset in ("balanced", "turbo", "flux-taylorseer", "flux-fora"):
     with accelerated(pipe, preset):
         quality = psnr(image(), plain)
         print(f"{preset:16} {pipe.dit_accel.report().computed_fraction:8.2f} {quality:5.1f} dB")

@@ -26,7 +26,7 @@ pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
 call = demo_arguments(folder) | {"prompt": "a yellow ring over the hills", "num_inference_steps": options.steps}
 
 plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images[0]
-accelerate_pipeline(pipe, "flux-balanced")
+accelerate_pipeline(pipe, "balanced")
 accelerated = pipe(**call, generator=torch.Generator().manual_seed(0)).images[0]
 print(pipe.dit_accel.report())
 restore_pipeline(pipe)

@@ -26,7 +26,7 @@ given = {"encoder_hidden_states": text, "pooled_projections": pooled, "txt_ids":
 
 scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / options.steps, options.steps).tolist(), mu=1.0)
 timesteps = scheduler.timesteps / 1000  # FLUX takes them between 0 and 1
-acceleration = accelerate_transformer(transformer, "flux-balanced", timesteps)
+acceleration = accelerate_transformer(transformer, "balanced", timesteps)
 with torch.no_grad():
     for step, timestep in enumerate(timesteps):
         velocity = transformer(latents, timestep=timestep.expand(1), **given, return_dict=False)[0]

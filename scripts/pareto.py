@@ -34,17 +34,17 @@ from demo_models.loading import load_demo
 from dit_accel import preset_names
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
-from dit_accel.tools.demo import demo_arguments, demo_path, model_preset
+from dit_accel.tools.demo import demo_arguments, demo_path
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan", "any"), "demo-wan": ("wan21", "any")}
-SWEPT = {"demo-flux": "flux-balanced"}  # preset whose target is swept; of the others the one that their model names
+FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}
+LOOPS = ("quality", "balanced", "turbo")  # names for any model; of `balanced` the target is swept
 
 
 def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> tuple[list[Method], dict[str, str]]:
     """Everything that is compared on a demo model, and why some peers are not."""
     presets = [name for name in preset_names() if name.split("-")[0] in FAMILIES[model]]
-    ours = our_methods(pipe, presets, SWEPT.get(model) or model_preset(model))
+    ours = our_methods(pipe, [*LOOPS, *presets], "balanced")
     others, left_out = peer_methods(pipe, steps, peers)
     return [*ours, *fixed_schedules(pipe), *others], left_out
 

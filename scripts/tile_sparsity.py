@@ -82,7 +82,7 @@ def _keys(block: int, policy: str = "sparge", **skip: Any) -> dict[str, Any]:
 def preset(model: str, schedule: str, keys: dict[str, Any]) -> Preset:
     """The preset of a setting on one of the schedules."""
     if schedule == "loop":
-        return load_preset(load_preset("any-video-balanced", model=MODELS[model]), **keys)
+        return load_preset(load_preset("video-balanced", model=MODELS[model]), **keys)
     return load_preset("exact", model=MODELS[model], **keys)
 
 

@@ -13,7 +13,7 @@ from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.tools.testing import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 12
-CLOSED_LOOP = load_preset("any-turbo")
+CLOSED_LOOP = load_preset("turbo")
 HEADS = load_preset(
     "flux-flashomni",
     schedule={"warmup": 2, "interval": 3},
@@ -173,9 +173,25 @@ def test_unknown_preset_key_changes_nothing(pipe):
     with pytest.raises(
         PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
     ):
-        accelerate_pipeline(pipe, "flux-balanced", **{"forecast.ordre": 2})
+        accelerate_pipeline(pipe, "balanced", **{"forecast.ordre": 2})
     assert pipe.dit_accel.preset == CLOSED_LOOP
     assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
+
+
+def test_keys_are_keywords_of_every_front_door(pipe):
+    """accelerate_pipeline, accelerated and accelerate_transformer take them; a misspelt one changes nothing."""
+    schedule = accelerate_pipeline(pipe, target_error=0.1).dit_accel.preset.schedule
+    assert schedule.target_error == 0.1
+    with accelerated(pipe, "turbo", warmup=3, order=1):
+        assert (pipe.dit_accel.preset.schedule.warmup, pipe.dit_accel.preset.forecast.order) == (3, 1)
+    for wrong in (
+        accelerate_pipeline,
+        lambda pipe, **keys: accelerate_transformer(pipe.transformer, "turbo", [1.0], **keys),
+    ):
+        with pytest.raises(PresetError, match=r"unknown keyword 'target_eror' \(did you mean 'target_error'\?\)"):
+            wrong(pipe, target_eror=0.2)
+    assert pipe.dit_accel.preset.schedule == schedule
+    assert accelerate_transformer(pipe.transformer, "turbo", [1.0], cooldown=2).preset.schedule.cooldown == 2
 
 
 def test_threshold_out_of_range(pipe):
@@ -188,13 +204,48 @@ def test_threshold_out_of_range(pipe):
 def test_unsupported_pipeline():
     """Abuse: something that is no transformer pipeline is refused by name."""
     with pytest.raises(UnsupportedError, match="component named transformer or transformer_2, got Namespace"):
-        accelerate_pipeline(type("Namespace", (), {})(), "any-balanced")
+        accelerate_pipeline(type("Namespace", (), {})(), "balanced")
 
 
 def test_preset_of_another_family():
-    """A FLUX preset on another model names what would fit."""
-    with pytest.raises(UnsupportedError, match=r"is for flux models, and SD3Transformer2DModel is not one; .* 'any-'"):
-        accelerate_pipeline(tiny_pipeline("sd3"), "flux-balanced")
+    """A FLUX preset on another model names what would fit; what needs blocks, the families that have them."""
+    pipe = tiny_pipeline("sd3")
+    fitting = "presets that fit it: balanced, exact, quality, turbo$"
+    with pytest.raises(UnsupportedError, match=f"is for flux models, and SD3Transformer2DModel is not one; {fitting}"):
+        accelerate_pipeline(pipe, "flux-fora")
+    with pytest.raises(UnsupportedError, match=r"WanTransformer3DModel is not one; .*: balanced, .*wan21-taylorseer"):
+        accelerate_pipeline(tiny_pipeline("wan"), "flux-fora")
+
+
+@pytest.mark.parametrize(
+    "keys", [{"level": "layer"}, {"skip": {"policy": "sparge", "steps": "all"}}], ids=["layer", "tiles"]
+)
+def test_what_needs_blocks_is_refused_where_they_are_not_known(keys):
+    """A preset for any model may ask for it, and whether it can be had shows when a pipeline is accelerated."""
+    pipe = tiny_pipeline("sd3")
+    with pytest.raises(
+        UnsupportedError, match=r"can't run on SD3Transformer2DModel.*amilies that can: flux, hunyuan_video"
+    ):
+        accelerate_pipeline(pipe, **keys)
+    assert not hasattr(pipe, "dit_accel")
+    flux = accelerate_pipeline(tiny_pipeline("flux"), **keys)
+    named = accelerate_pipeline(tiny_pipeline("flux"), **keys, model="flux")
+    assert torch.equal(call(flux), call(named)) and flux.dit_accel.report().computed_fraction < 1.0
+
+
+@pytest.mark.parametrize(("name", "usual"), [("flux", "balanced"), ("wan", "video-balanced")])
+def test_without_a_name_it_is_balanced(name, usual):
+    """In its video form where videos are made; a Preset stays what it is, and a transformer goes by its family."""
+    pipe = accelerate_pipeline(tiny_pipeline(name))
+    assert pipe.dit_accel.preset == load_preset(usual)
+    with accelerated(pipe, load_preset("turbo")):
+        assert pipe.dit_accel.preset.name == "turbo"
+    with accelerated(pipe, "any-turbo"):
+        assert pipe.dit_accel.preset.name == "turbo"
+    restore_pipeline(pipe)
+    with accelerated(pipe):
+        assert pipe.dit_accel.preset.name == usual
+    assert accelerate_transformer(pipe.transformer, "balanced", [2.0, 1.0]).preset.name == usual
 
 
 def test_accelerated_restores_whatever_happens(pipe):
@@ -375,7 +426,7 @@ def test_outputs_may_hold_what_is_no_tensor():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU makes the host wait")
-@pytest.mark.parametrize("preset", ["flux-turbo", "flux-sparge-balanced"])
+@pytest.mark.parametrize("preset", ["turbo", "flux-sparge-balanced"])
 def test_the_host_waits_once_a_computed_call(preset):
     """Errors and densities are read together; a forecast step reads nothing."""
     pipe = accelerate_pipeline(tiny_pipeline("flux").to("cuda", torch.bfloat16), preset)

@@ -34,7 +34,7 @@ def command(
         typer.Option(
             "--presets",
             help="Names or paths, separated by commas.",
-            show_default="the family's quality, balanced and turbo, and other targets of the balanced one",
+            show_default="quality, balanced and turbo, and other targets of balanced",
         ),
     ] = None,
     peers: Annotated[
@@ -136,8 +136,8 @@ def _methods(
 
     targets: list[Method] = []
     if not presets:
-        base = model_preset(model) or options.choose_preset(None, {}, bench.pipe).name
-        presets = [f"{base.removesuffix('-balanced')}-{level}" for level in LEVELS]
+        base = options.choose_preset(model_preset(model), {}, bench.pipe).name
+        presets = [f"{base.removesuffix('balanced')}{level}" for level in LEVELS]
         targets = spread(our_methods(bench.pipe, [], base), settings)
     others, left_out = peer_methods(bench.pipe, bench.subject.steps, peers, settings)
     return [*our_methods(bench.pipe, presets), *targets, *others], left_out

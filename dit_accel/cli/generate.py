@@ -91,7 +91,7 @@ def command(
 
     dit-accel generate --prompt "a red star over the sea" --compare
 
-    dit-accel generate --model black-forest-labs/FLUX.1-dev --prompt "a fox" --preset flux-quality --output fox.png
+    dit-accel generate --model black-forest-labs/FLUX.1-dev --prompt "a fox" --preset quality --output fox.png
 
     dit-accel generate --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a fox runs" --output fox.mp4 --compare
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,10 +136,6 @@ class Clips:
         return _quality(np.concatenate(plain), np.concatenate(fast))
 
 
-def makes_video(pipe: Any) -> bool:
-    return "num_frames" in inspect.signature(pipe.__call__).parameters
-
-
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
     """What a pipeline makes.
 
@@ -152,6 +147,8 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
     Raises:
         OptionError: ``fps`` was given for a pipeline of pictures.
     """
+    from dit_accel.pipeline import makes_video
+
     if makes_video(pipe):
         return Clips(fps or model_fps or _family_fps(pipe))
     if fps is not None:

@@ -31,13 +31,15 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="a demo model's own, else the balanced one of the family, else any-balanced or any-video-balanced",
+        show_default="balanced, which for a pipeline that makes videos is video-balanced",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change one key of the preset, e.g. --set forecast.order=2. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
     ),
 ]
 StepsOption = Annotated[
@@ -84,7 +86,7 @@ class OptionError(DitAccelError, ValueError):
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    """``["forecast.order=2", …]`` as keyword arguments of ``load_preset``; values are YAML.
+    """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML.
 
     Raises:
         OptionError: a setting is not KEY=VALUE, or its value is not YAML.
@@ -95,7 +97,7 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise OptionError("--set", f"must be KEY=VALUE, e.g. forecast.order=2, got {setting!r}")
+            raise OptionError("--set", f"must be KEY=VALUE, e.g. target_error=0.1, got {setting!r}")
         try:
             overrides[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -104,29 +106,20 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
 
 
 def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None) -> Preset:
-    """The preset of that name or path with the overrides applied; without a name the default for the pipeline's family.
+    """The preset of that name or path, with the overrides applied, as the pipeline gets it; without a name `balanced`.
+
+    Without a pipeline, the preset as such: for checking name, keys and values before one is loaded.
 
     Raises:
         PresetError: unknown preset, key or value.
     """
-    from dit_accel.presets import load_preset
+    from dit_accel.presets import default_preset, load_preset
 
-    return load_preset(_default_preset(pipe) if name is None else name, **overrides)
+    if pipe is None:
+        return load_preset(default_preset(name, is_video=False), **overrides)
+    from dit_accel.pipeline import preset_for
 
-
-def _default_preset(pipe: Any) -> str:
-    from dit_accel.cli.media import makes_video  # which imports this module
-    from dit_accel.models.families import family_of
-    from dit_accel.presets import preset_names
-
-    family = family_of(pipe)
-    if family == "wan":
-        second_generation = pipe.config.get("boundary_ratio") is not None or pipe.config.get("expand_timesteps")
-        family = "wan22" if second_generation else "wan21"
-    elif family == "any" and makes_video(pipe):
-        family = "any-video"
-    name = f"{family.removesuffix('_video')}-balanced"
-    return name if name in preset_names() else "any-balanced"
+    return preset_for(pipe, name, **overrides)
 
 
 def read_prompts(path: Path) -> list[str]:

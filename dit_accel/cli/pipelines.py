@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dit_accel.cli.media import makes_video
 from dit_accel.cli.options import OptionError
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
@@ -89,6 +88,8 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
         OptionError: an option was given that the pipeline does not take or that would do nothing, several clips were
             asked for, or a picture that the pipeline needs was not given.
     """
+    from dit_accel.pipeline import makes_video
+
     parameters = inspect.signature(pipe.__call__).parameters
     folder = demo_path(model)
     arguments = demo_arguments(folder) if folder else {}
@@ -154,6 +155,7 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     """
     import torch
 
+    from dit_accel.pipeline import makes_video
     from dit_accel.tools.video import as_clip
 
     generator = torch.Generator("cpu").manual_seed(seed)

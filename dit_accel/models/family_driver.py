@@ -103,6 +103,9 @@ class FamilyDriver(TransformerDriver):
         head_dim = self.transformer.config.attention_head_dim
         projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, self.layers(), head_dim)
         self.context = BlockContext(self.controller, projections, head_dim)
+        self._sites = {name: self.family.sites(block, name) for name, block in self.blocks().items()}
+        # A block of each kind, by the attentions that it has, which decide what a block costs.
+        self._kinds = {tuple(self._sites[name].values()): block for name, block in self.blocks().items()}
 
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
@@ -114,7 +117,7 @@ class FamilyDriver(TransformerDriver):
                 for part, module in self._parts(block).items():
                     register_hook(module, PartHook(self.controller, name, part))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
-                for site, attribute in self.family.sites(block, name).items():
+                for site, attribute in self._sites[name].items():
                     attn = getattr(block, attribute)
                     attend = partial(self._attend, site, name, attribute)
                     missed = partial(self.controller.fall_back, site)
@@ -130,7 +133,7 @@ class FamilyDriver(TransformerDriver):
             remove_hook(block)
             for module in self._parts(block).values():
                 remove_hook(module)
-            for attribute in self.family.sites(block, name).values():
+            for attribute in self._sites[name].values():
                 interceptor.release(getattr(block, attribute))
         if self._order is not None:
             take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
@@ -249,24 +252,26 @@ class FamilyDriver(TransformerDriver):
         """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
         if call.symbols:
             self.controller.last_layout = self.layout(arguments)
-        tokens, kinds = self.tokens(arguments), {}
-        for name, block in self.blocks().items():
-            sites = self.family.sites(block, name)
-            kind = tuple(sites.values())
-            if kind not in kinds:
-                kinds[kind] = self.family.work(self.transformer, arguments, tokens, block)
-            call.work[name] = (self._computed(call, name, sites, kinds[kind]), kinds[kind].plain)
-            if call.skips:
-                self._report_replaced(call, block, sites)
+        tokens = self.tokens(arguments)
+        works = {
+            kind: self.family.work(self.transformer, arguments, tokens, block) for kind, block in self._kinds.items()
+        }
+        level = self.controller.preset.forecast.level
+        is_forecast = call.mode is StepMode.DISPATCH and level == "output"
+        for name, sites in self._sites.items():
+            work = works[tuple(sites.values())]
+            call.work[name] = (0.0 if is_forecast else self._computed(call, name, sites, work), work.plain)
+        if call.skips and level != "head":
+            self._report_replaced(call)
 
-    def _report_replaced(self, call: Call, block: nn.Module, sites: dict[str, str]) -> None:
+    def _report_replaced(self, call: Call) -> None:
         """Says which sites attend densely because somebody has put another processor into the interceptor's place."""
-        for site, attribute in sites.items():
-            processor = getattr(block, attribute).processor
-            intercepts = self.controller.preset.forecast.level != "head"
-            if intercepts and site not in call.symbols and not isinstance(processor, interceptor.Interceptor):
-                reason = f"attention processor {type(processor).__name__} was set after acceleration"
-                self.controller.fall_back(site, reason)
+        for name, block in self.blocks().items():
+            for site, attribute in self._sites[name].items():
+                processor = getattr(block, attribute).processor
+                if site not in call.symbols and not isinstance(processor, interceptor.Interceptor):
+                    reason = f"attention processor {type(processor).__name__} was set after acceleration"
+                    self.controller.fall_back(site, reason)
 
     def _computed(self, call: Call, name: str, sites: dict[str, str], work: BlockWork) -> float:
         level = self.controller.preset.forecast.level

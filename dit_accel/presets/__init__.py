@@ -5,12 +5,16 @@ default, ``base:`` starts from another preset, and unknown keys or values out of
 valid.
 """
 
-from dit_accel.presets.loading import load_preset, preset_names, preset_path, preset_schema
-from dit_accel.presets.preset import Preset
+from dit_accel.presets.loading import fitting_presets, load_preset, preset_names, preset_path, preset_schema
+from dit_accel.presets.names import ALIASES, default_preset, name_of_today
+from dit_accel.presets.preset import FUSED_FAMILIES, VIDEO_FAMILIES, Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Memory, Reuse, Schedule
 from dit_accel.presets.skip import Skip
 
 __all__ = [
+    "ALIASES",
+    "FUSED_FAMILIES",
+    "VIDEO_FAMILIES",
     "Blocks",
     "Forecast",
     "Kernels",
@@ -19,7 +23,10 @@ __all__ = [
     "Reuse",
     "Schedule",
     "Skip",
+    "default_preset",
+    "fitting_presets",
     "load_preset",
+    "name_of_today",
     "preset_names",
     "preset_path",
     "preset_schema",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
 from dit_accel.presets.complaints import did_you_mean, explain
-from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import CONTROL_KEYS, idle_keys
+from dit_accel.presets.keywords import merge, nested
+from dit_accel.presets.names import ALIASES, name_of_today
+from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.skip import drop_foreign_keys
 
 
@@ -28,17 +29,26 @@ def preset_names() -> list[str]:
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of a shipped preset.
+    """The YAML file of a shipped preset, by its name or a former one.
 
     Raises:
         PresetError: no such preset; the message lists those that exist.
     """
-    path = _config_directory() / f"{name}.yaml"
+    path = _config_directory() / f"{name_of_today(name)}.yaml"
     if not path.is_file():
-        raise PresetError(
-            f"unknown preset {name!r}{did_you_mean(name, preset_names())}; available: {', '.join(preset_names())}"
-        )
+        meant = did_you_mean(name, preset_names(), ALIASES)
+        raise PresetError(f"unknown preset {name!r}{meant}; available: {', '.join(preset_names())}")
     return path
+
+
+def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
+    """Names of the presets that a model family can run; plain names stand for their video forms too.
+
+    Args:
+        levels: that the family has.
+    """
+    named = {name: load_preset(name) for name in preset_names() if not name.startswith("video-")}
+    return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
@@ -46,11 +56,11 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
 
     Args:
         preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
-        overrides: dotted keys, e.g. ``**{"forecast.order": 2}``, or whole sections, e.g. ``schedule={"warmup": 8}``,
-            whose keys are merged.
+        overrides: keys of any section, e.g. ``target_error=0.1, order=2``; whole sections, whose keys are merged, e.g.
+            ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
 
     Raises:
-        PresetError: unknown preset, key or value; the message lists what is valid.
+        PresetError: unknown preset, keyword, key or value; the message says what is valid.
     """
     if isinstance(preset, Preset):
         name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
@@ -61,10 +71,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         name, values = path.stem, _read(path, seen=())
     else:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
-    changes: dict[str, Any] = {}
-    for key, value in overrides.items():
-        _merge(changes, _nested(key.split("."), value))
-    _apply(values, changes)
+    _apply(values, nested(overrides))
     if "name" in values:
         raise PresetError(f"preset {name!r} is not valid: unknown key 'name'; a preset is called after its file")
     return _validated({**values, "name": name}, source=name)
@@ -75,8 +82,22 @@ def preset_schema() -> dict[str, Any]:
     schema = Preset.model_json_schema()
     schema["properties"].pop("name")
     schema["properties"]["base"] = {"type": "string", "description": "Preset (name or path) that this one starts from."}
+    _ask_for_nothing(schema)
     schema["required"] = []
     return schema
+
+
+def _ask_for_nothing(schema: Any) -> None:
+    """A preset with a base may leave out anything, and then more than one form of a section may be meant."""
+    if isinstance(schema, list):
+        for each in schema:
+            _ask_for_nothing(each)
+    if isinstance(schema, dict):
+        schema.pop("required", None)
+        if "oneOf" in schema:
+            schema["anyOf"] = schema.pop("oneOf")
+        for each in schema.values():
+            _ask_for_nothing(each)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -109,46 +130,32 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Merges changes into values; choosing a control, a level or a policy drops what the values said for others."""
-    forecast, chosen_forecast = _sections("forecast", values, changes)
-    section, chosen = _sections("schedule", values, changes)
-    level = chosen_forecast.get("level")
-    for key in idle_keys(level, chosen.get("control")):
-        forecast.pop(key, None)
-    if level not in (None, "output"):
-        section.pop("per_prompt", None)
-    for control, keys in CONTROL_KEYS.items():
-        if chosen.get("control") not in (None, control):
-            for key in keys:
-                section.pop(key, None)
-    section, chosen = _sections("skip", values, changes)
-    if chosen.get("policy") not in (None, section.get("policy")):
-        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
+    """Merges changes into values; choosing a form of a section drops what the values said for others."""
+    for name, formed in FORMED.items():
+        section, chosen = _sections(name, values, changes)
+        for key in formed.foreign_keys(chosen.get(formed.chooser)):
             section.pop(key, None)
-    drop_foreign_keys(section, chosen)
-    layers, changed_layers = _sections("layers", section, chosen)
+    (schedule, chosen_schedule), (forecast, chosen_forecast), (skip, chosen_skip) = (
+        _sections(name, values, changes) for name in FORMED
+    )
+    if chosen_forecast.get("level") not in (None, "output"):
+        schedule.pop("per_prompt", None)
+    if chosen_schedule.get("control") not in (None, "adaptive"):
+        for key in LOOP_KEYS:
+            forecast.pop(key, None)
+    if chosen_skip.get("policy") not in (None, skip.get("policy")):
+        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
+            skip.pop(key, None)
+    drop_foreign_keys(skip, chosen_skip)
+    layers, changed_layers = _sections("layers", skip, chosen_skip)
     for name in changed_layers:
         drop_foreign_keys(*_sections(name, layers, changed_layers))
-    _merge(values, changes)
+    merge(values, changes)
 
 
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
     """What each has under a name; something empty where that is no mapping, which validation will complain about."""
     return [held if isinstance(held := holder.get(name), dict) else {} for holder in holders]
-
-
-def _merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = deepcopy(value)
-
-
-def _nested(keys: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
 
 
 def _validated(values: dict[str, Any], source: str) -> Preset:

@@ -6,23 +6,26 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dit_accel.presets.section import Formed, Section
 from dit_accel.presets.sections import (
-    CONTROL_KEYS,
-    OUTPUT_KEYS,
+    AnyForecast,
+    AnySchedule,
     Blocks,
     Forecast,
     Kernels,
     Memory,
+    OutputForecast,
     Reuse,
     Schedule,
-    Section,
-    idle_keys,
 )
-from dit_accel.presets.skip import Skip
+from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
-_VIDEO_MODELS = ("hunyuan_video", "wan")
+FUSED_FAMILIES = ("flux", "hunyuan_video", "wan")  # with blocks of our own, which level head needs
+VIDEO_FAMILIES = ("hunyuan_video", "wan")
+LOOP_KEYS = ("beyond", "damping")  # of section forecast, that control adaptive alone reads
+FORMED: dict[str, type[Formed]] = {"schedule": Schedule, "forecast": Forecast, "skip": Skip}  # sections with forms
 
 
 class Preset(Section):
@@ -31,12 +34,12 @@ class Preset(Section):
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
-    model: Literal["any", "flux", "hunyuan_video", "wan", "sd3", "qwen_image"] = "any"
-    """Model family that the preset is made for; `any` needs level output."""
-    schedule: Schedule
-    forecast: Forecast = Forecast()
+    model: Literal["any", "flux", "hunyuan_video", "wan", "qwen_image", "sd3"] = "any"
+    """Model family that the preset is made for; level head needs one with blocks of our own."""
+    schedule: AnySchedule
+    forecast: AnyForecast = OutputForecast()
     reuse: Reuse = Reuse()
-    skip: Skip = Skip()
+    skip: AnySkip = NoSkip()
     blocks: Blocks = Blocks()
     kernels: Kernels = Kernels()
     memory: Memory = Memory()
@@ -44,18 +47,15 @@ class Preset(Section):
     def effective(self) -> dict[str, Any]:
         """All values that have an effect, defaults included, as plain values: a preset file's content."""
         values = self.model_dump(mode="json")
-        for control, keys in CONTROL_KEYS.items():
-            for key in keys if control != self.schedule.control else ():
-                del values["schedule"][key]
         for key in self.skip.idle_keys():
             del values["skip"][key]
         for section in self._unread_sections():
             del values[section]
-        for key in idle_keys(self.forecast.level, self.schedule.control):
+        for key in self._idle_forecast_keys():
             del values["forecast"][key]
         for key in self._idle_memory_keys():
             del values["memory"][key]
-        if "blocks" in values and self.model not in _VIDEO_MODELS:
+        if "blocks" in values and self.model not in VIDEO_FAMILIES:
             del values["blocks"]["token_order"]
         return values
 
@@ -64,6 +64,10 @@ class Preset(Section):
         if self.forecast.level == "head":
             return ()
         return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
+
+    def _idle_forecast_keys(self) -> tuple[str, ...]:
+        """Keys of section forecast that have no effect under the preset's control."""
+        return LOOP_KEYS if self.forecast.level == "output" and self.schedule.control != "adaptive" else ()
 
     def _idle_memory_keys(self) -> dict[str, str]:
         """Keys of section memory that have no effect, with the reason."""
@@ -92,15 +96,13 @@ class Preset(Section):
 
     def _outputs_refuse(self) -> str | None:
         """Why what is done with whole outputs can't be, or None."""
-        wanted = [f"forecast.{key}" for key in OUTPUT_KEYS if getattr(self.forecast, key)]
-        for key in [*wanted, *(["schedule.per_prompt"] if self.schedule.per_prompt else [])]:
-            if self.forecast.level != "output":
-                return (
-                    f"{key} works on the transformer's output, which is forecast at level 'output' alone, and "
-                    f"forecast.level is '{self.forecast.level}': remove {key}"
-                )
-        for key in idle_keys("output", self.schedule.control):
-            if f"forecast.{key}" in wanted:
+        if self.schedule.per_prompt and self.forecast.level != "output":
+            return (
+                "schedule.per_prompt works on the transformer's output, which is forecast at level 'output' alone, and "
+                f"forecast.level is '{self.forecast.level}': remove schedule.per_prompt"
+            )
+        for key in self._idle_forecast_keys():
+            if getattr(self.forecast, key):
                 return f"forecast.{key} rests on what control 'adaptive' measures, and control is 'interval': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
             return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
@@ -108,12 +110,11 @@ class Preset(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
-        if self.model == "any" and self.forecast.level != "output":
+        if self.forecast.level == "head" and self.model not in FUSED_FAMILIES:
             raise ValueError(
-                f"level '{self.forecast.level}' needs a model family with an adapter: set model, e.g. flux"
+                f"level 'head' needs blocks of our own, and model is '{self.model}': set model to "
+                f"{', '.join(FUSED_FAMILIES[:-1])} or {FUSED_FAMILIES[-1]}"
             )
-        if self.model == "any" and self.skip.steps == "all":
-            raise ValueError("skip.steps 'all' needs a model family with an adapter: set model, e.g. flux")
         touched = [name for name in self._unread_sections() if getattr(self, name).model_fields_set]
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
@@ -121,7 +122,7 @@ class Preset(Section):
                 f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
                 f"runs no attention: remove it, or set forecast.level to head{skips}"
             )
-        if self.blocks.token_order != "raster" and self.model not in _VIDEO_MODELS:
+        if self.blocks.token_order != "raster" and self.model not in VIDEO_FAMILIES:
             raise ValueError(
                 f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
                 f"'{self.model}': set it to raster"

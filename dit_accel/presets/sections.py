@@ -1,69 +1,74 @@
-"""The sections of a preset whose keys all stand for themselves; ``skip`` has a page of its own."""
+"""The sections of a preset but for ``skip``, which has a page of its own."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-CONTROL_KEYS = {
-    "adaptive": ("target_error", "error_in", "max_interval", "per_prompt"),
-    "interval": ("interval",),
-}  # that it alone reads
-OUTPUT_KEYS = ("corrector", "beyond", "damping")  # of section forecast, that level output alone reads
-LOOP_KEYS = ("beyond", "damping")  # of these, that control adaptive alone reads
+from dit_accel.presets.section import Formed, Section
 
 
-def idle_keys(level: str | None, control: str | None) -> tuple[str, ...]:
-    """Keys of section forecast that have no effect under a level and a control; None = one that reads them all."""
-    if level not in (None, "output"):
-        return OUTPUT_KEYS
-    return () if control in (None, "adaptive") else LOOP_KEYS
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Schedule(Section):
+class Schedule(Formed):
     """When to compute."""
+
+    chooser: ClassVar[str] = "control"
 
     control: Literal["interval", "adaptive"] = "adaptive"
     """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures at every
     UPDATE how wrong the forecast would have been and sets the next gap by it."""
     warmup: int = Field(default=4, ge=0)
     """Steps at the start that compute everything."""
-    target_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """control adaptive: relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed
-    steps may come to together."""
-    error_in: Literal["output", "latents"] = "output"
-    """control adaptive: how errors add up. output: every step's alike. latents: each times how far its step moves in
-    sigma, over the mean of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
-    max_interval: int = Field(default=16, ge=1)
-    """control adaptive: most steps from one UPDATE to the next."""
-    interval: int | None = Field(default=None, ge=1)
-    """control interval: one UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
     cooldown: int = Field(default=1, ge=0)
     """Steps at the end that compute everything."""
+
+
+class AdaptiveSchedule(Schedule):
+    """When to compute: where the closed loop finds that forecasts would err too much."""
+
+    interval: ClassVar[int | None] = None
+
+    control: Literal["adaptive"] = "adaptive"
+    """The closed loop, which measures at every UPDATE how wrong the forecast would have been and sets the next gap by
+    it."""
+    target_error: float = Field(gt=0.0, lt=1.0, examples=[0.05])
+    """Relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come to
+    together."""
+    error_in: Literal["output", "latents"] = "output"
+    """How errors add up. output: every step's alike. latents: each times how far its step moves in sigma, over the mean
+    of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
+    max_interval: int = Field(default=16, ge=1)
+    """Most steps from one UPDATE to the next."""
     per_prompt: bool = False
-    """control adaptive, level output: the loop runs for each prompt of a batch by itself, and those that need a step
-    are computed as a smaller batch; false = all compute when one needs to."""
-
-    @model_validator(mode="after")
-    def _complete(self) -> Schedule:
-        if self.control == "adaptive" and self.target_error is None:
-            raise ValueError("control 'adaptive' needs target_error, e.g. 0.05")
-        if self.control == "interval" and self.interval is None:
-            raise ValueError("control 'interval' needs interval, e.g. 5")
-        for other, keys in CONTROL_KEYS.items():
-            for key in keys:
-                if other != self.control and key in self.model_fields_set and getattr(self, key) is not None:
-                    raise ValueError(f"{key} belongs to control '{other}', and control is '{self.control}': remove it")
-        return self
+    """level output: the loop runs for each prompt of a batch by itself, and those that need a step are computed as a
+    smaller batch; false = all compute when one needs to."""
 
 
-class Forecast(Section):
+class IntervalSchedule(Schedule):
+    """When to compute: on a fixed interval, as the papers."""
+
+    target_error: ClassVar[float | None] = None
+    error_in: ClassVar[str] = "output"
+    max_interval: ClassVar[int] = 16
+    per_prompt: ClassVar[bool] = False
+
+    control: Literal["interval"] = "interval"
+    """An UPDATE every `interval` steps (the papers)."""
+    interval: int = Field(ge=1, examples=[5])
+    """One UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+
+
+Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
+AnySchedule = Annotated[
+    Annotated[AdaptiveSchedule, Tag("adaptive")] | Annotated[IntervalSchedule, Tag("interval")],
+    Field(discriminator=Discriminator(Schedule.form_of)),
+]
+
+
+class Forecast(Formed):
     """What a DISPATCH step fills in, and how."""
+
+    chooser: ClassVar[str] = "level"
 
     level: Literal["output", "layer", "head"] = "output"
     """output: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
@@ -77,23 +82,58 @@ class Forecast(Section):
     coordinate: Literal["step", "sigma", "auto"] = "step"
     """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
     level falls evenly and the noise level where it does not."""
-    corrector: bool = False
-    """level output: a computed step also makes good what the forecasts before it missed, judged by interpolation
-    through its own output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the
-    report says that nothing is corrected."""
-
-    beyond: float = Field(default=0.0, ge=0.0, le=1.0)
-    """level output, control adaptive: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds
-    half of what the next degree adds, up to order."""
-    damping: bool = False
-    """level output, control adaptive: a degree between 0 and 1 is tried too, which follows that share of the slope: the
-    one that would have fitted best at the computed step before. For outputs that wander, as video models' do."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:
         if self.method == "reuse" and self.order != 0:
             raise ValueError("method 'reuse' repeats the last value: set order to 0")
         return self
+
+
+class OutputForecast(Forecast):
+    """What a DISPATCH step fills in: the transformer's output, for any model."""
+
+    level: Literal["output"] = "output"
+    """The transformer's output, for any model."""
+    corrector: bool = False
+    """A computed step also makes good what the forecasts before it missed, judged by interpolation through its own
+    output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report says
+    that nothing is corrected."""
+    beyond: float = Field(default=0.0, ge=0.0, le=1.0)
+    """control adaptive: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds half of what
+    the next degree adds, up to order."""
+    damping: bool = False
+    """control adaptive: a degree between 0 and 1 is tried too, which follows that share of the slope: the one that
+    would have fitted best at the computed step before. For outputs that wander, as video models' do."""
+
+
+class _InBlocks(Forecast):
+    corrector: ClassVar[bool] = False
+    beyond: ClassVar[float] = 0.0
+    damping: ClassVar[bool] = False
+
+
+class LayerForecast(_InBlocks):
+    """What a DISPATCH step fills in: what each block computes."""
+
+    level: Literal["layer"] = "layer"
+    """Attention and MLP outputs of each block (TaylorSeer, FORA)."""
+
+
+class HeadForecast(_InBlocks):
+    """What a DISPATCH step fills in: single rows of each head."""
+
+    level: Literal["head"] = "head"
+    """Rows of each head, chosen by the symbols (FlashOmni)."""
+
+
+Forecast.forms = {"output": OutputForecast, "layer": LayerForecast, "head": HeadForecast}
+AnyForecast = Annotated[
+    Annotated[OutputForecast, Tag("output")]
+    | Annotated[LayerForecast, Tag("layer")]
+    | Annotated[HeadForecast, Tag("head")],
+    Field(discriminator=Discriminator(Forecast.form_of)),
+]
 
 
 class Reuse(Section):

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
 from dit_accel.presets.complaints import explain
-from dit_accel.presets.sections import Section
+from dit_accel.presets.section import Formed
 
-POLICY_KEYS = {  # that it alone reads
-    "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "probe_error"),
-    "sla": ("critical", "negligible", "feature_map", "projection"),
-    "fg_attn": ("mask", "key_threshold"),
-    "static": ("pattern", "window"),
-}
-_EXCLUSIVE = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
+_ALTERNATIVES = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
 _COMPUTED_STEPS = {  # keys of steps 'all', with what they do
     "refresh": "says how long computed steps keep their masks",
     "residual": "corrects what computed steps leave out",
@@ -26,8 +19,10 @@ _COMPUTED_STEPS = {  # keys of steps 'all', with what they do
 }
 
 
-class Skip(Section):
+class Skip(Formed):
     """Which attention tiles are left out of rows that compute."""
+
+    chooser: ClassVar[str] = "policy"
 
     policy: Literal["none", "sparge", "sla", "fg_attn", "static"] = "none"
     """sparge: per row, the tiles of least probability in the pooled map (SpargeAttn). sla: critical tiles attend,
@@ -49,43 +44,6 @@ class Skip(Section):
     layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """What single blocks change: block name, as in the report, to changed keys of this section."""
 
-    tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
-    """sparge: probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv).
-    At level head it grows as reuse.ramp says."""
-    top_k: float | None = Field(default=None, gt=0.0, le=1.0)
-    """sparge: share of a row's tiles that is kept, instead of tau_kv. At level head what is left out grows likewise."""
-    similarity: float | None = Field(default=None, ge=0.0, le=1.0)
-    """sparge: blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, for their
-    mean does not stand for them (SpargeAttn's θ); null = no block is judged."""
-    sinks: bool = False
-    """sparge: the first block of keys is always attended to."""
-    pv_threshold: float | None = Field(default=None, lt=0.0)
-    """sparge: within attention, 64 queries leave out a tile whose best score lies further than this below their best
-    so far, in units of the scaled scores (SpargeAttn's λ); null = none is."""
-    probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """sparge: relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may
-    leave out shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
-
-    critical: float = Field(default=0.05, gt=0.0, le=1.0)
-    """sla: share of a row's tiles, of most probability, that attend."""
-    negligible: float = Field(default=0.10, ge=0.0, lt=1.0)
-    """sla: share of a row's tiles, of least probability, that are left out of everything."""
-    feature_map: Literal["softmax", "elu", "relu"] = "softmax"
-    """sla: what linear attention makes of queries and keys."""
-    projection: str | None = None
-    """sla: safetensors file with one matrix ``[D, D]`` a block, by its name, which linear attention goes through; null
-    = without linear attention. In a preset file the path begins at the file's folder."""
-
-    mask: Literal["exact", "average_query"] = "exact"
-    """fg_attn: whether a key stays is decided by its scores with all queries of a row, or with their mean."""
-    key_threshold: float = Field(default=0.5, gt=0.0)
-    """fg_attn: probability from which on a key stays, in units of 1 / N, the mean over N keys."""
-
-    pattern: Literal["causal", "sliding"] = "sliding"
-    """static: causal: keys up to the query. sliding: keys within half a window on either side."""
-    window: int | None = Field(default=None, ge=1)
-    """static: width of the sliding window in tokens."""
-
     _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
 
     def at(self, name: str) -> Skip:
@@ -98,10 +56,7 @@ class Skip(Section):
 
         Shares of other policies do not grow: SLA's are what its projection was trained for.
         """
-        if self.policy != "sparge" or growth == 1:
-            return self
-        top_k = None if self.top_k is None else 1 - (1 - self.top_k) * growth
-        return self.model_copy(update={"tau_kv": self.tau_kv * growth, "top_k": top_k})
+        return self
 
     @property
     def variants(self) -> tuple[Skip, ...]:
@@ -119,45 +74,20 @@ class Skip(Section):
         return any(variant.residual for variant in self.variants)
 
     def idle_keys(self) -> list[str]:
-        """Keys that have no effect beside the others."""
-        idle = [key for policy, keys in POLICY_KEYS.items() if policy != self.policy for key in keys]
-        if self.policy == "sparge" and self.top_k is not None:
-            idle.append("tau_kv")
-        if self.policy == "static" and self.pattern != "sliding":
-            idle.append("window")
-        return idle if self.steps == "all" else [*idle, *(key for key in _COMPUTED_STEPS if key not in idle)]
+        """Keys of the policy that have no effect beside the others."""
+        return [] if self.steps == "all" else [key for key in _COMPUTED_STEPS if key in type(self).model_fields]
 
     @model_validator(mode="after")
     def _complete(self) -> Skip:
-        for policy, keys in POLICY_KEYS.items():
-            for key in keys:
-                if policy != self.policy and self._says(key):
-                    raise ValueError(f"{key} belongs to policy '{policy}', and policy is '{self.policy}': remove it")
-        for key, other in _EXCLUSIVE:
-            if self._says(key) and self._says(other):
-                raise ValueError(f"{other} stands instead of {key}: remove one of them")
-        for key, meaning in _COMPUTED_STEPS.items():
-            if self.steps != "all" and getattr(self, key) != Skip.model_fields[key].default:
-                raise ValueError(f"{key} {meaning}: set steps to all, or remove it")
+        for key in Skip.idle_keys(self):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} {_COMPUTED_STEPS[key]}: set steps to all, or remove it")
         if self.residual and self.refresh == 1:
             raise ValueError("residual corrects steps that keep their masks, and refresh is 1: set refresh, e.g. to 4")
-        if self.probe_error is not None and not self.probe_blocks:
-            raise ValueError(
-                "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
-            )
-        if self.critical + self.negligible > 1:
-            raise ValueError(
-                f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
-            )
-        if self.policy == "static" and (self.window is None) != (self.pattern != "sliding"):
-            raise ValueError(f"pattern '{self.pattern}' {'needs' if self.window is None else 'takes no'} window")
         self._by_layer = {name: self._changed(name, changes) for name, changes in self.layers.items()}
         if self.steps == "all" and not self.skips:
             raise ValueError("steps 'all' has no effect with policy 'none': set policy to sparge, or remove steps")
         return self
-
-    def _says(self, key: str) -> bool:
-        return key in self.model_fields_set and getattr(self, key) not in (None, False)
 
     def _changed(self, name: str, changes: dict[str, Any]) -> Skip:
         """The section for one block."""
@@ -169,20 +99,152 @@ class Skip(Section):
         values |= changes
         if values.get("policy", "none") == "none":  # such a block has no masks to draw, whatever the others do
             values = {key: value for key, value in values.items() if key not in ("steps", *_COMPUTED_STEPS)}
+        form = Skip.forms.get(str(values.get("policy", "none")), Skip)
         try:
-            return Skip.model_validate(values)
+            return form.model_validate(values)
         except ValidationError as failure:
-            complaints = "; ".join(explain(error, Skip, within="skip.") for error in failure.errors())
+            complaints = "; ".join(explain(error, form, within="skip.") for error in failure.errors())
             raise ValueError(f"layers.{name}: {complaints}") from None
+
+
+class _NotSparge:
+    """What readers find where the policy is another than sparge."""
+
+    top_k: ClassVar[float | None] = None
+    similarity: ClassVar[float | None] = None
+    pv_threshold: ClassVar[float | None] = None
+    probe_error: ClassVar[float | None] = None
+
+
+class _NotSla:
+    feature_map: ClassVar[str] = "softmax"
+    projection: ClassVar[str | None] = None
+
+
+class NoSkip(_NotSparge, _NotSla, Skip):
+    """Nothing is left out, but by blocks that say so."""
+
+    policy: Literal["none"] = "none"
+    """Nothing is left out."""
+
+
+class SpargeSkip(_NotSla, Skip):
+    """Which attention tiles are left out: those of least probability in the pooled map (SpargeAttn)."""
+
+    policy: Literal["sparge"] = "sparge"
+    """Per row, the tiles of least probability in the pooled map (SpargeAttn)."""
+    tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
+    """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv). At level
+    head it grows as reuse.ramp says."""
+    top_k: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a row's tiles that is kept, instead of tau_kv. At level head what is left out grows likewise."""
+    similarity: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, for their mean does
+    not stand for them (SpargeAttn's θ); null = no block is judged."""
+    sinks: bool = False
+    """The first block of keys is always attended to."""
+    pv_threshold: float | None = Field(default=None, lt=0.0)
+    """Within attention, 64 queries leave out a tile whose best score lies further than this below their best so far, in
+    units of the scaled scores (SpargeAttn's λ); null = none is."""
+    probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may leave out
+    shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
+
+    def ramped(self, growth: float) -> Skip:
+        if growth == 1:
+            return self
+        top_k = None if self.top_k is None else 1 - (1 - self.top_k) * growth
+        return self.model_copy(update={"tau_kv": self.tau_kv * growth, "top_k": top_k})
+
+    def idle_keys(self) -> list[str]:
+        return [*super().idle_keys(), *(["tau_kv"] if self.top_k is not None else [])]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpargeSkip:
+        for key, other in _ALTERNATIVES:
+            if self._says(key) and self._says(other):
+                raise ValueError(f"{other} stands instead of {key}: remove one of them")
+        if self.probe_error is not None and not self.probe_blocks:
+            raise ValueError(
+                "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
+            )
+        return self
+
+    def _says(self, key: str) -> bool:
+        return key in self.model_fields_set and getattr(self, key) is not None
+
+
+class SlaSkip(_NotSparge, Skip):
+    """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
+
+    policy: Literal["sla"] = "sla"
+    """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
+    critical: float = Field(default=0.05, gt=0.0, le=1.0)
+    """Share of a row's tiles, of most probability, that attend."""
+    negligible: float = Field(default=0.10, ge=0.0, lt=1.0)
+    """Share of a row's tiles, of least probability, that are left out of everything."""
+    feature_map: Literal["softmax", "elu", "relu"] = "softmax"
+    """What linear attention makes of queries and keys."""
+    projection: str | None = None
+    """safetensors file with one matrix ``[D, D]`` a block, by its name, which linear attention goes through; null =
+    without linear attention. In a preset file the path begins at the file's folder."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SlaSkip:
+        if self.critical + self.negligible > 1:
+            raise ValueError(
+                f"critical and negligible are shares of the same tiles, got {self.critical} + {self.negligible} > 1"
+            )
+        return self
+
+
+class FgAttnSkip(_NotSparge, _NotSla, Skip):
+    """Which keys are left out, one by one, of each row of tiles (FG-Attn)."""
+
+    policy: Literal["fg_attn"] = "fg_attn"
+    """Single keys for each row of tiles (FG-Attn)."""
+    mask: Literal["exact", "average_query"] = "exact"
+    """Whether a key stays is decided by its scores with all queries of a row, or with their mean."""
+    key_threshold: float = Field(default=0.5, gt=0.0)
+    """Probability from which on a key stays, in units of 1 / N, the mean over N keys."""
+
+
+class StaticSkip(_NotSparge, _NotSla, Skip):
+    """A pattern that no query or key changes (OmniAttention)."""
+
+    policy: Literal["static"] = "static"
+    """A pattern that no query or key changes (OmniAttention)."""
+    pattern: Literal["causal", "sliding"] = "sliding"
+    """causal: keys up to the query. sliding: keys within half a window on either side."""
+    window: int | None = Field(default=None, ge=1)
+    """Width of the sliding window in tokens."""
+
+    def idle_keys(self) -> list[str]:
+        return [*super().idle_keys(), *(["window"] if self.pattern != "sliding" else [])]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StaticSkip:
+        if (self.window is None) != (self.pattern != "sliding"):
+            raise ValueError(f"pattern '{self.pattern}' {'needs' if self.window is None else 'takes no'} window")
+        return self
+
+
+Skip.forms = {"none": NoSkip, "sparge": SpargeSkip, "sla": SlaSkip, "fg_attn": FgAttnSkip, "static": StaticSkip}
+AnySkip = Annotated[
+    Annotated[NoSkip, Tag("none")]
+    | Annotated[SpargeSkip, Tag("sparge")]
+    | Annotated[SlaSkip, Tag("sla")]
+    | Annotated[FgAttnSkip, Tag("fg_attn")]
+    | Annotated[StaticSkip, Tag("static")],
+    Field(discriminator=Discriminator(Skip.form_of)),
+]
 
 
 def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:
     """Takes out of a section's values what changes to it exclude: keys of other policies, and alternatives."""
-    if (chosen := changes.get("policy")) is not None:
-        for policy, keys in POLICY_KEYS.items():
-            for key in keys if policy != chosen else ():
-                values.pop(key, None)
-    for pair in _EXCLUSIVE:
+    for key in Skip.foreign_keys(changes.get("policy")):
+        values.pop(key, None)
+    for pair in _ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
             if changes.get(key) is not None and other not in changes:
                 values.pop(other, None)

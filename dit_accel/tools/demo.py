@@ -33,7 +33,7 @@ def model_fps(name: str) -> float | None:
 
 
 def model_preset(name: str) -> str | None:
-    """The preset that fits a shipped model better than its family's; None if there is none, or it does not say."""
+    """The preset that a shipped model is meant to run with; None if there is none, or it does not say."""
     folder = demo_path(name)
     return _facts(folder).get("preset") if folder else None
 

@@ -48,7 +48,7 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """What a DISPATCH step at level output takes beside a computed one, for the model and its variants."""
-    preset = _fixed("any-balanced", warmup=3, interval=4, cooldown=0)
+    preset = _fixed("balanced", warmup=3, interval=4, cooldown=0)
     for name in ("", *bench.model.variants):
         case = bench.variant(name) if name else bench
         row = case.accelerated(f"DISPATCH, {name or 'plain'}", preset, 9, warm=0)

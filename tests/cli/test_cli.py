@@ -46,7 +46,7 @@ def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
     assert 0 < facts["accelerated_seconds"] < facts["accelerated_call_seconds"]
     assert facts["report"]["steps_by_mode"]["dispatch"] > 0
     assert facts["computed_fraction"] == facts["report"]["computed_fraction"] < 1
-    assert "speed-up" in result.stdout and "flux-balanced" in result.stdout
+    assert "speed-up" in result.stdout and "balanced" in result.stdout
 
 
 def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
@@ -119,17 +119,18 @@ def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
     assert (one != two).any()
 
 
-def test_default_preset_follows_the_family(run, models, tmp_path):
-    """A FLUX model gets flux-balanced, and one without an adapter of its own any-balanced."""
-    for model, preset in (("flux", "flux-balanced"), ("sd3", "any-balanced")):
+def test_default_preset_is_balanced(run, models, tmp_path):
+    """For a FLUX model, and for one without an adapter of its own."""
+    for model in ("flux", "sd3"):
         assert run("generate", "-p", "a", "-m", models / model, *SMALL, "--json", "o.json").exit_code == 0
-        assert json.loads((tmp_path / "o.json").read_text())["preset"] == preset
+        assert json.loads((tmp_path / "o.json").read_text())["preset"] == "balanced"
 
 
 MISTAKES = {
-    "preset": (["--preset", "flux-balansed"], "did you mean 'flux-balanced'"),
-    "preset-of-another-family": (["--preset", "flux-balanced", "-m", "{models}/sd3", "--compare"], "for flux models"),
+    "preset": (["--preset", "flux-balansed"], "did you mean 'balanced'"),
+    "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),
     "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
+    "set-keyword": (["--set", "ordr=2"], "unknown keyword 'ordr' (did you mean 'order'?)"),
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),

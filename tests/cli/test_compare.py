@@ -25,14 +25,14 @@ def model(tmp_path_factory):
 
 def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
     """Table, JSON and plots of presets and peers; asked again with one more peer, only that one is measured."""
-    asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "flux-turbo,any-quality", *SMALL)
+    asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "turbo,quality", *SMALL)
     result = run(*asked, "--peers", "fewer-steps")
     assert result.exit_code == 0, result.output
     names = {"comparison.json", "comparison.md", "comparison.png", "comparison-time.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     first = json.loads((tmp_path / "comparison.json").read_text())
-    assert [row["name"] for row in first["results"]] == ["flux-turbo", "any-quality", "3 steps"]
-    assert "flux-turbo" in result.stdout and "speed-up" in result.stdout
+    assert [row["name"] for row in first["results"]] == ["turbo", "quality", "3 steps"]
+    assert "turbo" in result.stdout and "speed-up" in result.stdout
     assert run(*asked, "--peers", "fewer-steps,fewer-steps-dpm").exit_code == 0
     second = json.loads((tmp_path / "comparison.json").read_text())
     assert second["results"][:3] == first["results"] and len(second["results"]) == 4
@@ -45,7 +45,7 @@ def test_an_edited_preset_is_measured_again(run, model, tmp_path):
     documents = []
     for warmup in (2, 2, 6):
         schedule = f"{{warmup: {warmup}, target_error: 0.9}}"
-        (tmp_path / "mine.yaml").write_text(f"base: any-balanced\nschedule: {schedule}\n")
+        (tmp_path / "mine.yaml").write_text(f"base: balanced\nschedule: {schedule}\n")
         result = run("compare", "-m", model, "-p", "a red fox", "--presets", "mine.yaml", "--peers", "none", *SMALL)
         assert result.exit_code == 0, result.output
         documents.append(json.loads((tmp_path / "comparison.json").read_text()))
@@ -84,7 +84,7 @@ def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
         (("-p", "a", "--prompts", "b.txt"), "--prompt: give either a prompt or --prompts"),
         (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("-p", "a", "--peers", "magic"), "--peers: 'magic' is no peer; there are taylorseer, "),
-        (("-p", "a", "--presets", "flux-balance"), "did you mean 'flux-balanced'"),
+        (("-p", "a", "--presets", "flux-balance"), "did you mean 'balanced'"),
         (("-p", "a", "--output", "no/where"), "--output: folder"),
     ],
     ids=["no-prompt", "two-prompts", "prompts", "peer", "preset", "folder"],

@@ -40,7 +40,7 @@ def test_a_tuned_preset_is_written_and_used(tune, run, model, tmp_path):
         ["a red fox", "two whales"],
         ["snow", "a heart"],
     )
-    assert load_preset(tmp_path / "mine.yaml").description == "flux-balanced, tuned for PSNR ≥ 25 dB"
+    assert load_preset(tmp_path / "mine.yaml").description == "balanced, tuned for PSNR ≥ 25 dB"
     assert "held-out prompts" in result.stdout and "wrote mine.yaml and mine.png" in result.stdout
     written = (tmp_path / "mine.yaml").read_text()
     assert tune("--target-psnr", 25, "--output", "mine.yaml").exit_code == 0
@@ -65,11 +65,11 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
         ((), "one target"),
         (("--target-psnr", 30, "--target-error", 0.1), "one target"),
         (("--target-psnr", 30, "--preset", "none"), "--preset: a plain run has no thresholds"),
-        (("--target-psnr", 30, "--preset", "flux-balance"), "did you mean 'flux-balanced'"),
+        (("--target-psnr", 30, "--preset", "flux-balance"), "did you mean 'balanced'"),
         (("--target-psnr", 30, "--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("--target-psnr", 30, "--output", "no/mine.yaml"), "--output: folder"),
         (("--target-psnr", 30, "--output", "mine.txt"), "--output: mine.txt must end in .yaml"),
-        (("--target-psnr", 30, "--preset", "flux-balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
+        (("--target-psnr", 30, "--preset", "balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
     ],
     ids=["no-target", "two-targets", "plain", "preset", "prompts", "folder", "suffix", "key"],
 )

@@ -61,12 +61,12 @@ def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path
 
 
 def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tmp_path):
-    """Mochi's divides by half the steps, those of the warm-up too; the family has no preset of its own."""
+    """Mochi's divides by half the steps, those of the warm-up too; balanced means its video form."""
     size = ("--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
     result = run("generate", "-p", "a", "-m", models / "mochi", *size, "--compare", "-o", "m", "--json", "m.json")
     assert result.exit_code == 0, result.output
     assert len(read_clip(tmp_path / "m")) == len(read_clip(tmp_path / "m-plain")) == 7
-    assert json.loads((tmp_path / "m.json").read_text())["preset"] == "any-video-balanced"
+    assert json.loads((tmp_path / "m.json").read_text())["preset"] == "video-balanced"
 
 
 def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_path):
@@ -165,19 +165,22 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("name", "preset"),
     [
-        ("flux", "flux-balanced"),
-        ("sd3", "any-balanced"),
-        ("hunyuan", "hunyuan-balanced"),
-        ("wan", "wan21-balanced"),
-        ("wan22", "wan22-balanced"),
-        ("wan22-5b", "wan22-balanced"),
-        ("mochi", "any-video-balanced"),
-        ("hunyuan15", "any-video-balanced"),
+        ("flux", "balanced"),
+        ("sd3", "balanced"),
+        ("hunyuan", "video-balanced"),
+        ("wan", "video-balanced"),
+        ("wan22", "video-balanced"),
+        ("mochi", "video-balanced"),
+        ("hunyuan15", "video-balanced"),
     ],
 )
-def test_default_preset_follows_family_and_generation(name, preset):
-    """Wan 2.2 is told by its two experts or by its timestep a token; families without presets by what they make."""
-    assert options.choose_preset(None, {}, tiny_pipeline(name)).name == preset
+def test_plain_names_follow_what_the_pipeline_makes(name, preset):
+    """Without a name it is balanced, whose video form serves videos; a name of its own stays what it is."""
+    pipe = tiny_pipeline(name)
+    assert options.choose_preset(None, {}, pipe).name == options.choose_preset("balanced", {}, pipe).name == preset
+    assert options.choose_preset("turbo", {}, pipe).name == preset.replace("balanced", "turbo")
+    assert options.choose_preset("exact", {}, pipe).name == "exact"
+    assert options.choose_preset("any-balanced", {}, pipe).name == "balanced"
 
 
 def test_inspect_draws_a_clip_and_its_symbols(run, models, tmp_path):

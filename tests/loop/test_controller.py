@@ -81,7 +81,7 @@ class Loop:
 
 def closed_loop(**overrides) -> Loop:
     keys = {"schedule.warmup": 2, "schedule.max_interval": 4, "forecast.coordinate": "step"}
-    return Loop("any-balanced", **{**keys, **overrides})
+    return Loop("balanced", **{**keys, **overrides})
 
 
 def test_modes_follow_the_schedule():
@@ -154,7 +154,7 @@ def test_damping_is_a_share_below_one(slope, damped):
 @pytest.mark.parametrize("share, order, damped", [(-3.0, NO_SLOPE, NO_SLOPE), (0.7, 0.7, 0.7), (1.4, 1.0, None)])
 def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
     """Between nothing and all of the slope; and what is no number leaves the forecasts as they are."""
-    preset = load_preset("any-balanced", **{"forecast.beyond": 0.5})
+    preset = load_preset("balanced", **{"forecast.beyond": 0.5})
     state = ClosedLoop(Gap(preset, Course(range(STEPS), [1.0] * STEPS)), 2)
     state.refit(0.3)
     state.go_on_with(0.3)

@@ -16,7 +16,7 @@ STEPS = 7
 TEXT = 37
 OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
-CLOSED_LOOP = load_preset("flux-balanced", schedule={"warmup": 2, "target_error": 0.5})
+CLOSED_LOOP = load_preset("balanced", schedule={"warmup": 2, "target_error": 0.5})
 HEADS = load_preset(
     "flux-flashomni",
     schedule={"warmup": 2, "interval": 3},
@@ -359,8 +359,8 @@ def test_no_budget_means_no_measures():
 @pytest.mark.parametrize(
     "preset, overrides, complaint",
     [
-        ("flux-balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'output'"),
-        ("flux-balanced", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
+        ("balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'output'"),
+        ("balanced", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
         ("flux-taylorseer", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
         ("flux-flashomni", {"memory.offload": True, "forecast.order": 0}, "memory.offload has no effect.*order 0"),
         ("flux-flashomni", {"memory.budget_gib": 0.0}, "memory.budget_gib: .*greater than 0"),

@@ -13,7 +13,7 @@ from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
-PRESET = load_preset("any-balanced", **{"schedule.per_prompt": True, "schedule.target_error": 0.06})
+PRESET = load_preset("balanced", **{"schedule.per_prompt": True, "schedule.target_error": 0.06})
 
 LAYERS_APART = {"schedule.per_prompt": True, "forecast.level": "layer"}
 
@@ -159,11 +159,11 @@ def test_rows_taken_and_joined_are_the_batch():
     "preset, overrides, complaint",
     [
         ("flux-taylorseer", {"schedule.per_prompt": True}, "per_prompt belongs to control 'adaptive'"),
-        ("flux-balanced", {"forecast.corrector": False, **LAYERS_APART}, "per_prompt works on .*'layer'"),
+        ("balanced", LAYERS_APART, "per_prompt works on .*'layer'"),
         ("wan21-sparge-balanced", {"schedule.per_prompt": True, "skip.refresh": 2}, "set skip.refresh to 1"),
-        ("flux-taylorseer", {"forecast.corrector": True}, "corrector works on .*'layer'"),
-        ("flux-taylorseer", {"forecast.damping": True}, "damping works on .*'layer'"),
-        ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond works on .*'layer'"),
+        ("flux-taylorseer", {"forecast.corrector": True}, "corrector belongs to level 'output', and level is 'layer'"),
+        ("flux-taylorseer", {"forecast.damping": True}, "damping belongs to level 'output', and level is 'layer'"),
+        ("flux-taylorseer", {"forecast.beyond": 0.5}, "beyond belongs to level 'output', and level is 'layer'"),
         ("exact", {"forecast.damping": True}, "damping rests on what control 'adaptive' measures"),
     ],
     ids=["interval", "layer", "kept-masks", "corrector", "damping", "beyond", "damping-interval"],

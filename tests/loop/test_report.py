@@ -7,7 +7,7 @@ from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
 
 def report() -> RunReport:
     return RunReport(
-        preset="flux-balanced",
+        preset="balanced",
         family="flux",
         layers=["transformer_blocks.0"],
         steps=[
@@ -52,7 +52,7 @@ def test_text_states_what_ran():
     """Steps, fraction, time, memory, errors and notes are readable; long lists of fallbacks are cut by reason."""
     lines = [" ".join(line.split()) for line in str(report()).splitlines()]
     assert lines == [
-        "dit-accel flux-balanced on flux",
+        "dit-accel balanced on flux",
         "steps 4 (1 full, 2 update, 1 dispatch)",
         "computed fraction 0.750 of the blocks' FLOPs",
         "transformer time 3.00 s",

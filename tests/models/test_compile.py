@@ -29,7 +29,7 @@ def pipe():
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
     """As with fused kernels, which run where blocks are not compiled; a second run compiles nothing more."""
     monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
-    pipe = accelerate_pipeline(tiny_pipeline(name), "any-balanced", **{"schedule.target_error": 0.2})
+    pipe = accelerate_pipeline(tiny_pipeline(name), "balanced", **{"schedule.target_error": 0.2})
     fused, steps = tiny_output(pipe, name, steps=STEPS), pipe.dit_accel.report().steps
     assert {step.mode for step in steps} == {"full", "update", "dispatch"}
     counter = CompileCounter()
@@ -54,14 +54,14 @@ def test_blocks_that_the_preset_works_inside_of_must_not_be_compiled(pipe):
 
 def test_a_transformer_compiled_whole_is_refused(pipe):
     """In either way in which PyTorch compiles a module."""
-    accelerate_pipeline(pipe, "flux-balanced")
+    accelerate_pipeline(pipe, "balanced")
     pipe.transformer.compile(backend="eager")
     with pytest.raises(UnsupportedError, match=r"compiled whole.*compile_repeated_blocks"):
         tiny_output(pipe, "flux", steps=STEPS)
     wrapped = tiny_pipeline("flux")
     wrapped.transformer = torch.compile(wrapped.transformer, backend="eager")
     with pytest.raises(UnsupportedError, match="FluxTransformer2DModel is compiled whole"):
-        accelerate_pipeline(wrapped, "flux-balanced")
+        accelerate_pipeline(wrapped, "balanced")
 
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):

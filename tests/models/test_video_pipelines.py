@@ -14,7 +14,7 @@ every_video = pytest.mark.parametrize("name", VIDEO_PIPELINES)
 
 STEPS = 6
 SCHEDULE = {"control": "interval", "warmup": 2, "interval": 2}  # FULL FULL UPDATE DISPATCH UPDATE FULL
-OUTPUT = load_preset("any-balanced", schedule=SCHEDULE)
+OUTPUT = load_preset("balanced", schedule=SCHEDULE)
 # Everything that a run can carry on: cached heads and layers, their biases, and tiles skipped on computed steps too.
 HEADS = {
     family: load_preset(

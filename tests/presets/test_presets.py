@@ -1,5 +1,6 @@
 """Presets: what ships is valid and commented, mistakes are named, and overrides and bases merge as written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,16 @@ import yaml
 from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
-from dit_accel.presets import Preset, load_preset, preset_names, preset_path, preset_schema
+from dit_accel.presets import (
+    ALIASES,
+    Preset,
+    default_preset,
+    load_preset,
+    name_of_today,
+    preset_names,
+    preset_path,
+    preset_schema,
+)
 
 every_preset = pytest.mark.parametrize("name", preset_names())
 
@@ -84,19 +94,23 @@ def test_shipped_preset_fits_the_schema(name):
     """The JSON schema that editors check against accepts every shipped file as it is written."""
     schema = preset_schema()
 
-    def check(values: dict, section: dict) -> None:
-        assert section["additionalProperties"] is False
-        assert values.keys() <= section["properties"].keys()
-        for key, value in values.items():
-            rule = section["properties"][key]
-            if "$ref" in rule:
-                check(value, schema["$defs"][rule["$ref"].rsplit("/", 1)[-1]])
-            else:
-                assert value in rule.get("enum", [rule.get("const", value)])
+    def fits(value: object, rule: dict) -> bool:
+        if "$ref" in rule:
+            return fits(value, schema["$defs"][rule["$ref"].rsplit("/", 1)[-1]])
+        if "anyOf" in rule:
+            return any(fits(value, form) for form in rule["anyOf"])
+        if "properties" not in rule:
+            return value in rule.get("enum", [rule.get("const", value)])
+        assert rule["additionalProperties"] is False and not rule.get(
+            "required"
+        )  # with a base anything may be left out
+        return value.keys() <= rule["properties"].keys() and all(
+            fits(each, rule["properties"][key]) for key, each in value.items()
+        )
 
-    raw = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
-    check(raw, schema)
-    assert schema["required"] == []  # a preset with a base may leave out anything
+    assert fits(yaml.safe_load(preset_path(name).read_text(encoding="utf-8")), schema)
+    assert not fits({"skip": {"policy": "sla", "tau_kv": 0.1}}, schema)
+    assert fits({"skip": {"tau_kv": 0.1}, "schedule": {"warmup": 2}}, schema)
 
 
 @pytest.mark.parametrize("name, expected", PAPERS.items(), ids=PAPERS)
@@ -106,14 +120,46 @@ def test_paper_presets_hold_the_papers_numbers(name, expected):
     assert {key: value_at(preset, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["any", "flux"])
-def test_qualities_of_a_family_are_ordered(family):
-    """quality, balanced and turbo are one closed loop that differs in its target error only."""
-    quality, balanced, turbo = (load_preset(f"{family}-{level}") for level in ("quality", "balanced", "turbo"))
+@pytest.mark.parametrize("media", ["", "video-"], ids=["images", "videos"])
+def test_qualities_are_ordered(media):
+    """quality, balanced and turbo are one closed loop that differs in its target error only, and serve any model."""
+    quality, balanced, turbo = (load_preset(f"{media}{level}") for level in ("quality", "balanced", "turbo"))
+    assert quality.model == balanced.model == turbo.model == "any"
     assert quality.schedule.target_error < balanced.schedule.target_error < turbo.schedule.target_error
     same = {"schedule.target_error": 0.05, "description": ""}
     methods = [load_preset(preset, **same).model_dump() for preset in (quality, balanced, turbo)]
     assert methods[0] == methods[1] == methods[2]
+
+
+# What every preset said when the closed loop had names of its own for each family; of description and model nothing.
+FORMER_VALUES = json.loads(Path(__file__).with_name("values_by_former_name.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name, values", FORMER_VALUES.items(), ids=FORMER_VALUES)
+def test_every_name_that_ever_shipped_has_the_values_it_had(name, values):
+    """Former names are aliases of names of today, and nothing but description and model differs."""
+    preset = load_preset(name)
+    effective = preset.effective()
+    assert {key: value for key, value in effective.items() if key not in ("description", "model")} == values
+    assert preset.name == ALIASES.get(name, name)
+    assert preset_path(name).stem == preset.name in preset_names()
+
+
+def test_aliases_stand_for_presets_of_any_family():
+    """Each leads to a preset that ships, in one step, and none hides one."""
+    assert set(ALIASES.values()) <= set(preset_names()) and set(ALIASES).isdisjoint(preset_names())
+    assert {load_preset(name).model for name in ALIASES} == {"any"}
+    assert name_of_today("flux-turbo target_error=0.5") == "turbo target_error=0.5"
+    assert name_of_today("stack W=3") == "stack W=3"
+
+
+def test_a_plain_name_means_the_video_form_for_videos():
+    """So does no name at all; other names, former ones among them, files and presets mean what they always mean."""
+    mine = load_preset("balanced")
+    assert [default_preset(name, is_video=False) for name in (None, "turbo")] == ["balanced", "turbo"]
+    assert [default_preset(name, is_video=True) for name in (None, "turbo")] == ["video-balanced", "video-turbo"]
+    for same in ("exact", "any-balanced", "video-turbo", Path("balanced"), mine):
+        assert default_preset(same, is_video=True) is same
 
 
 def test_preset_is_frozen():
@@ -186,7 +232,6 @@ def test_name_is_not_a_key(given, write):
         ("schedule.interval", 0),
         ("schedule.interval", 2.5),
         ("schedule.cooldown", -1),
-        ("schedule.max_interval", 0),
         ("forecast.order", 5),
         ("forecast.level", "block"),
         ("blocks.size", 96),
@@ -202,11 +247,21 @@ def test_value_out_of_range_is_named(key, value):
     assert f"got {value!r}" in str(caught.value)
 
 
+def test_keys_of_a_form_are_checked_too():
+    """A value out of range is named without the form."""
+    with pytest.raises(PresetError, match=r"schedule\.max_interval: .*got 0$"):
+        load_preset("balanced", max_interval=0)
+    with pytest.raises(PresetError, match=r"schedule\.control: Input should be 'adaptive' or 'interval', got 'never'$"):
+        load_preset("balanced", control="never")
+    with pytest.raises(PresetError, match=r"schedule: must be a mapping of keys, got 5$"):
+        load_preset("balanced", schedule=5)
+
+
 @pytest.mark.parametrize("value", [0, 1.0, -0.5])
 def test_target_error_lies_between_0_and_1(value):
     """The closed loop's target error excludes 0 and 1."""
     with pytest.raises(PresetError, match=rf"schedule\.target_error: .*got {value}"):
-        load_preset("any-balanced", **{"schedule.target_error": value})
+        load_preset("balanced", **{"schedule.target_error": value})
 
 
 def test_every_mistake_is_reported_at_once():
@@ -222,6 +277,44 @@ def test_dotted_and_section_overrides_merge():
     assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 2.0)
 
 
+def test_keys_are_plain_keywords():
+    """A key that one section has alone needs no section; dotted keys and sections mean the same."""
+    plain = load_preset("turbo", warmup=3, order=1, target_error=0.1, budget_gib=4.0)
+    dotted = {"schedule.warmup": 3, "forecast.order": 1, "schedule.target_error": 0.1, "memory.budget_gib": 4.0}
+    assert plain == load_preset("turbo", **dotted)
+    assert plain == load_preset("turbo", schedule={"warmup": 3}, target_error=0.1, order=1, memory={"budget_gib": 4.0})
+    assert load_preset("wan21-sparge", layers={"a": {"tau_kv": 0.1}}).skip.at("a").tau_kv == 0.1
+
+
+@pytest.mark.parametrize(
+    "overrides, complaint",
+    [
+        (
+            {"target_eror": 0.1},
+            r"^unknown keyword 'target_eror' \(did you mean 'target_error'\?\); valid are description",
+        ),
+        ({"shedule": {"warmup": 2}}, r"^unknown keyword 'shedule' \(did you mean 'schedule'\?\)"),
+        (
+            {"zzz": 1, "warmupp": 2},
+            r"^unknown keyword 'zzz'; valid .*unknown keyword 'warmupp' \(did you mean 'warmup'",
+        ),
+        (
+            {"policy": "sparge"},
+            r"^keyword 'policy' may mean reuse.policy or skip.policy: write e.g. skip={'policy': …}$",
+        ),
+        ({"final_full": 1}, r"^unknown keyword 'final_full': it is called 'cooldown' now$"),
+        ({"order": 9}, r"forecast.order: .* got 9"),
+        ({"interval": 5}, "interval belongs to control 'interval', and control is 'adaptive'"),
+        ({"base": "exact"}, "unknown keyword 'base'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_keyword_is_an_error_that_tells_the_right_one(overrides, complaint):
+    """Misspelt, ambiguous, former, out of range, or of another control."""
+    with pytest.raises(PresetError, match=complaint):
+        load_preset("balanced", **overrides)
+
+
 def test_overrides_leave_their_arguments_alone():
     """Neither the preset nor the dictionaries that a caller passes in are changed."""
     preset, section = load_preset("exact"), {"order": 0}
@@ -233,7 +326,7 @@ def test_overrides_leave_their_arguments_alone():
 
 def test_loading_a_preset_object_keeps_it():
     """A preset loaded from an object equals it, and unset keys count as unset again."""
-    preset = load_preset("any-balanced")
+    preset = load_preset("balanced")
     assert load_preset(preset) == preset
     assert load_preset(preset).model_fields_set == preset.model_fields_set
 
@@ -249,7 +342,7 @@ def test_loading_a_preset_object_keeps_it():
 )
 def test_override_switches_to_the_interval_control(overrides, control):
     """Choosing the other control drops the base's key of the first, whatever the order of the overrides."""
-    schedule = load_preset("any-balanced", **overrides).schedule
+    schedule = load_preset("balanced", **overrides).schedule
     assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
 
 
@@ -265,7 +358,7 @@ def test_foreign_key_is_refused_in_any_order(first):
     asked = {"schedule.control": "interval", "schedule.target_error": 0.1}
     order = sorted(asked, key=lambda key: not key.endswith(first))
     with pytest.raises(PresetError, match="target_error belongs to control 'adaptive'"):
-        load_preset("any-balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
+        load_preset("balanced", **{key: asked[key] for key in order}, **{"schedule.interval": 5})
 
 
 @pytest.mark.parametrize(
@@ -273,14 +366,13 @@ def test_foreign_key_is_refused_in_any_order(first):
     [
         ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
         ({"schedule.interval": 5}, "schedule: interval belongs to control 'interval'"),
-        ({"forecast.level": "layer"}, "level 'layer' needs a model family"),
-        ({"forecast.level": "head"}, "level 'head' needs a model family"),
+        ({"forecast.level": "head"}, "level 'head' needs blocks of our own, and model is 'any'"),
+        ({"forecast.level": "head", "model": "sd3"}, "model is 'sd3': set model to flux, hunyuan_video or wan"),
         ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
         ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
         ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
         ({"model": "flux", "skip.policy": "sparge"}, "section 'skip' .* level 'output'.* or skip.steps to all"),
         ({"model": "flux", "skip.steps": "all"}, "skip: steps 'all' has no effect with policy 'none'"),
-        ({"skip": TILES_ON_ALL_STEPS}, "skip.steps 'all' needs a model family with an adapter"),
         (
             {"model": "wan", "skip": TILES_ON_ALL_STEPS, "reuse.tau_q": 0.5},
             "section 'reuse' has no effect at level 'output', .* set forecast.level to head$",
@@ -292,21 +384,21 @@ def test_foreign_key_is_refused_in_any_order(first):
 def test_inconsistent_combination_is_refused(overrides, complaint):
     """Keys that contradict each other, or would have no effect, are errors that say so."""
     with pytest.raises(PresetError, match=complaint):
-        load_preset("any-balanced", **overrides)
+        load_preset("balanced", **overrides)
 
 
 def test_base_chain_merges_nearest_last(write):
     """A preset takes its base's values, its base's base's, and its own before both."""
-    write("base: any-balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
+    write("base: balanced\nschedule: {warmup: 7, max_interval: 9}\n", "middle.yaml")
     preset = load_preset(write("base: middle.yaml\nschedule: {warmup: 8}\n"))
     assert preset.name == "mine"
     assert (preset.schedule.warmup, preset.schedule.max_interval) == (8, 9)
-    assert preset.forecast == load_preset("any-balanced").forecast
+    assert preset.forecast == load_preset("balanced").forecast
 
 
 def test_base_may_be_of_the_other_control(write):
     """A file that chooses the other control drops its base's key of the first."""
-    preset = load_preset(write("base: any-balanced\nschedule: {control: interval, interval: 4}\n"))
+    preset = load_preset(write("base: balanced\nschedule: {control: interval, interval: 4}\n"))
     assert (preset.schedule.interval, preset.schedule.target_error) == (4, None)
 
 
@@ -321,7 +413,7 @@ def test_base_cycle_is_named(write):
     "text, complaint",
     [
         ("base: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
-        ("base: any-balnced\n", "did you mean 'any-balanced'.*available: any-balanced"),
+        ("base: any-balnced\n", "did you mean 'balanced'.*available: balanced"),
         ("base: 5\n", "unknown preset '5'"),
         ("schedule: {control: interval\n", "not valid YAML"),
         ("- schedule\n", "must hold a mapping of sections, got list"),
@@ -348,7 +440,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "preset, complaint",
     [
-        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'flux-balanced'.*available: .*exact"),
+        ("flux-balnced", "unknown preset 'flux-balnced' .did you mean 'balanced'.*available: .*exact"),
         ("missing.yaml", r"missing\.yaml does not exist"),
         (Path("missing"), "missing does not exist"),
         (Path(), "can't be read"),
@@ -370,12 +462,12 @@ def test_effective_values_load_again(name, tmp_path):
     assert load_preset(file).effective() == load_preset(name).effective()
 
 
+@pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
-def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
+def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
     """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
-    forecast = {"forecast.level": level, "forecast.corrector": level == "output"}
-    preset = load_preset("any-balanced", model="hunyuan_video", **sections, **forecast)
+    preset = load_preset("balanced", model=model, **sections, level=level)
     values = preset.effective()
     assert (values["skip"]["steps"], values["blocks"]["size"], values["kernels"]["attention"]) == ("all", 64, "triton")
     assert "reuse" not in values
@@ -395,7 +487,7 @@ def test_tiles_on_all_steps_have_effect_at_any_level(level, tmp_path):
 )
 def test_choosing_a_level_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
     """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
-    base = {"base": "any-video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
+    base = {"base": "video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
     values = load_preset(tmp_path / "base.yaml", **changes).effective()
     assert {"corrector", "beyond", "damping"} & set(values["forecast"]) == kept

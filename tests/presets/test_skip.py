@@ -5,9 +5,15 @@ from itertools import permutations
 import pytest
 
 from dit_accel.errors import PresetError
-from dit_accel.presets import Skip, load_preset
-from dit_accel.presets.skip import POLICY_KEYS
+from dit_accel.presets import Forecast, Preset, Schedule, Skip, load_preset
 
+POLICY_KEYS = {  # that it alone has
+    "none": (),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "probe_error"),
+    "sla": ("critical", "negligible", "feature_map", "projection"),
+    "fg_attn": ("mask", "key_threshold"),
+    "static": ("pattern", "window"),
+}
 VALUES = {  # valid ones, by policy
     "sparge": {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0, "probe_error": 0.05},
     "sla": {"critical": 0.1, "negligible": 0.2, "feature_map": "elu", "projection": "p.safetensors"},
@@ -18,14 +24,16 @@ VALUES = {  # valid ones, by policy
 
 def wan(**skip):
     """A closed-loop preset for Wan with this section."""
-    return load_preset("any-video-balanced", model="wan", skip={"steps": "all", **skip})
+    return load_preset("video-balanced", model="wan", skip={"steps": "all", **skip})
 
 
 def test_every_key_belongs_to_a_policy_or_to_all():
-    """The table of keys by policy names each once, and leaves out those that all policies have."""
-    keys = [key for own in POLICY_KEYS.values() for key in own]
-    assert len(keys) == len(set(keys))
-    assert set(Skip.model_fields) - set(keys) == {"policy", "steps", "refresh", "residual", "probe_blocks", "layers"}
+    """Each form of the section has its own keys beside those that all policies have."""
+    shared = {"policy", "steps", "refresh", "residual", "probe_blocks", "layers"}
+    assert set(Skip.model_fields) == shared
+    assert {policy: form.model_fields.keys() - shared for policy, form in Skip.forms.items()} == {
+        policy: set(keys) for policy, keys in POLICY_KEYS.items()
+    }
     assert all(values.keys() <= {*POLICY_KEYS[policy]} for policy, values in VALUES.items())
 
 
@@ -47,6 +55,35 @@ def test_key_of_another_policy_is_refused(policy, other):
     for key, value in VALUES[other].items():
         with pytest.raises(PresetError, match=f"{key} belongs to policy '{other}', and policy is '{policy}'"):
             wan(policy=policy, **own, **{key: value})
+
+
+@pytest.mark.parametrize("section, key", [(Schedule, "control"), (Forecast, "level"), (Skip, "policy")])
+def test_a_section_called_by_its_name_makes_the_form_that_is_said(section, key):
+    """So does its validation; what is made is a section, says its form, and loads again; no form is an error."""
+    needed = {"adaptive": {"target_error": 0.1}, "interval": {"interval": 5}, "static": {"window": 64}}
+    for name, form in section.forms.items():
+        values = {key: name, **needed.get(name, {})}
+        made = section(**values)
+        assert type(made) is form and isinstance(made, section) and getattr(made, key) == name
+        assert section.model_validate(values) == made == form.model_validate(values) == form(**needed.get(name, {}))
+        assert made.model_copy() == made
+    with pytest.raises(PresetError, match=f"^{key} must be one of .*, got 'other'$"):
+        section(**{key: "other"})
+    usual = section.model_fields[key].default
+    assert getattr(section(**needed.get(usual, {})), key) == usual
+
+
+def test_what_a_form_has_no_key_for_reads_as_without_effect():
+    """Whoever reads a preset need not ask for the form first; dumps and files do not have it."""
+    dense, sla, sparge = Skip(), Skip(policy="sla"), Skip(policy="sparge")
+    assert (dense.probe_error, sla.pv_threshold, sparge.projection, sparge.feature_map) == (None, None, None, "softmax")
+    interval, adaptive = Schedule(control="interval", interval=3), Schedule(target_error=0.1)
+    assert (interval.target_error, interval.error_in, interval.per_prompt) == (None, "output", False)
+    assert adaptive.interval is None and "interval" not in adaptive.model_dump()
+    layer = Forecast(level="layer")
+    assert (layer.corrector, layer.beyond, layer.damping) == (False, 0.0, False)
+    preset = Preset(model="wan", schedule=interval, forecast=layer)
+    assert load_preset(preset) == preset and load_preset(preset, interval=4).schedule.interval == 4
 
 
 def test_choosing_a_policy_drops_the_bases_keys_and_no_others():

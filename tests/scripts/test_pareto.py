@@ -3,12 +3,14 @@
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dit_accel.tools.compare import Method, Sweep
+from dit_accel.tools.testing import tiny_pipeline
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -43,10 +45,24 @@ def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
     assert "mine: not timed" in capsys.readouterr().out
 
 
+def test_rows_under_former_names_of_presets_count(tmp_path):
+    """They go by the names of today, and are not measured again; of two names of one preset the first stays."""
+    file = tmp_path / "all.json"
+    for model, measured in (("demo-flux", "balanced"), ("demo-wan", "video-balanced")):
+        document = json.loads((SCRIPTS.parent / "docs" / "results" / f"pareto-{model}.json").read_text())
+        file.write_text(json.dumps(document))
+        sweep = Sweep(tmp_path / "all", document["settings"])
+        names = [row["name"] for row in sweep.rows]
+        assert len(names) == len(set(names)) and measured in names
+        (balanced,) = pareto.our_methods(tiny_pipeline(model.removeprefix("demo-")), [measured])
+        assert sweep.missing([balanced]) == []
+        assert sweep.missing([replace(balanced, digest="", former_digests=())]) != []
+
+
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
     """Two shards, their merging, and times measured anew: one JSON file with tables and plots beside it."""
     small = ["--steps", "4", "--height", "64", "--width", "64", "--prompts", "1", "--device", "cpu"]
-    few = ["--peers", "fewer-steps", "--only", "flux-turbo", "2 steps"]
+    few = ["--peers", "fewer-steps", "--only", "turbo", "2 steps"]
 
     def main(*arguments):
         monkeypatch.setattr(sys, "argv", ["pareto.py", *small, *few, "--output", str(tmp_path / "all"), *arguments])
@@ -58,7 +74,7 @@ def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
     main("--merge")
     assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.md", "all.png", "all-time.png"}
     merged = json.loads((tmp_path / "all.json").read_text())
-    assert [row["name"] for row in merged["results"]] == ["flux-turbo", "2 steps"]
+    assert [row["name"] for row in merged["results"]] == ["turbo", "2 steps"]
     main("--retime")
     timed = json.loads((tmp_path / "all.json").read_text())
     assert [row["psnr_db"] for row in timed["results"]] == [row["psnr_db"] for row in merged["results"]]

@@ -118,7 +118,7 @@ def test_memory_of_kept_masks_is_accounted(name, level):
 @pytest.mark.parametrize("policy", ["sparge", "sla", "fg_attn"])
 def test_memory_of_every_plane_is_expected_to_the_byte(policy, level):
     """Tiles, tiles for linear attention and single keys take what is said before the first block runs."""
-    skip = load_preset("any-video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
+    skip = load_preset("video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
     wanted = preset("wan", level)
     _, report = run("wan", wanted.model_copy(update={"skip": skip}))
     assert report.cache_bytes == report.estimated_bytes > 0
@@ -236,7 +236,7 @@ def probed(level, policy="sparge", **skip):
     """Wan, whose tokens hold no text: with enough probe blocks the probe sees all of them."""
     section = {"policy": policy, "steps": "all", "probe_blocks": 100, **PROBE_POLICIES[policy], **skip}
     wanted = preset("wan", level, every_step=level == "output")
-    return wanted.model_copy(update={"skip": load_preset("any-video-balanced", model="wan", skip=section).skip})
+    return wanted.model_copy(update={"skip": load_preset("video-balanced", model="wan", skip=section).skip})
 
 
 def errors_of(report):

@@ -40,7 +40,7 @@ def _report(steps: int, layers: int, errors: list[float | None]) -> RunReport:
     modes = ["full" if index < 2 else "update" if index % 4 == 0 else "dispatch" for index in range(steps)]
     records = [StepRecord(i, 1000.0 - i, modes[i], errors[i % len(errors)], 0.1) for i in range(steps)]
     density = [[float(mode != "dispatch") for mode in modes] for _ in range(layers)]
-    return RunReport("flux-balanced", "flux", [f"blocks.{i}" for i in range(layers)], records, density, 0.4)
+    return RunReport("balanced", "flux", [f"blocks.{i}" for i in range(layers)], records, density, 0.4)
 
 
 def test_heads_computed_is_the_mean_over_heads_and_batch():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dit_accel.errors import ComparisonError
+from dit_accel.presets import name_of_today
 from dit_accel.tools.compare.methods import Method
 from dit_accel.tools.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.compare.runs import Bench
@@ -52,7 +53,11 @@ class Sweep:
     def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
         """Methods without figures, those whose preset was another then, and those that are named."""
         known = {(row["name"], row.get("digest", "")) for row in self.rows if "error" not in row}
-        return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
+
+        def has_figures(method: Method) -> bool:
+            return any((method.name, digest) in known for digest in (method.digest, *method.former_digests))
+
+        return [method for method in methods if method.name in again or not has_figures(method)]
 
     def add(self, row: dict[str, Any]) -> None:
         """Puts a row in the place of the one of its name, or behind all others."""
@@ -101,4 +106,8 @@ def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
             f"{file} holds a comparison that differs in {difference}: ask for the same again to go on, name another "
             "output, or remove the file"
         )
+    rows: dict[str, dict[str, Any]] = {}
+    for row in document["results"]:  # of several former names of one preset the first counts
+        rows.setdefault(name := name_of_today(row["name"]), row | {"name": name})
+    document["results"] = list(rows.values())
     return document

@@ -1,6 +1,6 @@
 """Thresholds for a model and a target: the preset that runs as cheaply as the quality asked for allows.
 
-    result = tune(pipe, "flux-balanced", target_psnr=40, prompts=prompts)
+    result = tune(pipe, "balanced", target_psnr=40, prompts=prompts)
     result.write("mine.yaml")
 
 Plain runs are made once. Thresholds of single layers are chosen by what they do to queries, keys and values recorded
@@ -22,8 +22,8 @@ import torch
 from dit_accel import __version__
 from dit_accel.errors import TuningError
 from dit_accel.models import denoisers
-from dit_accel.pipeline import accelerate_pipeline, accelerated, restore_pipeline
-from dit_accel.presets import Preset, load_preset
+from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, restore_pipeline
+from dit_accel.presets import Preset, default_preset, load_preset
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, Setting, axes_of, overrides_of
@@ -85,7 +85,7 @@ def tune(
         evaluations: most settings of run-level thresholds that are tried between two confirmations.
         state: folder where all that was found is kept, so that an interrupted tuning goes on; None = nowhere.
         progress: called before each run and after each layer; what it raises ends the tuning.
-        overrides: preset keys to change first.
+        overrides: preset keys to change first; that of the closed loop's target is ``schedule={"target_error": …}``.
 
     Returns:
         The preset with what was measured. Where the target could not be met, ``met`` is False and the preset is the one
@@ -97,6 +97,7 @@ def tune(
         UnsupportedError: the preset does not fit the pipeline.
     """
     target = Target.of(target_psnr, target_error)
+    preset = default_preset(preset, is_video=makes_video(pipe))
     base = None if isinstance(preset, Preset) else preset
     tuner = _Tuner(pipe, load_preset(preset, **overrides), base, overrides, target, dict(arguments or {}))
     tuning, held_out = split_prompts(prompts, tuning_prompts, held_out_prompts)

@@ -166,7 +166,7 @@ def test_nothing_reused_and_nothing_skipped_is_plain(pipes, name, prompt, level)
     assert report.computed_fraction == pytest.approx(1)
 
 
-@pytest.mark.parametrize("preset", ["exact", "any-video-balanced"])  # three steps are all warm-up and final step
+@pytest.mark.parametrize("preset", ["exact", "video-balanced"])  # three steps are all warm-up and final step
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
     """With everything computed, a CPU's result is diffusers' own to the bit, before, during and after."""

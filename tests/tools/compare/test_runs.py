@@ -118,7 +118,7 @@ def test_a_method_that_fails_is_a_row_with_its_error(bench):
 
 def test_our_presets_and_a_sweep_of_the_target(bench):
     """Closed-loop presets are ours, fixed schedules on our engine are rivals; head levels tell their own work."""
-    methods = our_methods(bench.pipe, ["flux-turbo", "flux-flashomni", "flux-taylorseer"], "flux-balanced")
+    methods = our_methods(bench.pipe, ["turbo", "flux-flashomni", "flux-taylorseer"], "balanced")
     assert [method.ours for method in methods[:3]] == [True, False, False]
     assert [method.reports_work for method in methods[:3]] == [False, True, True]
     assert all(method.ours and "target_error=" in method.name for method in methods[3:])
@@ -126,17 +126,17 @@ def test_our_presets_and_a_sweep_of_the_target(bench):
     row = bench.measure(methods[1])
     assert row["fraction_from"] == "report" and "error" not in row
     with pytest.raises(UnsupportedError, match="is for wan models"):
-        our_methods(bench.pipe, ["wan21-turbo"])
+        our_methods(bench.pipe, ["wan21-sparge"])
 
 
 def test_a_digest_tells_what_a_preset_holds(bench):
     """Any value that has an effect changes it, name and description do not; rows carry it."""
 
     def digest(**changes):
-        return our_methods(bench.pipe, [load_preset("any-balanced", **changes)])[0].digest
+        return our_methods(bench.pipe, [load_preset("balanced", **changes)])[0].digest
 
     assert digest(description="another") == digest() != digest(**{"schedule.warmup": 7})
-    assert len({method.digest for method in our_methods(bench.pipe, [], "any-balanced")}) > 3
+    assert len({method.digest for method in our_methods(bench.pipe, [], "balanced")}) > 3
     assert bench.measure(Method("nothing", "nothing", nothing, digest="held"))["digest"] == "held"
 
 

@@ -75,7 +75,7 @@ def test_leaves_and_report_agree_at_level_output(name):
     with counter.calibrating():
         tiny_output(pipe, name, steps=8)
     changes = {"schedule.target_error": 0.9, "schedule.warmup": 2}
-    with counter.counting() as fraction, accelerated(pipe, "any-balanced", **changes):
+    with counter.counting() as fraction, accelerated(pipe, "balanced", **changes):
         tiny_output(pipe, name, steps=8)
         report = pipe.dit_accel.report()
     assert 0 < report.computed_fraction < 1

@@ -23,7 +23,7 @@ SPARGE = {"policy": "sparge", "steps": "all"}
 def preset(model: str = "wan", skip: dict = SPARGE, **overrides):
     schedule = {"control": "adaptive", "target_error": 0.1, "warmup": 2}
     sections = {"model": model, "schedule": schedule, "skip": skip, "blocks": BLOCKS}
-    return load_preset("any-balanced", **sections, **overrides)
+    return load_preset("balanced", **sections, **overrides)
 
 
 def recorded(settings, name="wan", steps=6, prompts=2, memory=calibration.MEMORY) -> Recorder:
@@ -129,7 +129,7 @@ def test_errors_and_sparsities_are_those_of_a_naive_loop():
         assert candidate.sparsity == pytest.approx(sum(sparsities) / 2, abs=1e-6)
 
 
-HEADS = {"forecast.level": "head", "forecast.corrector": False}
+HEADS = {"forecast.level": "head"}
 
 
 def test_at_level_head_thresholds_are_those_of_the_step():

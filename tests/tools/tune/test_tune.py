@@ -29,7 +29,7 @@ def arguments(name: str, **changes) -> dict:
     return {key: value for key, value in call.items() if key not in own}
 
 
-def tuned(name: str = "flux", preset: str = "flux-balanced", **changes):
+def tuned(name: str = "flux", preset: str = "balanced", **changes):
     settings = {"prompts": PROMPTS, "arguments": arguments(name), "evaluations": 3, **FORECASTS, **changes}
     if not {"target_psnr", "target_error"} & settings.keys():
         settings["target_psnr"] = 30
@@ -130,15 +130,15 @@ def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
     """It loads as the preset that was found, wherever its base lies, and its header has the figures and no date."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "presets").mkdir()
-    (tmp_path / "presets" / "own.yaml").write_text("base: flux-balanced\nforecast: {order: 2}\n")
-    given = {"name": "flux-balanced", "path": "presets/own.yaml", "object": load_preset("flux-balanced")}[base]
+    (tmp_path / "presets" / "own.yaml").write_text("base: balanced\nforecast: {order: 2}\n")
+    given = {"name": "balanced", "path": "presets/own.yaml", "object": load_preset("balanced")}[base]
     result = usual_result() if base == "name" else tuned(preset=given, evaluations=1)
     (tmp_path / "results").mkdir()
     result.write(tmp_path / "results" / "mine.yaml")
     text = (tmp_path / "results" / "mine.yaml").read_text()
     written = load_preset(tmp_path / "results" / "mine.yaml")
     assert written.model_dump() == result.preset.model_dump()
-    expected = {"name": "flux-balanced", "path": "../presets/own.yaml", "object": None}[base]
+    expected = {"name": "balanced", "path": "../presets/own.yaml", "object": None}[base]
     assert yaml.safe_load(text).get("base") == expected
     header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     figures = result.figures()
@@ -283,7 +283,7 @@ def test_the_demo_model_meets_its_target_on_other_prompts():
     pipe.set_progress_bar_config(disable=True)
     call = {"height": 64, "width": 64, "num_inference_steps": 10, "max_sequence_length": 64}
     prompts = tuning_prompts("demo-flux")
-    result = tune(*(pipe, "flux-balanced"), prompts=prompts[:4], target_psnr=32, arguments=call, evaluations=4)
+    result = tune(*(pipe, "balanced"), prompts=prompts[:4], target_psnr=32, arguments=call, evaluations=4)
     assert result.met
     assert computed_fraction(result.held_out) < 0.8
     qualities = []

@@ -1,0 +1,72 @@
+"""Overrides as callers write them: plain keywords, dotted keys and whole sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from dit_accel.errors import PresetError
+from dit_accel.presets.complaints import RENAMED, did_you_mean
+from dit_accel.presets.preset import Preset
+from dit_accel.presets.section import Formed, section_in
+
+
+@cache
+def keywords() -> dict[str, tuple[str, ...]]:
+    """Each key of a section by its own name, with the dotted keys that it may mean: ``order``, ``forecast.order``."""
+    meanings: dict[str, tuple[str, ...]] = {}
+    for name, field in Preset.model_fields.items():
+        section = section_in(field)
+        forms = section.forms.values() if section is not None and issubclass(section, Formed) else (section,)
+        for key in dict.fromkeys(key for form in forms if form is not None for key in form.model_fields):
+            meanings[key] = (*meanings.get(key, ()), f"{name}.{key}")
+    return meanings
+
+
+def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides as the sections of a preset.
+
+    Raises:
+        PresetError: unknown keywords, or one that more than one section has; the message says what was meant.
+    """
+    changes: dict[str, Any] = {}
+    wrong = []
+    for keyword, value in overrides.items():
+        dotted = keyword
+        if "." not in keyword and keyword not in Preset.model_fields:
+            meanings = keywords().get(keyword, ())
+            if len(meanings) != 1:
+                wrong.append(_complaint(keyword, meanings))
+                continue
+            (dotted,) = meanings
+        *sections, key = dotted.split(".")
+        change = {key: value}
+        for section in reversed(sections):
+            change = {section: change}
+        merge(changes, change)
+    if wrong:
+        raise PresetError("; ".join(wrong))
+    return changes
+
+
+def merge(target: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Puts changes into nested dictionaries, key by key; the values are copies."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            merge(target[key], value)
+        else:
+            target[key] = deepcopy(value)
+
+
+def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
+    if meanings:
+        section, key = meanings[-1].split(".")
+        return f"keyword {keyword!r} may mean {' or '.join(meanings)}: write e.g. {section}={{{key!r}: …}}"
+    for former, today in RENAMED.items():
+        if former.rpartition(".")[-1] == keyword:
+            return f"unknown keyword {keyword!r}: it is called {today.rpartition('.')[-1]!r} now"
+    sections = [name for name in Preset.model_fields if name != "name"]
+    meant = did_you_mean(keyword, [*keywords(), *sections])
+    return f"unknown keyword {keyword!r}{meant}; valid are {', '.join(sections)}, and keys of the sections among them"

@@ -1,0 +1,98 @@
+"""What sections of a preset are made of: frozen strict models, some of which have several forms."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from dit_accel.errors import PresetError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Formed(Section):
+    """A section whose keys depend on one of them: each value of that one is a form, a class with keys of its own.
+
+    A section called by its own name makes the form that the key says: ``Schedule(control="interval", interval=5)`` is
+    an ``IntervalSchedule``. Keys of other forms that readers ask for are constants there, with the value that has no
+    effect.
+    """
+
+    chooser: ClassVar[str]  # the key
+    forms: ClassVar[dict[str, type[Any]]]  # by its value; the section's own, not a form's
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        return super().__new__(cls._form(values) if cls.is_formed() else cls)
+
+    @classmethod
+    def form_of(cls, values: Any) -> str | None:
+        """The form that a section's values are of, which may be no valid one; None = they are no values."""
+        if isinstance(values, cls):
+            return str(getattr(values, cls.chooser))
+        if not isinstance(values, dict):
+            return None
+        return str(values.get(cls.chooser, cls.model_fields[cls.chooser].default))
+
+    @classmethod
+    def foreign_keys(cls, form: Any) -> list[str]:
+        """Keys that other forms have and this one has not; of what is no form none."""
+        if not isinstance(form, str) or form not in cls.forms:
+            return []
+        own = cls.forms[form].model_fields
+        return [key for other in cls.forms.values() for key in other.model_fields if key not in own]
+
+    @classmethod
+    def is_formed(cls) -> bool:
+        """Whether this is a section itself, and not one of its forms."""
+        return "forms" in vars(cls)
+
+    @classmethod
+    def _form(cls, values: dict[str, Any]) -> type[Any]:
+        if (form := cls.form_of(values)) not in cls.forms:
+            raise PresetError(f"{cls.chooser} must be one of {', '.join(cls.forms)}, got {form!r}")
+        return cls.forms[form]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_form(cls, values: Any, handler: Any) -> Any:
+        if not isinstance(values, dict):
+            return handler(values)
+        if cls.is_formed():
+            return cls._form(values).model_validate(values)
+        for key in values:
+            owners = [name for name, form in cls.forms.items() if key in form.model_fields]
+            if owners and key not in cls.model_fields:
+                chooser, owner = cls.chooser, owners[0]
+                raise ValueError(
+                    f"{key} belongs to {chooser} '{owner}', and {chooser} is '{cls.form_of(values)}': remove it, or "
+                    f"set {chooser} to {owner}"
+                )
+        return handler(values)
+
+    @model_validator(mode="after")
+    def _says_its_form(self) -> Self:
+        """Values that were set have the form among them, for they may be all that is kept."""
+        section = formed(type(self))
+        assert section is not None
+        if getattr(self, self.chooser) != section.model_fields[self.chooser].default:
+            self.__pydantic_fields_set__.add(self.chooser)
+        return self
+
+
+def formed(model: type[BaseModel]) -> type[Formed] | None:
+    """The section that a model is, or is a form of; None = a model without forms."""
+    return next((base for base in model.__mro__ if issubclass(base, Formed) and base.is_formed()), None)
+
+
+def section_in(field: FieldInfo) -> type[Section] | None:
+    """The section that a field of a model holds, of several forms the one that they are forms of; None = a value."""
+    kind: Any = field.annotation
+    while get_args(kind):  # Annotated[Form, …] | …
+        kind = get_args(kind)[0]
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        return None
+    return formed(kind) or kind
