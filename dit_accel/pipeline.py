@@ -95,7 +95,8 @@ def makes_video(pipe: Any) -> bool:
     """Whether a pipeline makes videos: its family does, or its call takes a number of frames, or a video."""
     if family_of(pipe) in VIDEO_FAMILIES:
         return True
-    return not inspect.signature(pipe.__call__).parameters.keys().isdisjoint(("num_frames", "video"))
+    named = inspect.signature(pipe).parameters if callable(pipe) else {}
+    return "num_frames" in named or "video" in named
 
 
 def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Preset:

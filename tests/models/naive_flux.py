@@ -97,7 +97,7 @@ class NaiveAttention:
         growth = (self.schedule.step / self.schedule.steps) ** preset.reuse.ramp
         row_bits = flashomni.row_bits(probabilities, layout, preset.reuse.tau_q * growth)
         rows = unpack_bits(row_bits, q.shape[2]).transpose(1, 2)
-        tau_kv = preset.skip.tau_kv * (growth if self.at_head else 1)
+        tau_kv = 0.0 if preset.skip.policy == "none" else preset.skip.tau_kv * (growth if self.at_head else 1)
         tiles = unpack_bits(sparge.tile_bits(probabilities, layout, tau_kv), layout.blocks)
         if preset.skip.policy == "none":
             tiles = torch.ones_like(tiles)

@@ -98,7 +98,7 @@ class NaiveSelfAttention(WanAttnProcessor):
         layout = TokenLayout(0, q.shape[1], size)
         probabilities = pooled_map(q, k, size, backend="reference").probabilities
         growth = (self.schedule.step / self.schedule.steps) ** preset.reuse.ramp
-        tau_kv = preset.skip.tau_kv * (growth if preset.forecast.level == "head" else 1)
+        tau_kv = getattr(preset.skip, "tau_kv", 0.0) * (growth if preset.forecast.level == "head" else 1)
         kept = unpack_bits(flashomni.row_bits(probabilities, layout, preset.reuse.tau_q * growth), q.shape[2])
         tiles = unpack_bits(sparge.tile_bits(probabilities, layout, tau_kv), layout.blocks)
         if preset.skip.policy == "none":

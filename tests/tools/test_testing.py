@@ -18,7 +18,7 @@ from dit_accel.tools.testing import (
 
 every_pipeline = pytest.mark.parametrize("name", TINY_PIPELINES)
 # Their last block forms a text output that nothing reads.
-TEXT_ENDS_UNREAD = ("sd3", "mochi", "qwen-image", "hunyuan15", "hunyuan15-i2v")
+TEXT_ENDS_UNREAD = ("sd3", "sd35", "mochi", "qwen-image", "hunyuan15", "hunyuan15-i2v")
 UNREAD = {"add_q_proj", "norm_added_q", "to_add_out", "txt_mlp", "ff_context"}
 # Softmax does not see a shift common to all keys; these keys are neither normalised nor rotated.
 SHIFTS_OF_KEYS = ("to_k_ip.0.bias", "refiner_blocks.0.attn.to_k.bias")
