@@ -69,6 +69,7 @@ class Gap:
     def __init__(self, preset: Preset, course: Course) -> None:
         self.preset = preset
         self.course = course
+        self.target_error = preset.schedule.target_error or 0.0  # an interval has none
         self.computed_step = -1  # the latest that was decided to compute
         self._decided: tuple[int, StepMode] | None = None
         self._observed_step = -1
@@ -98,9 +99,8 @@ class Gap:
         Args:
             errors: ‖F − F̂‖ / ‖F‖ that a forecast of each degree would have had.
         """
-        target = self.preset.schedule.target_error
         reaches = {
-            order: (target / error) ** (1 / (math.ceil(order) + 1)) if error else math.inf
+            order: (self.target_error / error) ** (1 / (math.ceil(order) + 1)) if error else math.inf
             for order, error in errors.items()
             if not math.isnan(error)
         }
@@ -128,7 +128,7 @@ class Gap:
             expected = error * there / remainder if remainder else math.inf
             counted += self.course.weights[step + interval] * expected
             # Written so that an error that is not a number keeps the interval at 1.
-            if not counted <= schedule.target_error:
+            if not counted <= self.target_error:
                 break
             interval += 1
         following = step + interval
@@ -310,9 +310,9 @@ def best_share(
     output: Iterable[torch.Tensor], newest: Iterable[torch.Tensor], linear: Iterable[torch.Tensor]
 ) -> torch.Tensor:
     """The s by which ``newest + s · (linear − newest)`` comes nearest to the output, over all its tensors together."""
-    along = square = 0.0
+    along, square = [], []
     for value, last, predicted in zip(output, newest, linear, strict=True):
         slope = (predicted.float() - last.float()).flatten()
-        along = along + torch.dot((value.float() - last.float()).flatten(), slope)
-        square = square + torch.dot(slope, slope)
-    return along / square
+        along.append(torch.dot((value.float() - last.float()).flatten(), slope))
+        square.append(torch.dot(slope, slope))
+    return sum(along[1:], along[0]) / sum(square[1:], square[0])

@@ -113,8 +113,7 @@ class Controller:
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
         """
-        on_gpu = isinstance(timestep, torch.Tensor) and timestep.is_cuda
-        elapsed = timing.gpu_stopwatch(timestep.device) if on_gpu else timing.stopwatch()
+        elapsed = timing.stopwatch_of(timestep)
         try:
             self.call = self._open(transformer, context, timestep, shapes, size, samples)
             yield self.call
@@ -153,7 +152,7 @@ class Controller:
                 continue
             own = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
             part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
-            parts.append(loop.observe(step, part, partial(used, rows=loop.rows)))
+            parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
             call.measure(loop.measured, partial(self._decide, step, loop))
         return _joined(call.branch.loops, parts)
 
@@ -305,6 +304,10 @@ class Controller:
             budget = self.preset.memory.budget_gib
             if budget is not None and device > budget * GIB:
                 self.note("caches took more than was expected, and more than memory.budget_gib")
+
+
+def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: used(tensor, rows)
 
 
 def _joined(loops: Sequence[ClosedLoop], parts: Sequence[Output]) -> Output:

@@ -17,7 +17,7 @@ class IntervalGap(Gap):
         schedule, steps = self.preset.schedule, len(self.course.coordinates)
         if step < schedule.warmup or step >= steps - schedule.cooldown or schedule.interval == 1:
             return StepMode.FULL
-        return StepMode.DISPATCH if (step - schedule.warmup) % schedule.interval else StepMode.UPDATE
+        return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
     def observe(self, step: int, nodes: Sequence[float], order: float, error: float) -> None:
         """An interval takes no notice of errors."""

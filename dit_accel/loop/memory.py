@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dit_accel.errors import MemoryBudgetError
 from dit_accel.kernels.layout import TokenLayout
@@ -113,7 +113,7 @@ class MemoryPlan:
 
     def attention(self, layout: TokenLayout | None) -> Storage:
         """Form of attention outputs, which only UPDATE steps read."""
-        return Storage(self.float8, self.offload, _reusable(layout) if self.rows else None)
+        return Storage(self.float8, self.offload, _reusable(layout) if self.rows and layout is not None else None)
 
 
 def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
@@ -180,7 +180,7 @@ def _plans(preset: Preset) -> Iterator[MemoryPlan]:
     measures = {"output": whole, "layer": ("float8",), "head": ("rows", "float8", "offload")}[level]
     for measure in measures:
         if not getattr(plan, measure):
-            plan = replace(plan, **{measure: True})
+            plan = _with(plan, measure, True)
             yield plan
     for order in reversed(range(preset.forecast.order)):
         yield replace(plan, order=order)
@@ -203,15 +203,18 @@ def _without_idle(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize
     """The measured plan without measures that save nothing, on the device or beside it, given the others."""
     plan = _measured(plan, preset, branches)
     for measure in ("rows", "offload"):
-        without = _measured(replace(plan, **{measure: False}), preset, branches)
+        without = _measured(_with(plan, measure, False), preset, branches)
         if (without.device_bytes, without.host_bytes) == (plan.device_bytes, plan.host_bytes):
             plan = without
     return plan
 
 
-def _reusable(layout: TokenLayout | None) -> tuple[int, int] | None:
+def _reusable(layout: TokenLayout) -> tuple[int, int]:
     """Tokens ``start, stop`` of the blocks without text, the only ones that may be reused."""
-    if layout is None:
-        return None
     blocks = layout.vision_blocks
     return min(blocks.start * layout.block, layout.tokens), min(blocks.stop * layout.block, layout.tokens)
+
+
+def _with(plan: MemoryPlan, measure: str, taken: bool) -> MemoryPlan:
+    change: dict[str, Any] = {measure: taken}
+    return replace(plan, **change)

@@ -113,11 +113,11 @@ class RunReport:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
-        if probed := [each for each in self.attentions if each.error is not None]:
-            worst = max(probed, key=lambda each: each.error)
-            mean = fmean(each.error for each in probed)
-            where = f"{worst.layer}, step {worst.step}"
-            lines.append(f"  attention error    {mean:.4f} on the probe's rows, {worst.error:.4f} at most ({where})")
+        if probed := [(each.error, each.layer, each.step) for each in self.attentions if each.error is not None]:
+            error, layer, step = max(probed, key=lambda each: each[0])
+            mean = fmean(each[0] for each in probed)
+            where = f"{layer}, step {step}"
+            lines.append(f"  attention error    {mean:.4f} on the probe's rows, {error:.4f} at most ({where})")
         lines += [f"  note               {note}" for note in self.notes]
         by_reason: dict[str, list[str]] = {}
         for fallback in self.fallbacks:

@@ -8,6 +8,13 @@ from collections.abc import Callable
 import torch
 
 
+def stopwatch_of(timestep: torch.Tensor | float) -> Callable[[], Callable[[], float]]:
+    """On the clock of the device that a call's timestep is on."""
+    if isinstance(timestep, torch.Tensor) and timestep.is_cuda:
+        return gpu_stopwatch(timestep.device)
+    return stopwatch()
+
+
 def stopwatch() -> Callable[[], Callable[[], float]]:
     """Starts; the first call stops and returns a function that gives the seconds."""
     started = time.perf_counter()

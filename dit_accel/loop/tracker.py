@@ -1,8 +1,4 @@
-"""Which step is this, and is it FULL, UPDATE or DISPATCH?
-
-Clocks turn what a pipeline shows (its scheduler, the timestep it passes) into a step index; controls turn the index
-into a step mode, either on a fixed interval or by the closed loop.
-"""
+"""Which step is this? Clocks turn what a pipeline shows (its scheduler, the timestep it passes) into a step index."""
 
 from __future__ import annotations
 
@@ -102,9 +98,10 @@ class SchedulerClock:
             if abs(values[nearest] - value) <= abs(value) * BF16_ROUNDING:
                 self._first = nearest
         sigmas = getattr(scheduler, "sigmas", None)
-        has_sigmas = sigmas is not None and len(sigmas) >= len(values)
         self._values = values[self._first :]
-        self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :] if has_sigmas else self._values
+        self._sigmas = self._values
+        if sigmas is not None and len(sigmas) >= len(values):
+            self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :]
         self._moves = _euler_moves(scheduler)[self._first :] if _takes_euler_steps(scheduler) else None
         self._count = self._first
         self._previous: float | None = None
@@ -161,8 +158,8 @@ class TimestepClock:
 
 def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     """Sigmas of a flow as they are; those of other models, noise over picture, as angles."""
-    sigmas = [float(sigma) for sigma in sigmas]
-    return sigmas if max(map(abs, sigmas)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in sigmas]
+    levels = [float(sigma) for sigma in sigmas]
+    return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
 
 
 def _takes_euler_steps(scheduler: Any) -> bool:

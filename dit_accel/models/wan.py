@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP.
 
-Wan 2.2's two transformers share the schedule, and nothing that one remembers reaches the other.
+Wan 2.2's two transformers share the schedule; nothing that one remembers reaches the other.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
     projection = 2 * batch * count * width * width
     return BlockWork(
         tiles={"attn1": 4 * batch * count * count * width},
-        rest=2 * projection  # keys and values
-        + 4 * batch * context * width * (width + count)  # of the prompt, and the softmax over them
-        + 4 * batch * count * width * transformer.config.ffn_dim,
+        # Keys and values; those of the prompt, and the attention to them; the MLP.
+        rest=2 * projection + 4 * batch * width * (context * (width + count) + count * transformer.config.ffn_dim),
         rows=projection,
         row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention
         bias=projection,
@@ -57,8 +56,7 @@ FAMILY = Family(
     work=work,
     attentions={"attn1": False},
     used=used,
-    # RoPE tables [1, S, 1, D]; where each token has its own timestep, the blocks' modulation [B, S, 6C]. The modulation
-    # at the exit, another part of that output, stays as it is, for the order is taken off before it.
+    # RoPE tables [1, S, 1, D], and the blocks' modulation [B, S, 6C] where each token has its own timestep.
     order=OrderFacts(tables={"rope": {0: 1, 1: 1}, "condition_embedder": {1: 1}}, exit="norm_out"),
     names_transformer=True,
 )
