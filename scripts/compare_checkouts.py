@@ -99,6 +99,7 @@ def _fitting(pipe: Any) -> list[str]:
 
 def _digest(pipe: Any, call: Any, preset: str) -> dict[str, Any]:
     import torch
+    from torch.utils import _pytree as pytree
 
     from dit_accel import accelerate_pipeline, restore_pipeline
 
@@ -107,8 +108,10 @@ def _digest(pipe: Any, call: Any, preset: str) -> dict[str, Any]:
         if preset != "none":
             accelerate_pipeline(pipe, preset)
         output = call(pipe)
-        tensor = output if isinstance(output, torch.Tensor) else torch.stack(list(output))
-        digest = {"output": hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]}
+        hashed = hashlib.sha256()
+        for tensor in [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+            hashed.update(tensor.contiguous().numpy().tobytes())
+        digest = {"output": hashed.hexdigest()[:16]}
         if preset != "none":
             report = pipe.dit_accel.report()
             digest["steps"] = "".join(step.mode[0] for step in report.steps)

@@ -14,7 +14,6 @@ from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSy
 
 ORDERS = ("auto", "head", "length")
 ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
-MAX_RANKED_CUDA = 11 * 1024  # rows ranked together: 33 bits each in the 48 KiB of shared memory that every GPU has
 
 
 def lower(
@@ -35,12 +34,11 @@ def lower(
         scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose
             buffers are overwritten and returned in the new plan. Long video lowers into one scratch for all layers,
             just before use.
-        backend: "auto", "reference", "cuda" or "triton".
+        backend: "auto", "reference" or "triton".
 
     Raises:
         ShapeError: ``order`` is unknown, or ``scratch`` has another shape or device.
         BackendError: ``backend`` can't run here.
-        UnsupportedError: ``backend`` can't take that many blocks.
     """
     if order not in ORDERS:
         raise ShapeError(f"order must be one of {ORDERS}, got {order!r}")
@@ -48,19 +46,14 @@ def lower(
     rows = plan.work.numel()
     across_heads = order == "length" or (order == "auto" and rows <= ACROSS_HEADS_ROWS)
     ranked_together = rows if across_heads else plan.blocks
-    cuda_limit = None
-    if ranked_together > MAX_RANKED_CUDA:
-        cuda_limit = f"it ranks at most {MAX_RANKED_CUDA} rows together, got {ranked_together}"
-    backend = resolve_backend(backend, symbols.cache_bits, {"cuda": cuda_limit, "triton": None})
-    if backend == "cuda":
-        from dit_accel.kernels._cuda.lowering import lower_into
-    elif backend == "triton":
+    backend = resolve_backend(backend, symbols.cache_bits)
+    if backend == "triton":
         from dit_accel.kernels._triton.lowering import lower_into
     else:
         lower_into = _lower_reference
     lower_into(symbols, plan, ranked_together)
     if plan.slices is not None:
-        _lower_slices(plan, "reference" if backend == "reference" else "triton")
+        _lower_slices(plan, backend)
     return plan
 
 

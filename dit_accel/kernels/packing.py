@@ -23,7 +23,7 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
 
     Args:
         mask: bool ``[..., n]``, n >= 1.
-        backend: "auto", "reference", "cuda" or "triton".
+        backend: "auto", "reference" or "triton".
 
     Returns:
         uint8 ``[..., ceil(n / 8)]``.
@@ -35,14 +35,11 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     require_dtype("mask", mask, (torch.bool,))
     if mask.dim() == 0 or mask.shape[-1] == 0:
         raise ShapeError(f"mask must have shape [..., n] with n >= 1, got {list(mask.shape)}")
-    backend = resolve_backend(backend, mask, {"cuda": None, "triton": None})
-    if backend == "cuda":
-        from dit_accel.kernels._cuda.packing import pack_bits as pack
-    elif backend == "triton":
-        from dit_accel.kernels._triton.packing import pack_bits as pack
-    else:
-        pack = _pack_reference
-    return pack(mask)
+    if resolve_backend(backend, mask) == "triton":
+        from dit_accel.kernels._triton.packing import pack_bits as pack_bits_triton
+
+        return pack_bits_triton(mask)
+    return _pack_reference(mask)
 
 
 def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.Tensor:

@@ -54,29 +54,25 @@ def pooled_map(
     """Pool queries and keys by block. Forward only: no gradient flows.
 
     Means of keys are taken from the mean over the sample's valid keys, which leaves the softmax as it is but keeps its
-    exponents small; "cuda" and "triton" take them from the first block's mean, which costs no second pass and does the
-    same to what all keys share. Similarities are those of the tokens as they come.
+    exponents small; "triton" takes them from the first block's mean, which costs no second pass and does the same to
+    what all keys share. Similarities are those of the tokens as they come.
 
     Args:
         q, k: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         block: tokens in a block, 64 or 128.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all. Queries are all valid.
-        backend: "auto", "reference", "cuda" (head dimensions 32, 64 and 128, strides in multiples of 16 bytes, at most
-            1280 blocks) or "triton" (head dimensions 16, 32, 64 and 128).
+        backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension, the strides or the number of blocks.
+        UnsupportedError: the backend does not support the head dimension.
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, block, kv_len)
-    backend = resolve_backend(backend, q, _limits(q, k, block))
-    if backend == "reference":
+    if resolve_backend(backend, q, {"triton": triton_head_dim_limit(q.shape[-1])}) == "reference":
         return _pooled_map_reference(q, k, block, kv_len)
-    if backend == "cuda":
-        from dit_accel.kernels._cuda.pooling import pooled_map_into
-    else:
-        from dit_accel.kernels._triton.pooling import pooled_map_into
+    from dit_accel.kernels._triton.pooling import pooled_map_into
+
     batch, tokens, heads, head_dim = q.shape
     blocks = block_count(tokens, block)
     mean = torch.empty(2, batch, heads, blocks, head_dim, dtype=torch.float32, device=q.device)  # of q, of k
@@ -85,12 +81,6 @@ def pooled_map(
     lengths = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     pooled_map_into(mean, similarity, probabilities, q, k, block, lengths)
     return PooledMap(probabilities, *similarity)
-
-
-def _limits(q: torch.Tensor, k: torch.Tensor, block: int) -> dict[str, str | None]:
-    from dit_accel.kernels._cuda.pooling import limit as cuda_limit
-
-    return {"cuda": cuda_limit(q, k, block), "triton": triton_head_dim_limit(q.shape[-1])}
 
 
 def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> PooledMap:

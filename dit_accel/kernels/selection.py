@@ -16,8 +16,6 @@ from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
 
-MAX_BLOCKS_CUDA = 2048  # a warp holds a row in registers
-
 
 @torch.no_grad()
 def select_tiles(
@@ -47,7 +45,7 @@ def select_tiles(
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
         columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
             and numbers of tiles is said of the other blocks. None = none.
-        backend: "auto", "reference", "cuda" or "triton".
+        backend: "auto", "reference" or "triton".
 
     Returns:
         ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
@@ -56,7 +54,6 @@ def select_tiles(
     Raises:
         ShapeError: an argument is not as above.
         BackendError: ``backend`` can't run here.
-        UnsupportedError: ``backend`` can't take that many blocks.
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
@@ -74,14 +71,12 @@ def select_tiles(
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
-    if backend == "cuda":
-        from dit_accel.kernels._cuda import selection as implementation
-    else:
-        from dit_accel.kernels._triton import selection as implementation
+    from dit_accel.kernels._triton.selection import select_tiles_into
+
     batch, heads, blocks, _ = probabilities.shape
     skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
-    implementation.select_tiles_into(
+    select_tiles_into(
         skip_bits,
         probabilities.contiguous(),
         tau_units(tau if top_k is None else 1 - top_k),
@@ -113,7 +108,7 @@ def select_rows(
         tau: share of the scores that may be reused, 0..1.
         text: blocks that hold text; nothing is reused where there are none.
         vision: blocks that hold vision only. Rows of all other blocks compute.
-        backend: "auto", "reference", "cuda" or "triton". They agree up to the rounding of exponentials in G.
+        backend: "auto", "reference" or "triton". They agree up to the rounding of exponentials in G.
 
     Returns:
         ``cache_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
@@ -122,7 +117,6 @@ def select_rows(
     Raises:
         ShapeError: ``probabilities`` or ``tau`` is not as above.
         BackendError: ``backend`` can't run here.
-        UnsupportedError: ``backend`` can't take that many blocks.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape
@@ -132,14 +126,10 @@ def select_rows(
     units = UNITS >> (len(text_range) - 1).bit_length()  # sums over text rows fit 32 bits too
     if backend == "reference":
         return _select_rows_reference(probabilities, tau, text, vision, units)
-    if backend == "cuda":
-        from dit_accel.kernels._cuda import selection as implementation
-    else:
-        from dit_accel.kernels._triton import selection as implementation
+    from dit_accel.kernels._triton.selection import select_rows_into
+
     cache_bits = probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
-    implementation.select_rows_into(
-        cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range
-    )
+    select_rows_into(cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range)
     return cache_bits
 
 
@@ -217,5 +207,4 @@ def _resolve(probabilities: torch.Tensor, tau: float, backend: str) -> str:
     require_dtype("probabilities", probabilities, (torch.float32,))
     if not 0 <= tau <= 1:
         raise ShapeError(f"tau must be between 0 and 1, got {tau}")
-    limit = f"it selects among at most {MAX_BLOCKS_CUDA} blocks, got {blocks}" if blocks > MAX_BLOCKS_CUDA else None
-    return resolve_backend(backend, probabilities, {"cuda": limit, "triton": None})
+    return resolve_backend(backend, probabilities)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from dit_accel.errors import BackendError
-from dit_accel.kernels import backend_status, pack_bits
+from dit_accel.kernels import backend_status
 from dit_accel.kernels._cuda import runtime
 from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
+from dit_accel.kernels.backends import resolve_backend
 
 
 @pytest.fixture
@@ -28,12 +29,12 @@ def compiled(monkeypatch, tmp_path) -> list[list[str]]:
 
 
 def test_machine_code_is_cached_by_source_options_and_architecture(compiled):
-    first = runtime.compile_source("packing.cu", "sm_90a")
-    assert runtime.compile_source("packing.cu", "sm_90a") == first
+    first = runtime.compile_source("gemm_q.cu", "sm_90a")
+    assert runtime.compile_source("gemm_q.cu", "sm_90a") == first
     assert len(compiled) == 1
     assert "--gpu-architecture=sm_90a" in compiled[0]
-    runtime.compile_source("packing.cu", "sm_80")
-    runtime.compile_source("packing.cu", "sm_90a", (("WIDTH", 8),))
+    runtime.compile_source("gemm_q.cu", "sm_80")
+    runtime.compile_source("gemm_q.cu", "sm_90a", (("WIDTH", 8),))
     assert len(compiled) == 3
     assert "--define-macro=WIDTH=8" in compiled[2]
 
@@ -51,16 +52,16 @@ def test_a_changed_source_or_header_is_compiled_anew(compiled, monkeypatch, tmp_
 
 def test_a_cache_that_can_not_be_written_costs_only_time(compiled, monkeypatch):
     monkeypatch.setenv("DIT_ACCEL_CACHE", "/proc/nowhere")
-    runtime.compile_source("packing.cu", "sm_90a")
-    runtime.compile_source("packing.cu", "sm_90a")
+    runtime.compile_source("gemm_q.cu", "sm_90a")
+    runtime.compile_source("gemm_q.cu", "sm_90a")
     assert len(compiled) == 2
 
 
 def test_an_empty_file_in_the_cache_counts_as_none(compiled, tmp_path):
-    code = runtime.compile_source("packing.cu", "sm_90a")
+    code = runtime.compile_source("gemm_q.cu", "sm_90a")
     (file,) = (tmp_path / "cache").iterdir()
     file.write_bytes(b"")
-    assert runtime.compile_source("packing.cu", "sm_90a") != code
+    assert runtime.compile_source("gemm_q.cu", "sm_90a") != code
     assert len(compiled) == 2
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [file.name], "nothing else may be left behind"
 
@@ -108,5 +109,5 @@ def test_arguments_have_the_widths_of_c():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_an_explicit_choice_raises():
     with pytest.raises(BackendError, match="backend 'cuda' can't run here: the tensors are on 'cpu'"):
-        pack_bits(torch.ones(8, dtype=torch.bool), backend="cuda")
+        resolve_backend("cuda", torch.zeros(1), {"cuda": None, "triton": None})
     assert "CUDA" in backend_status()["cuda"]

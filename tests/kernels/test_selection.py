@@ -12,8 +12,7 @@ from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA kernels need a GPU")
-every_backend = pytest.mark.parametrize("backend", ["reference", "triton", pytest.param("cuda", marks=needs_gpu)])
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 MANY_BLOCKS = 300 if torch.cuda.is_available() else 140  # rows of 256 tiles fill Triton programs too, and ragged ones
 SHAPES = [(1, 1, 1), (2, 3, 13), (1, 9, 40), (1, 1, MANY_BLOCKS)]  # batch, heads, blocks
@@ -53,7 +52,6 @@ def naive_tiles(probabilities, tau, always):
     return tiles
 
 
-@every_backend
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tiles_equal_a_naive_loop(shape, tau, backend, make_map):
@@ -76,7 +74,6 @@ def make_flags(device):
     return make
 
 
-@every_backend
 @pytest.mark.parametrize("tau", [0.0, 0.3, 0.999])
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_marked_columns_carry_no_mass(shape, tau, backend, make_map, make_flags):
@@ -96,7 +93,6 @@ def test_marked_columns_carry_no_mass(shape, tau, backend, make_map, make_flags)
         assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
 
 
-@every_backend
 def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device):
     """A column with all but 1e-9 of the mass leaves the others as they would be without it."""
     rest = torch.tensor([0.5, 0.3, 0.15, 0.05], device=device)
@@ -106,7 +102,6 @@ def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device)
     assert tiles[0, 0, 0].tolist() == [True, True, True, False, False]
 
 
-@every_backend
 @pytest.mark.parametrize("marks", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("top_k", [1e-6, 0.3, 0.9])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -125,7 +120,6 @@ def test_top_k_keeps_a_share_of_the_tiles(shape, top_k, marks, backend, make_map
         assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
 
 
-@every_backend
 def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
     probabilities = make_map(1, 3, 13)
     assert (select_tiles(probabilities, 0.0, always=slice(0, 13), backend=backend)[..., 1] == 0b11111).all()
@@ -133,7 +127,6 @@ def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
     assert (rows == 0b111).all()
 
 
-@every_backend
 def test_rows_of_nothing_and_rows_of_one_tile(backend, device):
     """A row without a distribution keeps all; one with a single positive entry keeps that, whatever it may lose."""
     probabilities = torch.zeros(1, 1, 3, 3, device=device)
@@ -143,7 +136,6 @@ def test_rows_of_nothing_and_rows_of_one_tile(backend, device):
     assert tiles[0, 0].tolist() == [[True] * 3, [False, False, True], [True, False, False]]
 
 
-@every_backend
 def test_equal_tiles_go_or_stay_together(backend, device):
     probabilities = torch.tensor([0.1, 0.1, 0.1, 0.7], device=device).expand(1, 1, 4, 4)
     kept = [unpack_bits(select_tiles(probabilities, tau, backend=backend), 4)[0, 0, 0].tolist() for tau in (0.29, 0.31)]
@@ -166,7 +158,6 @@ def naive_rows(probabilities, tau, text, vision):
     return rows
 
 
-@every_backend
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize(("batch", "heads", "text"), ROWS.values(), ids=ROWS.keys())
 def test_rows_equal_a_naive_loop(batch, heads, text, tau, backend, make_map):
@@ -193,27 +184,25 @@ def test_backends_agree_at_full_size(blocks, make_map, make_flags):
     judged = {"tau": 0.3}, {"tau": None, "top_k": 0.2}
     text, vision = slice(0, 4), slice(4, blocks)
     rows = select_rows(probabilities, 0.5, text=text, vision=vision, backend="reference")
-    for backend in ("auto", "triton"):
-        assert torch.equal(select_tiles(probabilities, 0.3, always=slice(0, 2), backend=backend), expected)
-        for each in judged:
-            options = {"rows": rows_kept, "columns": columns_kept, **each}
-            same = select_tiles(probabilities, backend=backend, **options)
-            assert torch.equal(same, select_tiles(probabilities, backend="reference", **options))
-        other = select_rows(probabilities, 0.5, text=text, vision=vision, backend=backend)
-        assert (unpack_bits(other, 3) != unpack_bits(rows, 3)).sum() <= 1 + 3 * blocks // 1000
+    assert torch.equal(select_tiles(probabilities, 0.3, always=slice(0, 2), backend="triton"), expected)
+    for each in judged:
+        options = {"rows": rows_kept, "columns": columns_kept, **each}
+        same = select_tiles(probabilities, backend="triton", **options)
+        assert torch.equal(same, select_tiles(probabilities, backend="reference", **options))
+    other = select_rows(probabilities, 0.5, text=text, vision=vision, backend="triton")
+    assert (unpack_bits(other, 3) != unpack_bits(rows, 3)).sum() <= 1 + 3 * blocks // 1000
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_nothing_from_q_and_k_to_the_plan_waits_for_the_gpu(backend, make_tensor):
+def test_nothing_from_q_and_k_to_the_plan_waits_for_the_gpu(make_tensor):
     """The whole prediction can be captured in a CUDA graph, which a synchronisation would break."""
     q, k = make_tensor(1, 700, 3, 64, dtype=torch.bfloat16), make_tensor(1, 700, 3, 64, dtype=torch.bfloat16)
 
     def predict() -> AttentionPlan:
-        probabilities = pooled_map(q, k, 64, backend=backend).probabilities
-        rows = select_rows(probabilities, 0.5, text=slice(0, 2), vision=slice(2, 11), backend=backend)
-        tiles = select_tiles(probabilities, 0.3, always=slice(0, 2), backend=backend)
-        return lower(SparseSymbols(rows, tiles, 3, 700, 64), backend=backend)
+        probabilities = pooled_map(q, k, 64, backend="triton").probabilities
+        rows = select_rows(probabilities, 0.5, text=slice(0, 2), vision=slice(2, 11), backend="triton")
+        tiles = select_tiles(probabilities, 0.3, always=slice(0, 2), backend="triton")
+        return lower(SparseSymbols(rows, tiles, 3, 700, 64), backend="triton")
 
     expected = predict()
     graph = torch.cuda.CUDAGraph()
