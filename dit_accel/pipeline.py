@@ -45,6 +45,7 @@ class Acceleration:
         self._drivers = drivers
         self._owner = owner
         self._deferral = deferral
+        self._restored = False
 
     @property
     def preset(self) -> Preset:
@@ -52,12 +53,12 @@ class Acceleration:
 
     @property
     def family(self) -> str:
-        """Name of the model family: ``flux``, or ``any``."""
+        """Name of the model family, as presets and reports have it; ``any`` where no facts are known."""
         return self._controller.family
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Token layout of the last run's latest symbols, or None at level ``output``."""
+        """Token layout of the last run's latest symbols; None where blocks attend to everything."""
         return self._controller.last_layout
 
     @property
@@ -70,7 +71,7 @@ class Acceleration:
         return self._controller.read_report()
 
     def symbols(self) -> dict[str, SparseSymbols]:
-        """Latest symbols of the last run's first branch, by block; empty at levels ``output`` and ``layer``."""
+        """Latest symbols of the last run's first branch, by block; empty where blocks attend to everything."""
         return dict(self._controller.last_symbols)
 
     def reset(self) -> None:
@@ -79,6 +80,9 @@ class Acceleration:
 
     def restore(self) -> None:
         """Takes the acceleration off, exactly; restoring twice does nothing."""
+        if self._restored:
+            return
+        self._restored = True
         for driver in self._drivers:
             driver.detach()
         if self._deferral is not None:
@@ -221,9 +225,13 @@ def _attach(
     net = net if preset.forecast.level == "output" else None  # at others every step runs blocks, which read it
     deferral = None if net is None else (net, defer_calls(net))
     acceleration = Acceleration(controller, drivers, owner, deferral)
-    for driver in drivers:
-        controller.add_transformer(driver.name, driver.layers())
-        driver.attach(acceleration)
+    try:
+        for driver in drivers:
+            controller.add_transformer(driver.name, driver.layers())
+            driver.attach(acceleration)
+    except BaseException:
+        acceleration.restore()
+        raise
     return acceleration
 
 

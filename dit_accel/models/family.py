@@ -104,6 +104,11 @@ def whole(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) ->
     return output
 
 
+def never(transformer: nn.Module) -> bool:
+    """Of no model."""
+    return False
+
+
 @dataclass(frozen=True, eq=False)  # one object a family
 class Family:
     """The facts of one model family.
@@ -136,7 +141,7 @@ class Family:
     cuts_padding: bool = False
     used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = whole
     order: OrderFacts | None = None
-    first_frame_apart: Callable[[nn.Module], bool] = lambda transformer: False
+    first_frame_apart: Callable[[nn.Module], bool] = never
     names_transformer: bool = False
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:

@@ -23,7 +23,7 @@ from dit_accel.models.family import Arguments, BlockWork, Family, Tokens
 from dit_accel.models.part_hook import PartHook
 from dit_accel.models.text_lengths import TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
-from dit_accel.models.transformer_hook import TransformerDriver, is_compiled, register_hook, remove_hook
+from dit_accel.models.transformer_hook import ATTENTION_HOOK, TransformerDriver, is_compiled, register_hook, remove_hook
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import SiteState, symbol_bytes
 
@@ -121,7 +121,8 @@ class FamilyDriver(TransformerDriver):
                     attn = getattr(block, attribute)
                     attend = partial(self._attend, site, name, attribute)
                     missed = partial(self.controller.fall_back, site)
-                    interceptor.intercept(attn, partial(self._caught, site, attribute, attn), attend, missed)
+                    caught = partial(self._caught, site, attribute, attn)
+                    register_hook(attn, interceptor.AttentionHook(caught, attend, missed), ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
@@ -134,7 +135,7 @@ class FamilyDriver(TransformerDriver):
             for module in self._parts(block).values():
                 remove_hook(module)
             for attribute in self._sites[name].values():
-                interceptor.release(getattr(block, attribute))
+                remove_hook(getattr(block, attribute), ATTENTION_HOOK)
         if self._order is not None:
             take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
 
@@ -195,9 +196,7 @@ class FamilyDriver(TransformerDriver):
             return None
         sees_text = self.family.attentions[attribute]
         reason = None
-        if torch.is_autocast_enabled(self.transformer.device.type):
-            reason = "autocast"
-        elif getattr(interceptor.own_processor(attn), "_parallel_config", None) is not None:
+        if getattr(attn.processor, "_parallel_config", None) is not None:
             reason = "context parallelism"
         elif sees_text and text is not None and not text.leading:
             reason = "some padding precedes text"
@@ -214,11 +213,19 @@ class FamilyDriver(TransformerDriver):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        key_counts: torch.Tensor | None,
+        mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Attention at a site. Kernels take keys that count first, so padded text goes behind the image."""
         tokens, text, sees_text = self.context.tokens, self.context.text, self.family.attentions[attribute]
+        reason = None
+        if torch.is_autocast_enabled(q.device.type):
+            reason = "autocast"
+        elif mask is not None and (text is None or not sees_text):
+            reason = "attends under a mask"
+        if reason is not None:
+            self.controller.fall_back(site, reason)
+            return None
         layout = tokens.layout(self.controller.preset.blocks.size, text=sees_text)
         where = self.context.site(site, block)
         if text is None or not sees_text or min(text.lengths) >= tokens.text:
@@ -261,17 +268,6 @@ class FamilyDriver(TransformerDriver):
         for name, sites in self._sites.items():
             work = works[tuple(sites.values())]
             call.work[name] = (0.0 if is_forecast else self._computed(call, name, sites, work), work.plain)
-        if call.skips and level != "head":
-            self._report_replaced(call)
-
-    def _report_replaced(self, call: Call) -> None:
-        """Says which sites attend densely because somebody has put another processor into the interceptor's place."""
-        for name, block in self.blocks().items():
-            for site, attribute in self._sites[name].items():
-                processor = getattr(block, attribute).processor
-                if site not in call.symbols and not isinstance(processor, interceptor.Interceptor):
-                    reason = f"attention processor {type(processor).__name__} was set after acceleration"
-                    self.controller.fall_back(site, reason)
 
     def _computed(self, call: Call, name: str, sites: dict[str, str], work: BlockWork) -> float:
         level = self.controller.preset.forecast.level

@@ -22,7 +22,8 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
     """Latent tokens only: pipelines drop what comes out at reference images, which ``img_shapes`` lists behind them."""
     shapes = arguments.get("img_shapes")
-    return output if shapes is None else output[:, : math.prod(shapes[0][0])]
+    first = shapes[0][0] if shapes else None  # of the first sample; a flat list has no samples
+    return output[:, : math.prod(first)] if isinstance(first, (tuple, list)) else output
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:

@@ -23,6 +23,7 @@ from dit_accel.models.deferred import computed
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
 HOOK_NAME = "dit_accel"
+ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 COMPILED_WHOLE = (
     "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
     "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"

@@ -27,7 +27,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import Interceptor, release, text_last
+from dit_accel.models.interceptor import Catching, key_lengths, text_last
 from dit_accel.models.transformer_hook import find_hook
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
@@ -58,7 +58,7 @@ class TransformerCalls:
         self._handle.remove()
 
 
-class SlaInterceptor(Interceptor):
+class SlaProcessor(nn.Module):
     """A family's own attention processor, with SLA where that one attends over the block's own tokens.
 
     Args:
@@ -69,7 +69,8 @@ class SlaInterceptor(Interceptor):
     """
 
     def __init__(self, own: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
-        super().__init__(own, self._length, self._attend_sla, _refuse)
+        super().__init__()
+        self.own = own
         self.attention = attention
         self.calls = calls
         self._sees_text = sees_text
@@ -77,26 +78,46 @@ class SlaInterceptor(Interceptor):
     def _layout(self, tokens: Tokens) -> TokenLayout:
         return tokens.layout(self.attention.settings.block, text=self._sees_text)
 
-    def _length(self) -> int:
-        return self._layout(self.calls.tokens).tokens
+    # Not forward: diffusers reads from the signature of __call__ which arguments a processor takes.
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        **extra: Any,
+    ) -> Any:
+        if encoder_hidden_states_mask is not None:
+            extra["encoder_hidden_states_mask"] = encoder_hidden_states_mask
+        arguments: tuple = (encoder_hidden_states, attention_mask, image_rotary_emb)
+        if "image_rotary_emb" in inspect.signature(self.own).parameters:  # Wan calls it otherwise
+            extra |= {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+            arguments = (encoder_hidden_states,)
+        elif image_rotary_emb is None:
+            arguments = (encoder_hidden_states, attention_mask)
+        if self.calls.tokens is None:  # no call of the transformer, but of an attention alone
+            return self.own(attn, hidden_states, *arguments, **extra)
+        with Catching(self._layout(self.calls.tokens).tokens, self._attend_sla) as catching:
+            output = self.own(attn, hidden_states, *arguments, **extra)
+        if catching.missed is not None:
+            raise UnsupportedError(f"a block's own attention processor {catching.missed} before swap_attention")
+        return output
 
     def _attend_sla(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        key_counts: torch.Tensor | None,
+        mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        tokens = self.calls.tokens
+        tokens, key_counts = self.calls.tokens, key_lengths(mask)
         turns = key_counts is not None and tokens.text_first and self._sees_text
         layout = self._layout(replace(tokens, text_first=tokens.text_first and not turns))
         attend = partial(self.attention, layout=layout, kv_len=key_counts)
         return (text_last(tokens.text, attend) if turns else attend)(q, k, v)
-
-
-def _refuse(reason: str) -> None:
-    raise UnsupportedError(f"a block's own attention processor {reason} before swap_attention")
 
 
 def swap_attention(
@@ -108,7 +129,7 @@ def swap_attention(
     accelerate saves of it. They start at zero. A second swap takes the place of the first.
 
     Args:
-        pipe: a plain (not accelerated) pipeline of FLUX, HunyuanVideo or Wan, or a transformer of one.
+        pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
         critical, negligible, feature_map, block: of each attention.
 
     Returns:
@@ -135,15 +156,15 @@ def swap_attention(
 def restore_attention(pipe: Any) -> None:
     """Undoes :func:`swap_attention`; nothing happens where nothing was swapped."""
     for attn, _ in _all_attentions(pipe).values():
-        if isinstance(attn.processor, SlaInterceptor):
+        if isinstance(attn.processor, SlaProcessor):
             attn.processor.calls.remove()
-            release(attn)
+            attn.set_processor(attn.processor.own)
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
     """The attentions that :func:`swap_attention` put in, by block name."""
     processors = {name: attn.processor for name, (attn, _) in _all_attentions(pipe).items()}
-    return {name: held.attention for name, held in processors.items() if isinstance(held, SlaInterceptor)}
+    return {name: held.attention for name, held in processors.items() if isinstance(held, SlaProcessor)}
 
 
 def save_swapped(pipe: Any, folder: str | Path) -> None:
@@ -197,7 +218,7 @@ def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
     for name, transformer in _transformers(pipe).items():
         calls = TransformerCalls(require_family(transformer), transformer)
         for site, (attn, sees_text) in _attentions(transformer, name).items():
-            attn.set_processor(SlaInterceptor(attn.processor, attentions[site], calls, sees_text))
+            attn.set_processor(SlaProcessor(attn.processor, attentions[site], calls, sees_text))
 
 
 def _attentions(transformer: nn.Module, name: str) -> dict[str, tuple[nn.Module, bool]]:

@@ -23,8 +23,8 @@ from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import intercept, release, text_last
-from dit_accel.models.transformer_hook import find_hook
+from dit_accel.models.interceptor import AttentionHook, key_lengths, text_last
+from dit_accel.models.transformer_hook import find_hook, register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, token_order
 
 
@@ -63,6 +63,7 @@ class Site:
         return places
 
 
+TAP_HOOK = "dit_accel_tap"
 Visit = Callable[[Site, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
@@ -92,7 +93,7 @@ class AttentionTap:
         self._block = block
         self._clock = SchedulerClock(lambda: pipe.scheduler) if is_pipeline else _ChangeClock()
         self._handles: list[Any] = []
-        self._interceptors: list[tuple[torch.nn.Module, Any]] = []
+        self._tapped: list[torch.nn.Module] = []
         self._step = 0
         self._tokens: Tokens | None = None  # of the transformer call in progress
 
@@ -103,11 +104,9 @@ class AttentionTap:
         return [layer for family, name, transformer in named for layer in family.blocks(transformer, name)]
 
     def __enter__(self) -> AttentionTap:
+        if any(find_hook(transformer) is not None for transformer in self._transformers.values()):
+            raise UnsupportedError("an AttentionTap needs a plain pipeline, got an accelerated one: restore it first")
         for name, transformer in self._transformers.items():
-            if find_hook(transformer) is not None:
-                raise UnsupportedError(
-                    "an AttentionTap needs a plain pipeline, got an accelerated one: restore it first"
-                )
             family = self._families[name]
             begin, end = self._call_hooks(family, transformer)
             self._handles.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
@@ -116,15 +115,16 @@ class AttentionTap:
                 for site, attribute in family.sites(block, block_name).items():
                     attn, sees_text = getattr(block, attribute), family.attentions[attribute]
                     attend = partial(self._attend, site, sees_text, family.first_frame_apart(transformer))
-                    intercept(attn, partial(self._length, sees_text), attend, partial(_refuse, site))
-                    self._interceptors.append((attn, attend))
+                    hook = AttentionHook(partial(self._length, sees_text), attend, partial(_refuse, site))
+                    register_hook(attn, hook, TAP_HOOK)
+                    self._tapped.append(attn)
         return self
 
     def __exit__(self, *failure: Any) -> None:
         while self._handles:
             self._handles.pop().remove()
-        while self._interceptors:
-            release(*self._interceptors.pop())
+        while self._tapped:
+            remove_hook(self._tapped.pop(), TAP_HOOK)
 
     def _call_hooks(self, family: Family, transformer: torch.nn.Module) -> tuple[Callable, Callable]:
         names = list(inspect.signature(type(transformer).forward).parameters)[1:]
@@ -150,10 +150,10 @@ class AttentionTap:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        key_counts: torch.Tensor | None,
+        mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        tokens = self._tokens
+        tokens, key_counts = self._tokens, key_lengths(mask)
         turns = key_counts is not None and tokens.text_first and sees_text
         layout = replace(tokens, text_first=tokens.text_first and not turns).layout(self._block, text=sees_text)
         where = Site(site, self._step, layout, key_counts, tokens.grid, first_frame_apart)

@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch.nn import functional
 
-from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
@@ -238,8 +238,8 @@ def _overwriting(schedule):
     return hook
 
 
-def test_a_processor_that_is_set_later_takes_the_place():
-    """Its block then attends as that processor does, and the report says so."""
+def test_a_processor_that_is_set_later_is_caught_too():
+    """It takes the place of the one before, and stays when the acceleration is taken off."""
     pipe = tiny_pipeline("sd3")
     accelerate_pipeline(pipe, sparse("sd3"))
 
@@ -250,10 +250,8 @@ def test_a_processor_that_is_set_later_takes_the_place():
     pipe.transformer.transformer_blocks[1].attn.set_processor(Own())
     pipe(**tiny_inputs("sd3", steps=STEPS))
     report = pipe.dit_accel.report()
-    assert {each.layer for each in report.attentions} == {"transformer_blocks.0"}
-    assert report.fallbacks == [
-        {"site": "transformer_blocks.1", "reason": "attention processor Own was set after acceleration"}
-    ]
+    assert {each.layer for each in report.attentions} == {"transformer_blocks.0", "transformer_blocks.1"}
+    assert report.fallbacks == []
     restore_pipeline(pipe)
     assert type(pipe.transformer.transformer_blocks[1].attn.processor) is Own
 
@@ -270,3 +268,54 @@ def test_what_facts_can_not_do_is_refused(name, level):
     preset = load_preset("flux-flashomni" if level == "head" else "flux-taylorseer")
     with pytest.raises(UnsupportedError, match="is for flux models"):
         accelerate_pipeline(pipeline(name), preset)
+
+
+def test_attention_under_a_mask_of_the_users_is_left_alone():
+    """What a mask in `joint_attention_kwargs` excludes stays excluded, and the report says that the block is dense."""
+    pipe = tiny_pipeline("flux")
+    calls = []
+    handle = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
+    pipe(**tiny_inputs("flux", steps=2))
+    handle.remove()
+    call = calls[-1]
+    tokens = call["encoder_hidden_states"].shape[1] + call["hidden_states"].shape[1]
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    mask[..., : tokens // 2] = False
+    masked = {"joint_attention_kwargs": {"attention_mask": mask}}
+    plain = pipe.transformer(**{**call, **masked})[0]
+    preset = load_preset(sparse("sd3"), model="flux", **{"skip.tau_kv": 0.0, "schedule.warmup": 0})
+    acceleration = accelerate_transformer(pipe.transformer, preset, [float(call["timestep"].max())])
+    assert distance(pipe.transformer(**{**call, **masked})[0], plain) < 1e-5
+    assert {entry["reason"] for entry in acceleration.report().fallbacks} == {"attends under a mask"}
+    acceleration.restore()
+
+
+def test_processors_are_left_where_they_are():
+    """diffusers makes new processors from the class of the old, and users keep them: ours is never among these."""
+    pipe = tiny_pipeline("sd3")
+    before = dict(pipe.transformer.attn_processors)
+    accelerate_pipeline(pipe, sparse("sd3"))
+    assert dict(pipe.transformer.attn_processors) == before
+    pipe.transformer.fuse_qkv_projections()
+    pipe(**tiny_inputs("sd3", steps=STEPS))
+    assert pipe.dit_accel.report().left_out > 0
+    restore_pipeline(pipe)
+    pipe.transformer.unfuse_qkv_projections()
+    assert dict(pipe.transformer.attn_processors) == before
+
+
+def test_a_failed_acceleration_leaves_nothing_behind(monkeypatch):
+    """What was hooked before the failure is taken off again."""
+    pipe = tiny_pipeline("sd3")
+    plain = pipe(**tiny_inputs("sd3", steps=2))[0]
+
+    def fail(*_):
+        raise RuntimeError("no hook for you")
+
+    monkeypatch.setattr("dit_accel.models.family_driver.interceptor.AttentionHook", fail)
+    with pytest.raises(RuntimeError, match="no hook for you"):
+        accelerate_pipeline(pipe, sparse("sd3"))
+    assert not hasattr(pipe, "dit_accel") and not any(
+        "_diffusers_hook" in vars(each) for each in pipe.transformer.modules()
+    )
+    assert torch.equal(pipe(**tiny_inputs("sd3", steps=2))[0], plain)

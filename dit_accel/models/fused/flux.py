@@ -24,7 +24,6 @@ from dit_accel.models.fused.parts import (
     normalise_pair,
     project_gelu,
 )
-from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
@@ -44,7 +43,7 @@ class _FluxBlockHook(BlockHook):
 
     def why_dense(self, block: nn.Module, joint_attention_kwargs: dict[str, Any] | None = None, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
-        processor = own_processor(block.attn)
+        processor = block.attn.processor
         if type(processor) is not FluxAttnProcessor:
             return f"attention processor {type(processor).__name__}"
         if getattr(processor, "_parallel_config", None) is not None:

@@ -28,7 +28,6 @@ from dit_accel.models.fused.parts import (
     why_not_plain,
     why_not_sliceable,
 )
-from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
 
 
@@ -57,7 +56,7 @@ class _HunyuanBlockHook(BlockHook):
     def why_dense(self, block: nn.Module, **_: Any) -> str | None:
         """Why this block's attention can't be replaced now, or None."""
         attn = block.attn
-        processor = own_processor(attn)
+        processor = attn.processor
         if type(processor) is not HunyuanVideoAttnProcessor2_0:
             return f"attention processor {type(processor).__name__}"
         if processor._parallel_config is not None:

@@ -13,6 +13,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
+from dit_accel.models.transformer_hook import ATTENTION_HOOK
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -114,4 +115,8 @@ def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
 
 def _is_hooked(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in vars(module) or hasattr(module, "_hf_hook")
+    registry = vars(module).get("_diffusers_hook")
+    only_ours = (
+        registry is not None and registry._hook_order == [ATTENTION_HOOK] and not hasattr(module, "_old_forward")
+    )
+    return bool(hooks) or ("forward" in vars(module) and not only_ours) or hasattr(module, "_hf_hook")

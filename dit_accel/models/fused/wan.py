@@ -22,7 +22,6 @@ from dit_accel.kernels.symbols import MAX_HEADS, AttentionPlan
 from dit_accel.models.block_context import BlockContext
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, feed_forward, normalise_heads, normalise_pair, why_not_plain
-from dit_accel.models.interceptor import own_processor
 from dit_accel.sparse.site import SparseSite
 
 TEXT_TOKENS = 512  # of a prompt, where image tokens precede it; diffusers' processor has the same number
@@ -32,7 +31,7 @@ class WanBlockHook(BlockHook):
     """``WanTransformerBlock``."""
 
     def why_dense(self, block: nn.Module, **arguments: Any) -> str | None:
-        for processor in (own_processor(block.attn1), block.attn2.processor):
+        for processor in (block.attn1.processor, block.attn2.processor):
             if type(processor) is not WanAttnProcessor:
                 return f"attention processor {type(processor).__name__}"
             if getattr(processor, "_parallel_config", None) is not None:
