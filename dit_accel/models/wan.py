@@ -1,7 +1,4 @@
-"""Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP.
-
-Wan 2.2's two transformers share the schedule; nothing that one remembers reaches the other.
-"""
+"""Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
 
 from __future__ import annotations
 
