@@ -1,4 +1,4 @@
-"""Where in a model does acceleration apply? A family is a page of facts, by which drivers, hooks, interceptors work."""
+"""Where in a model does acceleration apply? A family is a page of facts, by which drivers and hooks work."""
 
 from dit_accel.models.denoisers import TRANSFORMER_NAMES, denoisers
 

@@ -23,7 +23,7 @@ KERNEL_TOKENS = (
 
 
 class BlockContext:
-    """Shared by the hooks and interceptors on a transformer's blocks.
+    """Shared by the hooks on a transformer's blocks.
 
     Args:
         controller: has the call in progress.

@@ -1,4 +1,4 @@
-"""What has to be known of a model family: a page of facts, from which the drivers, hooks and interceptors work.
+"""What has to be known of a model family: a page of facts, from which drivers and hooks work.
 
 A family needs no subclass. It says which modules are blocks, which attentions they have, what a call's arguments tell
 of tokens, and what a block costs; :mod:`dit_accel.models.sd3` is a short one.

@@ -97,7 +97,7 @@ class FamilyDriver(TransformerDriver):
         """
         return self.family.cuts_padding and (self.works_inside or device.type != "cpu")
 
-    # Putting hooks and interceptors on, and taking them off.
+    # Putting hooks on, and taking them off.
 
     def prepare(self) -> None:
         head_dim = self.transformer.config.attention_head_dim

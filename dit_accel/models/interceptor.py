@@ -10,6 +10,8 @@ replaced: diffusers makes new ones from the class of the old (``load_ip_adapter`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.family import Tokens
 
 # q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
@@ -130,3 +133,20 @@ def text_last(
         return None if o is None else torch.cat([o[:, vision:], o[:, :vision]], dim=1)
 
     return attend_turned
+
+
+def with_leading_keys(
+    tokens: Tokens, block: int, sees_text: bool, mask: torch.Tensor | None, attend: Callable[..., torch.Tensor | None]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]:
+    """``attend(q, k, v, layout=…, kv_len=…)`` of a joint sequence, with padded text behind the image.
+
+    Args:
+        block: tokens in a block of the layout.
+        sees_text: whether text is in the sequence.
+        mask: as :func:`key_lengths` takes it.
+    """
+    counts = key_lengths(mask)
+    turns = counts is not None and tokens.text_first and sees_text
+    layout = replace(tokens, text_first=tokens.text_first and not turns).layout(block, text=sees_text)
+    bound = partial(attend, layout=layout, kv_len=counts)
+    return text_last(tokens.text, bound) if turns else bound

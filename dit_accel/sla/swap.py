@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import Catching, key_lengths, text_last
+from dit_accel.models.interceptor import Catching, with_leading_keys
 from dit_accel.models.transformer_hook import find_hook
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
@@ -113,11 +111,8 @@ class SlaProcessor(nn.Module):
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        tokens, key_counts = self.calls.tokens, key_lengths(mask)
-        turns = key_counts is not None and tokens.text_first and self._sees_text
-        layout = self._layout(replace(tokens, text_first=tokens.text_first and not turns))
-        attend = partial(self.attention, layout=layout, kv_len=key_counts)
-        return (text_last(tokens.text, attend) if turns else attend)(q, k, v)
+        block = self.attention.settings.block
+        return with_leading_keys(self.calls.tokens, block, self._sees_text, mask, self.attention)(q, k, v)
 
 
 def swap_attention(

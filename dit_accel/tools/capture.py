@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import AttentionHook, key_lengths, text_last
+from dit_accel.models.interceptor import AttentionHook, with_leading_keys
 from dit_accel.models.transformer_hook import find_hook, register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, token_order
 
@@ -153,12 +153,13 @@ class AttentionTap:
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        tokens, key_counts = self._tokens, key_lengths(mask)
-        turns = key_counts is not None and tokens.text_first and sees_text
-        layout = replace(tokens, text_first=tokens.text_first and not turns).layout(self._block, text=sees_text)
-        where = Site(site, self._step, layout, key_counts, tokens.grid, first_frame_apart)
-        attend = partial(self._visit, where)
-        return (text_last(tokens.text, attend) if turns else attend)(q, k, v)
+        def visit(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
+        ) -> torch.Tensor | None:
+            where = Site(site, self._step, layout, kv_len, self._tokens.grid, first_frame_apart)
+            return self._visit(where, q, k, v)
+
+        return with_leading_keys(self._tokens, self._block, sees_text, mask, visit)(q, k, v)
 
 
 def _refuse(site: str, reason: str) -> None:
