@@ -18,6 +18,7 @@ from pathlib import Path
 from demo_models.driver import train_demo
 from demo_models.hunyuan import Hunyuan
 from demo_models.image_demo import ImageDemo
+from demo_models.texture_demo import MixedDemo, TextureDemo
 from demo_models.video_demo import VideoDemo
 from demo_models.wan import Wan
 
@@ -25,6 +26,8 @@ DEMOS = {
     "demo-flux": ImageDemo,
     "demo-wan": partial(VideoDemo, Wan()),
     "demo-hunyuan": partial(VideoDemo, Hunyuan()),
+    "demo-textures": TextureDemo,
+    "demo-mixed": MixedDemo,
 }
 
 

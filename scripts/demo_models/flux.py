@@ -18,9 +18,24 @@ from .text_encoders import (
 
 
 class Flux(Family):
-    """See `Family`; `make_flow`'s model takes the positions of the image's tokens besides."""
+    """See `Family`; `make_flow`'s model takes the positions of the image's tokens besides.
+
+    Args:
+        blocks: double blocks, single blocks and heads of 64 of the transformer.
+        shift: of the schedule, at the two numbers SHIFT_TOKENS of image tokens.
+        guidance: the transformer embeds a guidance scale.
+    """
 
     name = "flux"
+
+    def __init__(
+        self,
+        blocks: tuple[int, int, int] = (2, 5, 4),
+        shift: tuple[float, float] = SHIFT,
+        *,
+        guidance: bool = False,
+    ) -> None:
+        self.blocks, self.shift, self.guidance = blocks, shift, guidance
 
     def make_vae(self, *, small: bool) -> AutoencoderKL:
         return make_autoencoder((8, 8, 8, 8) if small else (32, 48, 64, 80), groups=2)
@@ -33,23 +48,24 @@ class Flux(Family):
 
     def make_flow(self, tokenizers: tuple, *, small: bool) -> PromptedFlow:
         return PromptedFlow(
-            make_transformer(*((1, 1, 1) if small else (2, 5, 4))),
+            make_transformer(*((1, 1, 1) if small else self.blocks), guidance=self.guidance),
             make_clip_encoder(tokenizers[0], seed=11),
             make_t5_encoder(tokenizers[1], seed=12),
+            self.shift,
         )
 
     def flow_of(self, pipe: FluxPipeline) -> PromptedFlow:
-        return PromptedFlow(pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
+        return PromptedFlow(pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, self.shift)
 
     def tokenizers_of(self, pipe: FluxPipeline) -> tuple:
         return pipe.tokenizer, pipe.tokenizer_2
 
     def assemble(self, vae: AutoencoderKL, flow: PromptedFlow, tokenizers: tuple) -> FluxPipeline:
-        """The pipeline, with FLUX.1-dev's schedule: shifted by the number of image tokens."""
+        """The pipeline, with FLUX.1-dev's kind of schedule: shifted by the number of image tokens."""
         scheduler = FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
-            base_shift=SHIFT[0],
-            max_shift=SHIFT[1],
+            base_shift=self.shift[0],
+            max_shift=self.shift[1],
             base_image_seq_len=SHIFT_TOKENS[0],
             max_image_seq_len=SHIFT_TOKENS[1],
         )

@@ -106,16 +106,22 @@ class ImageDemo(Demo):
     held_out = staticmethod(held_out_prompts)
     read = staticmethod(read_pictures)
     agreement = staticmethod(agreement)
+    render = staticmethod(render)
+    words = vocabulary()
+    family = Flux()
+    card = MODEL_CARD
 
     def __init__(self, *, small: bool) -> None:
-        self.family, self.words = Flux(), vocabulary()
         self.sizes = SMOKE if small else FULL
 
     def train_autoencoder(self, vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace) -> None:
         trained = copy.deepcopy(vae).to(numbers.device, torch.bfloat16).to(memory_format=torch.channels_last)
-        averages = train_autoencoder(trained, numbers, pace, batch=self.sizes.vae_batch, size=self.sizes.vae_size)
+        sizes = self.sizes
+        averages = train_autoencoder(
+            trained, numbers, pace, render=self.render, batch=sizes.vae_batch, size=sizes.vae_size
+        )
         take_weights(vae.parameters(), averages)
-        sample = render(numbers[:64], max(self.sizes.batches)).bfloat16()
+        sample = self.render(numbers[:64], max(self.sizes.batches)).bfloat16()
         vae.register_to_config(**latent_statistics(trained, sample))
 
     def quick(self, vae: AutoencoderKL, device: torch.device) -> AutoencoderKL:
@@ -124,12 +130,13 @@ class ImageDemo(Demo):
     def autoencoder_psnr(self, vae: AutoencoderKL, device: torch.device) -> dict[int, float]:
         """By pixels a side."""
         rng = random.Random(7)
-        numbers = pack_pictures([draw_picture(rng, item.scene) for item in held_out_prompts(32, "reporting")])
-        drawn = {size: render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
+        numbers = self.pack([self.draw(rng, item.scene) for item in self.held_out(32, "reporting")])
+        drawn = {size: self.render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
         return {size: round(reconstruction_psnr(vae, pictures), 2) for size, pictures in drawn.items()}
 
     def make_bank(self, vae: AutoencoderKL, numbers: torch.Tensor, text: tuple[torch.Tensor, ...]) -> Bank:
-        return Bank({size: encode_pictures(vae, numbers, size) for size in self.sizes.batches}, *text)
+        latents = {size: encode_pictures(vae, numbers, size, render=self.render) for size in self.sizes.batches}
+        return Bank(latents, *text)
 
     def compile_blocks(self, flow: PromptedFlow) -> None:
         compile_blocks(flow)
@@ -144,7 +151,7 @@ class ImageDemo(Demo):
 
     def save(self, pipe: FluxPipeline, folder: Path) -> int:
         millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
-        card = MODEL_CARD.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
+        card = self.card.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
         call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
         return write_folder(pipe, folder, card, call)
 
@@ -156,12 +163,12 @@ class ImageDemo(Demo):
             return paint(pipe, prompts[:count], batch=32, num_inference_steps=self.sizes.sample_steps, **call)
 
         rng = random.Random(8)
-        numbers = pack_pictures([draw_picture(rng, item.scene) for item in prompts])
+        numbers = self.pack([self.draw(rng, item.scene) for item in prompts])
         return {
             f"painted {large}px": painted(len(prompts), large, TEXT_TOKENS),
             f"painted {small}px": painted(len(prompts), small, TEXT_TOKENS),
             f"painted {large}px, text padded to {LONG_TEXT}": painted(32, large, LONG_TEXT),
-            f"drawn {large}px": (render(numbers, large) + 1) / 2,
+            f"drawn {large}px": (self.render(numbers, large) + 1) / 2,
         }
 
     def sheet(self, batches: dict[str, torch.Tensor], captions: list[str]) -> Image.Image:
