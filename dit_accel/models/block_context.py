@@ -11,7 +11,7 @@ from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.models.family import Tokens
-from dit_accel.models.text_lengths import TextLengths
+from dit_accel.models.samples import TextLengths
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
 

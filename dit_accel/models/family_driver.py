@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
@@ -16,18 +15,18 @@ from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models import interceptor
+from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_context import BlockContext
-from dit_accel.models.denoisers import TRANSFORMER_NAMES
 from dit_accel.models.family import Arguments, BlockWork, Family, Tokens
+from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled, register_hook, remove_hook
 from dit_accel.models.part_hook import PartHook
-from dit_accel.models.text_lengths import TextMasks
+from dit_accel.models.samples import TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
-from dit_accel.models.transformer_hook import ATTENTION_HOOK, TransformerDriver, is_compiled, register_hook, remove_hook
+from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import SiteState, symbol_bytes
 
-BlockHooks = Callable[[str, nn.Module, BlockContext], ModelHook]  # by a block's name
+BlockHooks = Mapping[str, Callable[[str, BlockContext], Hook]]  # what makes a block's, by its list in the transformer
 
 
 class FamilyDriver(TransformerDriver):
@@ -39,7 +38,7 @@ class FamilyDriver(TransformerDriver):
         controller: decides each call's mode.
         name: the transformer's name in the pipeline.
         family: its facts.
-        hand_written: makes a hook that stands in for a block; None = the family has no such blocks.
+        hand_written: hooks that stand in for blocks; None = the family has none.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class FamilyDriver(TransformerDriver):
         preset = self.controller.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
-                register_hook(block, self._hand_written(name, block, self.context))
+                register_hook(block, self._hand_written[name.split(".")[-2]](name, self.context))
             elif preset.forecast.level == "layer":
                 for part, module in self._parts(block).items():
                     register_hook(module, PartHook(self.controller, name, part))

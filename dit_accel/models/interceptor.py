@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family import Tokens
+from dit_accel.models.hooks import Hook
 
 # q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
@@ -33,7 +33,7 @@ MISSED = (
 )
 
 
-class AttentionHook(ModelHook):
+class AttentionHook(Hook):
     """Hands what an attention module attends with to somebody else.
 
     Args:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family import OrderFacts
-from dit_accel.models.transformer_hook import register_hook, remove_hook
+from dit_accel.models.hooks import Hook, register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
 ORDER_HOOK = "dit_accel_token_order"  # beside our other hook on the first block
@@ -67,7 +66,7 @@ class TokenOrder:
         return x.index_select(axis, order)
 
 
-class ReorderInput(ModelHook):
+class ReorderInput(Hook):
     """Reorders the tokens ``[B, S, C]`` that a module takes as its first argument, or takes their order off."""
 
     def __init__(self, order: TokenOrder, *, undo: bool = False) -> None:
@@ -79,7 +78,7 @@ class ReorderInput(ModelHook):
         return (self._order.apply(tokens, 1, undo=self._undo), *args), kwargs
 
 
-class ReorderOutput(ModelHook):
+class ReorderOutput(Hook):
     """Reorders what a module gives for each token.
 
     Args:

@@ -25,8 +25,8 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
+from dit_accel.models.hooks import find_hook
 from dit_accel.models.interceptor import Catching, with_leading_keys
-from dit_accel.models.transformer_hook import find_hook
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
 

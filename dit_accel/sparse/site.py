@@ -279,16 +279,14 @@ class SparseSite:
         o: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        *,
-        offset: int = 0,
-        length: int | None = None,
+        stream: slice = slice(None),
     ) -> torch.Tensor:
-        """GEMM-O of the stream of ``length`` tokens (None = all) from ``offset`` of ``o`` ``[B, T, H, D]``.
+        """GEMM-O of the tokens ``stream`` of ``o`` ``[B, T, H, D]``: ``[B, S, N]``.
 
-        Returns ``[B, length, N]``. An UPDATE makes the bias stack under the new symbols from earlier attention outputs
-        and remembers this one; DISPATCH reads the stack.
+        An UPDATE makes the bias stack under the new symbols from earlier attention outputs and remembers this one;
+        DISPATCH reads the stack.
         """
-        state, stream = self.state, slice(offset, None if length is None else offset + length)
+        state, offset = self.state, stream.start or 0
         if self.dispatches:
             weights = forecast_weights(
                 self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order

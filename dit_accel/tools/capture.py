@@ -23,8 +23,8 @@ from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Family, Tokens
+from dit_accel.models.hooks import find_hook, register_hook, remove_hook
 from dit_accel.models.interceptor import AttentionHook, with_leading_keys
-from dit_accel.models.transformer_hook import find_hook, register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, token_order
 
 

@@ -6,7 +6,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch.overrides import TorchFunctionMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.models import text_lengths
+from dit_accel.models import samples
 from dit_accel.models.block_context import BlockContext
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import block_hook
@@ -210,12 +210,12 @@ def test_mask_is_read_once_a_branch_and_run(pipes, as_on_a_gpu, monkeypatch):
     """The host waits for the prompts' lengths once for each mask, whatever the number of steps."""
     read = []
 
-    class Counted(text_lengths.TextLengths):
+    class Counted(samples.TextLengths):
         def __init__(self, lengths, *others):
             read.append(lengths)
             super().__init__(lengths, *others)
 
-    monkeypatch.setattr(text_lengths, "TextLengths", Counted)
+    monkeypatch.setattr(samples, "TextLengths", Counted)
     accelerate(pipes("hunyuan"), preset("output"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
     assert len(read) == len(set(read)) == 2
 
