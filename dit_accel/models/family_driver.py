@@ -17,7 +17,7 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_context import BlockContext
-from dit_accel.models.family import Arguments, BlockWork, Family, Tokens
+from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
 from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled, register_hook, remove_hook
 from dit_accel.models.part_hook import PartHook
 from dit_accel.models.samples import TextMasks
@@ -100,11 +100,12 @@ class FamilyDriver(TransformerDriver):
 
     def prepare(self) -> None:
         head_dim = self.transformer.config.attention_head_dim
-        projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, self.layers(), head_dim)
-        self.context = BlockContext(self.controller, projections, head_dim)
-        self._sites = {name: self.family.sites(block, name) for name, block in self.blocks().items()}
+        self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         # A block of each kind, by the attentions that it has, which decide what a block costs.
-        self._kinds = {tuple(self._sites[name].values()): block for name, block in self.blocks().items()}
+        self._kinds = {self._kind(name): block for name, block in self.blocks().items()}
+        sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
+        projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
+        self.context = BlockContext(self.controller, projections, head_dim)
 
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
@@ -116,12 +117,10 @@ class FamilyDriver(TransformerDriver):
                 for part, module in self._parts(block).items():
                     register_hook(module, PartHook(self.controller, name, part))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
-                for site, attribute in self._sites[name].items():
-                    attn = getattr(block, attribute)
-                    attend = partial(self._attend, site, name, attribute)
-                    missed = partial(self.controller.fall_back, site)
-                    caught = partial(self._caught, site, attribute, attn)
-                    register_hook(attn, interceptor.AttentionHook(caught, attend, missed), ATTENTION_HOOK)
+                for each in self._sites[name]:
+                    missed = partial(self.controller.fall_back, each.site)
+                    hook = interceptor.AttentionHook(partial(self._caught, each), partial(self._attend, each), missed)
+                    register_hook(each.module, hook, ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
@@ -133,10 +132,13 @@ class FamilyDriver(TransformerDriver):
             remove_hook(block)
             for module in self._parts(block).values():
                 remove_hook(module)
-            for attribute in self._sites[name].values():
-                remove_hook(getattr(block, attribute), ATTENTION_HOOK)
+            for each in self._sites[name]:
+                remove_hook(each.module, ATTENTION_HOOK)
         if self._order is not None:
             take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
+
+    def _kind(self, name: str) -> tuple[str, ...]:
+        return tuple(each.name for each in self._sites[name])
 
     def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
         found = {part: getattr(block, part, None) for part in self.family.parts}
@@ -188,60 +190,46 @@ class FamilyDriver(TransformerDriver):
             self.context.text = self.context.text.of_rows(rows)
         return super().take_rows(arguments, rows)
 
-    def _caught(self, site: str, attribute: str, attn: nn.Module) -> int | None:
-        """Tokens of the attention that is to run at a site; None = none is, and then the report says why."""
+    def _caught(self, attention: Attention) -> int | None:
+        """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, tokens, text = self.controller.call, self.context.tokens, self.context.text
         if call is None or not call.skips or tokens is None:
             return None
-        sees_text = self.family.attentions[attribute]
         reason = None
-        if getattr(attn.processor, "_parallel_config", None) is not None:
+        if getattr(attention.module.processor, "_parallel_config", None) is not None:
             reason = "context parallelism"
-        elif sees_text and text is not None and not text.leading:
+        elif attention.sees_text and text is not None and not text.leading:
             reason = "some padding precedes text"
         if reason is not None:
-            self.controller.fall_back(site, reason)
+            self.controller.fall_back(attention.site, reason)
             return None
-        return tokens.vision + (tokens.text if sees_text else 0)
+        return tokens.vision + (tokens.text if attention.sees_text else 0)
 
     def _attend(
         self,
-        site: str,
-        block: str,
-        attribute: str,
+        attention: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """Attention at a site. Kernels take keys that count first, so padded text goes behind the image."""
-        tokens, text, sees_text = self.context.tokens, self.context.text, self.family.attentions[attribute]
+        """An attention at its site."""
+        tokens, text = self.context.tokens, self.context.text if attention.sees_text else None
         reason = None
         if torch.is_autocast_enabled(q.device.type):
             reason = "autocast"
-        elif mask is not None and (text is None or not sees_text):
+        elif mask is not None and text is None:
             reason = "attends under a mask"
         if reason is not None:
-            self.controller.fall_back(site, reason)
+            self.controller.fall_back(attention.site, reason)
             return None
-        layout = tokens.layout(self.controller.preset.blocks.size, text=sees_text)
-        where = self.context.site(site, block)
-        if text is None or not sees_text or min(text.lengths) >= tokens.text:
-            return where.attend_computed(q, k, v, layout, dense)
-        kv_len = text.counts + tokens.vision
-        if not tokens.text_first:
-            return where.attend_computed(q, k, v, layout, dense, kv_len=kv_len)
-        turned = TokenLayout(tokens.text, tokens.vision, layout.block, text_first=False)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            def own() -> torch.Tensor:
-                o = dense()
-                return torch.cat([o[:, tokens.text :], o[:, : tokens.text]], dim=1)
-
-            return where.attend_computed(q, k, v, turned, own, kv_len=kv_len)
-
-        return interceptor.text_last(tokens.text, attend)(q, k, v)
+        attend, size = (
+            self.context.site(attention.site, attention.block).attend_computed,
+            self.controller.preset.blocks.size,
+        )
+        kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
+        return interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), dense, kv_len)
 
     # What a call costs and remembers.
 
@@ -259,16 +247,15 @@ class FamilyDriver(TransformerDriver):
         if call.symbols:
             self.controller.last_layout = self.layout(arguments)
         tokens = self.tokens(arguments)
-        works = {
-            kind: self.family.work(self.transformer, arguments, tokens, block) for kind, block in self._kinds.items()
-        }
+        count = partial(self.family.block_work, self.transformer, arguments, tokens)
+        works = {kind: count(block) for kind, block in self._kinds.items()}
         level = self.controller.preset.forecast.level
         is_forecast = call.mode is StepMode.DISPATCH and level == "output"
-        for name, sites in self._sites.items():
-            work = works[tuple(sites.values())]
-            call.work[name] = (0.0 if is_forecast else self._computed(call, name, sites, work), work.plain)
+        for name in self._sites:
+            work = works[self._kind(name)]
+            call.work[name] = (0.0 if is_forecast else self._computed(call, name, work), work.plain)
 
-    def _computed(self, call: Call, name: str, sites: dict[str, str], work: BlockWork) -> float:
+    def _computed(self, call: Call, name: str, work: BlockWork) -> float:
         level = self.controller.preset.forecast.level
         if call.mode is StepMode.DISPATCH:
             if name in call.dense:
@@ -278,10 +265,10 @@ class FamilyDriver(TransformerDriver):
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
             return rows + sum(work.tiles.values()) * site.tile_density + work.rest
         computed = work.plain
-        for each, attribute in sites.items():
-            site = call.branch.sites.get(each)
+        for each in self._sites[name]:
+            site = call.branch.sites.get(each.site)
             if isinstance(site, SiteState) and site.measured_step == call.tick.step:
                 older = len(site.bias_coordinates[1:])
                 left_out = 1 - site.attended - site.probed
-                computed += -work.tiles[attribute] * left_out + work.bias * site.bias_density * older
+                computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
         return computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -23,6 +24,11 @@ class Hook(ModelHook):
             "an accelerated pipeline or transformer can't be copied, for its hooks would run the original: call "
             "restore_pipeline(pipe) first, then accelerate the original and the copy"
         )
+
+
+def parameter_names(module: torch.nn.Module) -> list[str]:
+    """Names of what a module's forward takes."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.control_net import computed
-from dit_accel.models.hooks import Hook, register_hook, remove_hook
+from dit_accel.models.hooks import Hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
 COMPILED_WHOLE = (
@@ -47,7 +46,7 @@ class TransformerDriver:
         self.transformer = transformer
         self.controller = controller
         self.name = name
-        self._parameters = inspect.signature(type(transformer).forward).parameters
+        self._parameters = parameter_names(transformer)
         if "timestep" not in self._parameters:
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
@@ -89,7 +88,7 @@ class TransformerDriver:
 
     def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a transformer call by name, without defaults."""
-        return {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""

@@ -103,8 +103,11 @@ class SparseSite:
         if self._skips and self._skip.residual:
             is_exact = self.state.tiles_step == self._call.tick.step
             o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
-        if self._skip.probe_blocks and not is_exact:
-            self._measure(o, q, k, v, layout, kv_len)
+        if self._skip.probe_blocks and not is_exact:  # dense attention of a few rows, whose error the host reads later
+            rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
+            self.state.probe_turn += 1
+            self._densities[_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
+            self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
         return o
@@ -114,21 +117,6 @@ class SparseSite:
         self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
         self._densities[_ATTENDED] += 1
         return dense
-
-    def _measure(
-        self,
-        o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        kv_len: torch.Tensor | None,
-    ) -> None:
-        """The probe: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
-        rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
-        self.state.probe_turn += 1
-        self._densities[_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
-        self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
 
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
@@ -218,30 +206,13 @@ class SparseSite:
     ) -> torch.Tensor:
         """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention."""
         kernels = self._preset.kernels
-        o = attention(
-            q,
-            k,
-            v,
-            plan,
-            kv_len=kv_len,
-            pv_threshold=self._skip.pv_threshold,
-            qk_dtype=kernels.qk_dtype,
-            backend=kernels.attention,
-        )
+        options = {"pv_threshold": self._skip.pv_threshold, "qk_dtype": kernels.qk_dtype}
+        o = attention(q, k, v, plan, kv_len=kv_len, backend=kernels.attention, **options)
         projection = None if plan.linear_bits is None else self._projections.of(self._name, q)
         if projection is not None:
-            linear_attention(
-                q,
-                k,
-                v,
-                plan,
-                feature_map=self._skip.feature_map,
-                projection=projection,
-                kv_len=kv_len,
-                out=o,
-                accumulate=True,
-                backend="reference" if kernels.attention == "reference" else "auto",
-            )
+            backend = "reference" if kernels.attention == "reference" else "auto"
+            learned = {"feature_map": self._skip.feature_map, "projection": projection}
+            linear_attention(q, k, v, plan, kv_len=kv_len, out=o, accumulate=True, backend=backend, **learned)
         return o
 
     def query(
@@ -255,18 +226,8 @@ class SparseSite:
         offset: int,
     ) -> torch.Tensor:
         """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
-        return gemm_q(
-            x,
-            weight,
-            bias,
-            self.plan,
-            offset=offset,
-            norm_weight=norm.weight,
-            norm_eps=norm.eps,
-            rope=rope,
-            out=out,
-            backend=self._gemm,
-        )
+        turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
+        return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=self._gemm, **turned)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
@@ -275,41 +236,26 @@ class SparseSite:
         return self._attention(q, k, v, self.plan, kv_len)
 
     def project_out(
-        self,
-        o: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        stream: slice = slice(None),
+        self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)
     ) -> torch.Tensor:
         """GEMM-O of the tokens ``stream`` of ``o`` ``[B, T, H, D]``: ``[B, S, N]``.
 
         An UPDATE makes the bias stack under the new symbols from earlier attention outputs and remembers this one;
         DISPATCH reads the stack.
         """
-        state, offset = self.state, stream.start or 0
+        state, call, branch = self.state, self._call, self._call.branch
+        options = {"offset": stream.start or 0, "backend": self._gemm}
         if self.dispatches:
-            weights = forecast_weights(
-                self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order
-            )
-            return gemm_o_dispatch(
-                o[:, stream], weight, self.plan, state.bias_stack.read(), weights, offset=offset, backend=self._gemm
-            )
-        branch, history = self._call.branch, state.attention
-        remembered = [] if history is None else [value[:, stream] for (value,) in history.values]
+            method, coordinates = self._preset.forecast.method, state.bias_coordinates
+            weights = forecast_weights(method, coordinates, call.coordinate, branch.order)
+            return gemm_o_dispatch(o[:, stream], weight, self.plan, state.bias_stack.read(), weights, **options)
+        history = [] if state.attention is None else [value[:, stream] for (value,) in state.attention.values]
         previous = (state.bias_stack.read(), state.bias_mask64) if self._rebases else None
-        state.bias_coordinates = (self._call.coordinate, *self._recorded)
+        state.bias_coordinates = (call.coordinate, *self._recorded)
         branch.fetch_after(self._name)
         self._record(o)
-        out, stack = gemm_o_update(
-            o[:, stream],
-            weight,
-            bias,
-            self.plan,
-            history=remembered,
-            previous=previous,
-            offset=offset,
-            backend=self._gemm,
-        )
+        options |= {"history": history, "previous": previous}
+        out, stack = gemm_o_update(o[:, stream], weight, bias, self.plan, **options)
         state.bias_stack, state.bias_mask64 = branch.memory.biases.keep(stack), self.plan.mask64
         return out
 
