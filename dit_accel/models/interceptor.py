@@ -21,6 +21,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import Hook
+from dit_accel.sparse.site import Inputs
 
 # q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
@@ -119,7 +120,7 @@ def key_lengths(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def with_leading_keys(
-    attend: Callable[..., torch.Tensor | None],
+    attend: Callable[[Inputs], torch.Tensor | None],
     tokens: Tokens,
     block: int,
     sees_text: bool,
@@ -127,24 +128,21 @@ def with_leading_keys(
     dense: Callable[[], torch.Tensor],
     kv_len: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """``attend(q, k, v, layout, dense, kv_len=kv_len)`` of q, k and v ``[B, S, H, D]``.
-
-    Kernels take keys that count first, so padded text that comes first is put behind the image for them.
+    """``attend`` of q, k and v, with padded text that comes first put behind the image, for kernels take keys that
+    count first.
 
     Args:
         tokens: of the transformer call.
         block: tokens in a block of the layout.
         sees_text: whether text is in the sequence.
-        dense: attention of q, k and v as they are.
-        kv_len: int32 ``[B]``, keys that count; None = all, and then nothing is turned.
+        qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
     """
     turns = kv_len is not None and sees_text and tokens.text_first
     text, vision = tokens.text if sees_text else 0, tokens.vision
     layout = TokenLayout(text, vision, block, text_first=tokens.text_first and not turns)
     if not turns:
-        return attend(*qkv, layout, dense, kv_len=kv_len)
-    q, k, v = (_turned(x, text) for x in qkv)
-    o = attend(q, k, v, layout, lambda: _turned(dense(), text), kv_len=kv_len)
+        return attend(Inputs(*qkv, layout, dense, kv_len))
+    o = attend(Inputs(*(_turned(x, text) for x in qkv), layout, lambda: _turned(dense(), text), kv_len))
     return None if o is None else _turned(o, vision)
 
 

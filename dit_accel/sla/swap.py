@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Attention, Family, Tokens
@@ -28,6 +27,7 @@ from dit_accel.models.hooks import find_hook, parameter_names
 from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
+from dit_accel.sparse.site import Inputs
 
 PROJECTIONS = "sla.safetensors"
 _SETTINGS = {"critical": float, "negligible": float, "feature_map": str, "block": int}  # the file's metadata
@@ -95,10 +95,8 @@ class SlaProcessor(nn.Module):
         if tokens is None:  # no call of the transformer, but of an attention alone
             return self.own(attn, hidden_states, *arguments, **extra)
 
-        def attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, _: Any, kv_len: torch.Tensor | None
-        ) -> torch.Tensor:
-            return self.attention(q, k, v, layout=layout, kv_len=kv_len)
+        def attend(inputs: Inputs) -> torch.Tensor:
+            return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
 
         def attend_sla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any) -> Any:
             return with_leading_keys(attend, tokens, block, self._sees_text, (q, k, v), dense, key_lengths(mask))

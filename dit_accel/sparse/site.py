@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,24 @@ from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import KEPT_TILES, SiteState
 
 _ATTENDED, _ERROR = 3, slice(5, 6)  # places in what a site measures
+
+
+class Inputs(NamedTuple):
+    """What one attention gets.
+
+    Args:
+        q, k, v: ``[B, S, H, D]``.
+        layout: of the S tokens.
+        dense: the model's own attention of them, for calls that leave no tile out.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: TokenLayout
+    dense: Callable[[], torch.Tensor]
+    kv_len: torch.Tensor | None = None
 
 
 class SparseSite:
@@ -78,27 +97,11 @@ class SparseSite:
             self._plan = self.state.plan or lower(self.state.symbols)
         return self._plan
 
-    def attend_computed(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        dense: Callable[[], torch.Tensor],
-        *,
-        kv_len: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for.
-
-        Args:
-            q, k, v: ``[B, S, H, D]`` as attention gets them.
-            layout: of the joint sequence.
-            dense: the family's own attention of them, for calls that leave no tile out.
-            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        """
-        draws = self._skips or self.caches_bias
-        plan = self._draw(q, k, layout, kv_len) if draws else None
-        o = dense() if plan is None else self._attention(q, k, v, plan, kv_len)
+    def attend_computed(self, inputs: Inputs) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for."""
+        q, k, v, layout, dense, kv_len = inputs
+        plan = self._draw(inputs) if self._skips or self.caches_bias else None
+        o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
         is_exact = plan is None
         if self._skips and self._skip.residual:
             is_exact = self.state.tiles_step == self._call.tick.step
@@ -124,13 +127,11 @@ class SparseSite:
             self.state.attention = History(memory.order, memory.attention(size.layout))
         self.state.attention.record(self._call.coordinate, (o,))
 
-    def _draw(
-        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
-    ) -> AttentionPlan | None:
+    def _draw(self, inputs: Inputs) -> AttentionPlan | None:
         """New symbols; returns the plan of this call's own attention, None where that is dense."""
-        call, reuse = self._call, self._preset.reuse
+        call, reuse, (q, k, _, layout, _, kv_len) = self._call, self._preset.reuse, inputs
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
-        symbols = self._tiles(q, k, layout, kv_len, pooled)
+        symbols = self._tiles(inputs, pooled)
         attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
         projected = torch.zeros_like(error)
         if self.caches_bias:
@@ -170,14 +171,7 @@ class SparseSite:
         if probed is not None and self._skip.probe_error is not None:
             state.tighten(probed, self._skip.probe_error)
 
-    def _tiles(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        kv_len: torch.Tensor | None,
-        pooled: PooledMap | None,
-    ) -> SparseSymbols:
+    def _tiles(self, inputs: Inputs, pooled: PooledMap | None) -> SparseSymbols:
         """What the skip policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
         state, call = self.state, self._call
         if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
@@ -186,7 +180,8 @@ class SparseSite:
         if self._skip.probe_error is not None:
             growth *= state.growth
             state.tiles_growth = state.growth
-        symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)
+        config, (q, k, _, layout, _, kv_len) = self._skip.ramped(growth), inputs
+        symbols = policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
         if self._skip.refresh > 1:
             state.tiles, state.tiles_step = symbols, call.tick.step
         return symbols
@@ -196,15 +191,19 @@ class SparseSite:
         """Whether this call's own attention leaves something out, though the call computes."""
         return self._call.skips and self._skip.policy != "none"
 
-    def _attention(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        plan: AttentionPlan,
-        kv_len: torch.Tensor | None,
+        kv_len: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention."""
+        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention.
+
+        None = the plan of this DISPATCH call, under which reused rows of the result hold nothing.
+        """
+        plan = self.plan if plan is None else plan
         kernels = self._preset.kernels
         options = {"pv_threshold": self._skip.pv_threshold, "qk_dtype": kernels.qk_dtype}
         o = attention(q, k, v, plan, kv_len=kv_len, backend=kernels.attention, **options)
@@ -228,12 +227,6 @@ class SparseSite:
         """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
         turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
         return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=self._gemm, **turned)
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sparse attention ``[B, S, H, D]`` of a DISPATCH call; reused rows of the result hold nothing."""
-        return self._attention(q, k, v, self.plan, kv_len)
 
     def project_out(
         self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)

@@ -24,6 +24,7 @@ from dit_accel.models.families import require_family
 from dit_accel.models.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
+from dit_accel.sparse.site import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 
 
@@ -149,11 +150,10 @@ class AttentionTap:
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        def visit(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, _: Any, kv_len: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            site = Site(attention.site, self._step, layout, kv_len, self._tokens.grid, first_frame_apart)
-            return self._visit(site, q, k, v)
+        def visit(inputs: Inputs) -> torch.Tensor | None:
+            grid = self._tokens.grid
+            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, grid, first_frame_apart)
+            return self._visit(site, *inputs[:3])
 
         kv_len = key_lengths(mask)
         return with_leading_keys(visit, self._tokens, self._block, attention.sees_text, (q, k, v), dense, kv_len)

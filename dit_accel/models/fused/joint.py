@@ -20,7 +20,7 @@ from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, feed_forward, join_streams, project_gelu
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.site import Inputs, SparseSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
 
@@ -75,7 +75,7 @@ class JointBlockHook(BlockHook):
         vision = q.shape[1] - text
         kv_len = self.context.text.counts + vision if self.is_ragged else None
         if site.dispatches:
-            return site.attend(q, k, v, kv_len=kv_len)
+            return site.attend(q, k, v, kv_len)
         backend = getattr(attn.processor, "_attention_backend", None)
 
         def dense() -> torch.Tensor:
@@ -88,7 +88,7 @@ class JointBlockHook(BlockHook):
             return torch.cat(parts)
 
         layout = TokenLayout(text, vision, self.controller.preset.blocks.size, text_first=self.text_first)
-        return site.attend_computed(q, k, v, layout, dense, kv_len=kv_len)
+        return site.attend_computed(Inputs(q, k, v, layout, dense, kv_len))
 
 
 class DoubleBlockHook(JointBlockHook):

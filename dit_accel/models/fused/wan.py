@@ -31,7 +31,7 @@ from dit_accel.models.fused.parts import (
     query_weight,
     why_not_plain,
 )
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.site import Inputs, SparseSite
 
 TEXT_TOKENS = 512  # of a prompt, where image tokens precede it; diffusers' processor has the same number
 
@@ -90,7 +90,7 @@ class WanBlockHook(BlockHook):
         if rows is None:
             layout = TokenLayout(0, x.shape[1], self.controller.preset.blocks.size)
             backend = attn.processor._attention_backend
-            o = site.attend_computed(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend))
+            o = site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend)))
         else:
             o = site.attend(q, k, v)
         projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
