@@ -7,26 +7,33 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels import lower, pack_bits
+from dit_accel.kernels.backends import hopper_limit, resolve_backend
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
-from dit_accel.models.block_context import BlockContext
 from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
 from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled, register_hook, remove_hook
 from dit_accel.models.part_hook import PartHook
-from dit_accel.models.samples import TextMasks
+from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState, symbol_bytes
 
-BlockHooks = Mapping[str, Callable[[str, BlockContext], Hook]]  # what makes a block's, by its list in the transformer
+KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
+KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
+KERNEL_TOKENS = 24576  # where our dense attention begins to beat cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
+BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
 
 class FamilyDriver(TransformerDriver):
@@ -51,10 +58,13 @@ class FamilyDriver(TransformerDriver):
     ) -> None:
         super().__init__(transformer, controller, name)
         self.family = family
-        self.context: BlockContext | None = None  # of its blocks, once they are prepared
+        self.fuses = False  # whether blocks run through fused kernels in the call in progress
+        self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
+        self.text: TextLengths | None = None  # of its prompts; None = no mask, or left to diffusers
         self._hand_written = hand_written
         self._masks = TextMasks()
         self._order: TokenOrder | None = None  # while attached; None = raster
+        self._every_row: AttentionPlan | None = None
 
     @property
     def family_name(self) -> str:
@@ -79,10 +89,6 @@ class FamilyDriver(TransformerDriver):
         """The joint sequence of a call."""
         return self.family.tokens(self.transformer, arguments)
 
-    def layout(self, arguments: Arguments) -> TokenLayout:
-        """Its layout, in the preset's blocks."""
-        return self.tokens(arguments).layout(self.controller.preset.blocks.size)
-
     @property
     def works_inside(self) -> bool:
         """Whether the preset asks for anything inside the transformer."""
@@ -104,15 +110,14 @@ class FamilyDriver(TransformerDriver):
         # A block of each kind, by the attentions that it has, which decide what a block costs.
         self._kinds = {self._kind(name): block for name, block in self.blocks().items()}
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
-        projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
-        self.context = BlockContext(self.controller, projections, head_dim)
+        self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
         preset = self.controller.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
-                register_hook(block, self._hand_written[name.split(".")[-2]](name, self.context))
+                register_hook(block, self._hand_written[name.split(".")[-2]](name, self))
             elif preset.forecast.level == "layer":
                 for part, module in self._parts(block).items():
                     register_hook(module, PartHook(self.controller, name, part))
@@ -159,23 +164,23 @@ class FamilyDriver(TransformerDriver):
                 "take one of level output that leaves no tiles out, or don't compile the blocks"
             )
         arguments = self.named(args, kwargs)
-        latents, shared = arguments.get("hidden_states"), self.context
+        latents = arguments.get("hidden_states")
         if self._order is not None:
             self._order.start(self.tokens(arguments).grid)
-        shared.fuses = self._hand_written is not None and isinstance(latents, torch.Tensor)
-        shared.fuses = shared.fuses and shared.fuses_kernels(latents)
+        can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor)
+        self.fuses = can_fuse and self.fuses_kernels(latents)
         try:
             if self._reads_text(arguments):
                 mask = arguments[self.family.text_mask]
-                shared.text = self._masks.lengths(mask)
+                self.text = self._masks.lengths(mask)
                 if self.cuts_padding(mask.device):
-                    text, end = arguments["encoder_hidden_states"], shared.text.end
+                    text, end = arguments["encoder_hidden_states"], self.text.end
                     arguments |= {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
             if self.works_inside:
-                shared.tokens = self.tokens(arguments)
+                self.joint = self.tokens(arguments)
             return super().forward(original, context, (), arguments)
         finally:
-            shared.fuses, shared.text, shared.tokens = False, None, None
+            self.fuses, self.text, self.joint = False, None, None
 
     def _reads_text(self, arguments: Arguments) -> bool:
         """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
@@ -186,22 +191,20 @@ class FamilyDriver(TransformerDriver):
 
     def take_rows(self, arguments: Arguments, rows: Sequence[int]) -> Arguments:
         """The lengths of their prompts, too."""
-        if self.context.text is not None:
-            self.context.text = self.context.text.of_rows(rows)
+        if self.text is not None:
+            self.text = self.text.of_rows(rows)
         return super().take_rows(arguments, rows)
 
     def _caught(self, attention: Attention) -> int | None:
         """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
-        call, tokens, text = self.controller.call, self.context.tokens, self.context.text
+        call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.skips or tokens is None:
             return None
-        reason = None
         if getattr(attention.module.processor, "_parallel_config", None) is not None:
-            reason = "context parallelism"
-        elif attention.sees_text and text is not None and not text.leading:
-            reason = "some padding precedes text"
-        if reason is not None:
-            self.controller.fall_back(attention.site, reason)
+            self.controller.fall_back(attention.site, "context parallelism")
+            return None
+        if attention.sees_text and text is not None and not text.leading:
+            self.controller.fall_back(attention.site, "some padding precedes text")
             return None
         return tokens.vision + (tokens.text if attention.sees_text else 0)
 
@@ -215,21 +218,50 @@ class FamilyDriver(TransformerDriver):
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """An attention at its site."""
-        tokens, text = self.context.tokens, self.context.text if attention.sees_text else None
-        reason = None
+        tokens, text = self.joint, self.text if attention.sees_text else None
         if torch.is_autocast_enabled(q.device.type):
-            reason = "autocast"
-        elif mask is not None and text is None:
-            reason = "attends under a mask"
-        if reason is not None:
-            self.controller.fall_back(attention.site, reason)
+            self.controller.fall_back(attention.site, "autocast")
+            return None
+        if mask is not None and text is None:
+            self.controller.fall_back(attention.site, "attends under a mask")
             return None
         attend, size = (
-            self.context.site(attention.site, attention.block).attend_computed,
+            self.site(attention.site, attention.block).attend_computed,
             self.controller.preset.blocks.size,
         )
         kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
         return interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), dense, kv_len)
+
+    # What its blocks share in a call.
+
+    def site(self, name: str, block: str) -> SparseSite:
+        """An attention site in the call in progress; ``block`` is the one whose settings it takes."""
+        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block)
+
+    def fuses_kernels(self, x: torch.Tensor) -> bool:
+        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
+
+        Not under autocast, which casts what modules get, and not where gradients are wanted.
+        """
+        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
+        head_dim = self.transformer.config.attention_head_dim
+        return is_plain and resolve_backend("auto", x) == "triton" and head_dim in KERNEL_HEAD_DIMS
+
+    def attends_by_kernel(self, q: torch.Tensor) -> bool:
+        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
+        chosen, _ = _AttentionBackendRegistry.get_active_backend()
+        told = chosen != AttentionBackendName.NATIVE or self.controller.preset.kernels.attention == "reference"
+        return self.fuses and not told and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+
+    def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
+        """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
+        plan = self._every_row
+        if plan is None or (batch, tokens, heads, device) != (plan.batch, plan.tokens, plan.heads, plan.mask64.device):
+            rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
+            self._every_row = plan = lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
+        return plan
 
     # What a call costs and remembers.
 
@@ -237,16 +269,17 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        layout, preset = self.layout(arguments), self.controller.preset
+        preset = self.controller.preset
+        layout = self.tokens(arguments).layout(preset.blocks.size)
         batch, heads = arguments["hidden_states"].shape[0], self.transformer.config.num_attention_heads
         symbols = symbol_bytes(preset, layout, batch, heads)
         return self.family.size(self.transformer, arguments, layout, symbols)
 
     def account(self, call: Call, arguments: Arguments) -> None:
         """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
-        if call.symbols:
-            self.controller.last_layout = self.layout(arguments)
         tokens = self.tokens(arguments)
+        if call.symbols:
+            self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
         count = partial(self.family.block_work, self.transformer, arguments, tokens)
         works = {kind: count(block) for kind, block in self._kinds.items()}
         level = self.controller.preset.forecast.level

@@ -8,6 +8,7 @@ Projections at either end are left alone, for LoRA replaces them and would work 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,10 +55,10 @@ class TokenOrder:
         Raises:
             UnsupportedError: there are not as many tokens as in the clip.
         """
-        if (x.device, undo) not in self._on_device:
-            order = inverse_order(self.permutation) if undo else self.permutation
-            self._on_device[x.device, undo] = order.to(x.device)
-        order = self._on_device[x.device, undo]
+        order = self._on_device.get((x.device, undo))
+        if order is None:
+            order = (inverse_order(self.permutation) if undo else self.permutation).to(x.device)
+            self._on_device[x.device, undo] = order
         if x.shape[axis] != len(order):
             raise UnsupportedError(
                 f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the clip in one place, got "
@@ -86,7 +87,7 @@ class ReorderOutput(Hook):
             a call where they do not, the part is one for all tokens.
     """
 
-    def __init__(self, order: TokenOrder, axes: dict[int, int]) -> None:
+    def __init__(self, order: TokenOrder, axes: Mapping[int, int]) -> None:
         super().__init__()
         self._order = order
         self._axes = axes
@@ -102,7 +103,7 @@ class ReorderOutput(Hook):
 def put_on(order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
     """Hooks the transformer where its family's facts say that the order goes on and off."""
     for name, axes in facts.tables.items():
-        register_hook(transformer.get_submodule(name), ReorderOutput(order, dict(axes)), ORDER_HOOK)
+        register_hook(transformer.get_submodule(name), ReorderOutput(order, axes), ORDER_HOOK)
     register_hook(first_block, ReorderInput(order), ORDER_HOOK)
     register_hook(transformer.get_submodule(facts.exit), ReorderInput(order, undo=True), ORDER_HOOK)
 

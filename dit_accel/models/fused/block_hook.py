@@ -19,7 +19,7 @@ from torch import nn
 from dit_accel.kernels import attention
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.block_context import BlockContext
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
@@ -34,17 +34,17 @@ class BlockHook(Hook, ABC):
 
     Args:
         name: the block's name in the report.
-        context: of the transformer's blocks: the run, and whether kernels are fused.
+        driver: of the transformer: the run, and whether kernels are fused.
     """
 
     processor: type  # of attention, which the hook knows to do without
     attentions: tuple[str, ...] = ("attn",)  # names of the block's parts that have one
 
-    def __init__(self, name: str, context: BlockContext) -> None:
+    def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
-        self.controller = context.controller
+        self.controller = driver.controller
         self.name = name
-        self.context = context
+        self.driver = driver
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -103,7 +103,7 @@ class BlockHook(Hook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.skips or call.mode is StepMode.DISPATCH or self.context.fuses
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.fuses
 
     @property
     def attends(self) -> bool:
@@ -113,7 +113,7 @@ class BlockHook(Hook, ABC):
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
-        if self.attends or not self.context.fuses:
+        if self.attends or not self.driver.fuses:
             return self.attends
         return why_called(block, "attn") is None and self.why_dense(block, given) is None
 
@@ -126,8 +126,8 @@ class BlockHook(Hook, ABC):
             backend: that diffusers was told to use; None = its default.
             kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
         """
-        if backend is None and self.context.attends_by_kernel(q):
-            plan = self.context.every_row(*q.shape[:3], q.device)
+        if backend is None and self.driver.attends_by_kernel(q):
+            plan = self.driver.every_row(*q.shape[:3], q.device)
             return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
@@ -146,7 +146,7 @@ class BlockHook(Hook, ABC):
 
     def site(self) -> SparseSite:
         """The block's attention site in this call."""
-        return self.context.site(self.name, self.name)
+        return self.driver.site(self.name, self.name)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""

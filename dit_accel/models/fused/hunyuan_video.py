@@ -40,7 +40,7 @@ class _HunyuanBlockHook(JointBlockHook):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's forward; where no padding is left, without its mask."""
-        if self.context.text is not None and not self.context.text.ragged:
+        if self.driver.text is not None and not self.driver.text.ragged:
             attention_mask = None
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
@@ -62,7 +62,7 @@ class _HunyuanBlockHook(JointBlockHook):
             mask = given.attention_mask
             return attn(hidden_states=x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rotary)
         outputs = []
-        for sample, length in self.context.text.samples():
+        for sample, length in self.driver.text.samples():
             attn_x, attn_c = attn(
                 hidden_states=x[sample], encoder_hidden_states=context[sample, :length], image_rotary_emb=rotary
             )
@@ -101,8 +101,8 @@ class _HunyuanBlockHook(JointBlockHook):
             out: ``[B, T, H, D]`` of the joint sequence, whose first S tokens are written.
         """
         is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
-        if self.context.fuses and is_plain and norm.weight.dtype == x.dtype:
-            plan = self.context.every_row(*out.shape[:3], x.device)
+        if self.driver.fuses and is_plain and norm.weight.dtype == x.dtype:
+            plan = self.driver.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)
         else:

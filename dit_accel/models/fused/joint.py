@@ -66,23 +66,23 @@ class JointBlockHook(BlockHook):
 
     @property
     def is_ragged(self) -> bool:
-        return self.context.text is not None and self.context.text.ragged
+        return self.driver.text is not None and self.driver.text.ragged
 
     def attend_jointly(
         self, site: SparseSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
         """Attention ``[B, T, H, D]`` of the joint sequence, in which ``text`` tokens are text."""
         vision = q.shape[1] - text
-        kv_len = self.context.text.counts + vision if self.is_ragged else None
+        kv_len = self.driver.text.counts + vision if self.is_ragged else None
         if site.dispatches:
             return site.attend(q, k, v, kv_len)
         backend = getattr(attn.processor, "_attention_backend", None)
 
         def dense() -> torch.Tensor:
-            if kv_len is None or (backend is None and self.context.attends_by_kernel(q)):
+            if kv_len is None or (backend is None and self.driver.attends_by_kernel(q)):
                 return self.attend_densely(q, k, v, backend, kv_len)
             parts = []
-            for sample, length in self.context.text.samples():
+            for sample, length in self.driver.text.samples():
                 keys, values = k[sample, : vision + length], v[sample, : vision + length]
                 parts.append(dispatch_attention_fn(q[sample], keys, values, backend=backend))
             return torch.cat(parts)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import SparseSymbols
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+from dit_accel.presets import Skip
 
 
 def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
