@@ -41,10 +41,8 @@ class FamilyDriver(TransformerDriver):
     ``head`` too and, on a GPU, fused kernels in every block that computes.
 
     Args:
-        transformer: a diffusers transformer of the family.
-        controller: decides each call's mode.
-        name: the transformer's name in the pipeline.
-        family: its facts.
+        transformer, controller, name: as for :class:`TransformerDriver`.
+        family: the transformer's facts.
         hand_written: hooks that stand in for blocks; None = the family has none.
     """
 
@@ -79,7 +77,6 @@ class FamilyDriver(TransformerDriver):
         return None if self._order is None or self._order.grid is None else self._order.permutation
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The transformer's blocks in order, by name."""
         return self.family.blocks(self.transformer, self.name)
 
     def layers(self) -> list[str]:
@@ -225,10 +222,8 @@ class FamilyDriver(TransformerDriver):
         if mask is not None and text is None:
             self.controller.fall_back(attention.site, "attends under a mask")
             return None
-        attend, size = (
-            self.site(attention.site, attention.block).attend_computed,
-            self.controller.preset.blocks.size,
-        )
+        attend = self.site(attention.site, attention.block).attend_computed
+        size = self.controller.preset.blocks.size
         kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
         return interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), dense, kv_len)
 

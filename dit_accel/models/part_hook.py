@@ -1,7 +1,6 @@
 """Level ``layer`` of a family without hand-written blocks: a block's attention and MLP are computed or forecast.
 
-The block's own forward runs in every step, so that norms, modulation and gates are fresh; what it calls for attention
-and MLP gives a forecast of its output in DISPATCH steps.
+The block's own forward runs in every step, so that norms, modulation and gates are fresh.
 """
 
 from __future__ import annotations

@@ -30,8 +30,6 @@ TENSOR = object()  # stands for a tensor in the remembered structure of an outpu
 class TransformerDriver:
     """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
 
-    The driver of families whose facts are known derives from this and works on their blocks too.
-
     Args:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
         controller: decides each call's mode.
@@ -94,19 +92,11 @@ class TransformerDriver:
         """One transformer call: run, or forecast where the whole stack is."""
         arguments = self.named(args, kwargs)
         if "timestep" not in arguments:
-            raise UnsupportedError(
-                f"{type(self.transformer).__name__} was called without timestep, which tells its step"
-            )
+            model = type(self.transformer).__name__
+            raise UnsupportedError(f"{model} was called without timestep, which tells its step")
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-        calling = self.controller.calling(
-            self.name,
-            context,
-            arguments["timestep"],
-            shapes,
-            lambda: self.size(arguments),
-            lambda: self.samples_in(context, arguments),
-        )
-        with calling as call:
+        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments)
+        with self.controller.calling(self.name, context, arguments["timestep"], shapes, *asked) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:

@@ -64,7 +64,7 @@ class SparseSite:
         name: the site's name in the report, which is its block's where that has one attention.
         call: the call in progress.
         preset: of the run; section ``skip`` holds as it is for this block.
-        projections: of SLA's linear attention, by block.
+        projections: of SLA's linear attention.
         block: whose settings hold; None = that of the same name.
     """
 

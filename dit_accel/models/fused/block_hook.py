@@ -1,9 +1,4 @@
-"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole.
-
-A family derives a hook per block class and says in :meth:`BlockHook.compute` how the block computes around its
-attention site, in :meth:`BlockHook.forecast` how it runs on remembered features, and in :meth:`BlockHook.why_dense`
-when its attention must be left to diffusers.
-"""
+"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 class BlockHook(Hook, ABC):
     """Stands in for a block's forward in calls that record, forecast or skip, and where fused kernels are faster; in
-    all others the block's own runs.
+    all others the block's own runs. A family derives one for each block class.
 
     Args:
         name: the block's name in the report.
