@@ -104,8 +104,9 @@ class FamilyDriver(TransformerDriver):
     def prepare(self) -> None:
         head_dim = self.transformer.config.attention_head_dim
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
-        # A block of each kind, by the attentions that it has, which decide what a block costs.
-        self._kinds = {self._kind(name): block for name, block in self.blocks().items()}
+        # What a block costs is decided by the attentions that it has: that is its kind.
+        self._kinds = {name: tuple(each.name for each in found) for name, found in self._sites.items()}
+        self._examples = {self._kinds[name]: block for name, block in self.blocks().items()}  # a block of each
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
         self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
@@ -138,9 +139,6 @@ class FamilyDriver(TransformerDriver):
                 remove_hook(each.module, ATTENTION_HOOK)
         if self._order is not None:
             take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
-
-    def _kind(self, name: str) -> tuple[str, ...]:
-        return tuple(each.name for each in self._sites[name])
 
     def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
         found = {part: getattr(block, part, None) for part in self.family.parts}
@@ -276,11 +274,11 @@ class FamilyDriver(TransformerDriver):
         if call.symbols:
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
         count = partial(self.family.block_work, self.transformer, arguments, tokens)
-        works = {kind: count(block) for kind, block in self._kinds.items()}
+        works = {kind: count(block) for kind, block in self._examples.items()}
         level = self.controller.preset.forecast.level
         is_forecast = call.mode is StepMode.DISPATCH and level == "output"
-        for name in self._sites:
-            work = works[self._kind(name)]
+        for name, kind in self._kinds.items():
+            work = works[kind]
             call.work[name] = (0.0 if is_forecast else self._computed(call, name, work), work.plain)
 
     def _computed(self, call: Call, name: str, work: BlockWork) -> float:

@@ -3,6 +3,8 @@ stands for the others."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dit_accel.kernels.classification import classify_tiles
@@ -13,17 +15,9 @@ from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
 
 
-def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
-) -> SparseSymbols:
+def symbols(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, **options: Any) -> SparseSymbols:
     """Critical tiles in ``skip_bits``, marginal ones in ``linear_bits``, every row computing."""
-    return classified(q, k, layout, config.critical, config.negligible, kv_len=kv_len, pooled=pooled)
+    return classified(q, k, layout, config.critical, config.negligible, **options)
 
 
 def classified(
@@ -43,8 +37,7 @@ def classified(
     and is guided by it (FlashOmni, observation 1).
 
     Args:
-        critical: share of a row's tiles, those of most pooled probability, that attend; at least one does, unless it
-            is 0.
+        critical: share of a row's tiles, those of most pooled probability, that attend; at least one, unless it is 0.
         negligible: share of a row's tiles, those of least, that take no part.
         backend: "auto", "reference" or "triton", of the pooled map and the classification.
     """

@@ -18,7 +18,6 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import TokenLayout, block_count
-from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
 from dit_accel.presets import Skip
@@ -122,13 +121,7 @@ def random_tiles(
 
 
 def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
+    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, *, kv_len: Any = None, pooled: Any = None
 ) -> SparseSymbols:
     """Policy ``static``: vision tokens attend by ``config.pattern``; text attends to all, and all attend to text.
 
