@@ -20,7 +20,8 @@ from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family
 from dit_accel.models.family_driver import FamilyDriver
-from dit_accel.models.transformer_hook import TransformerDriver, find_hook
+from dit_accel.models.hooks import find_hook
+from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.presets import VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
 

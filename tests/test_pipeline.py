@@ -1,5 +1,6 @@
 """Accelerating and restoring whole pipelines: exactness, isolation of runs, and ten kinds of abuse."""
 
+import copy
 import warnings
 
 import pytest
@@ -291,6 +292,19 @@ def test_offload_hooks_keep_working(pipe):
         assert hasattr(pipe.transformer, "_hf_hook")
         remove_hook_from_module(pipe.transformer)
         assert torch.equal(call(pipe), plain)
+
+
+@pytest.mark.parametrize(
+    "name, preset", [("flux", "flux-flashomni"), ("flux-controlnet", "exact"), ("sd3", "exact"), ("ltx", "balanced")]
+)
+def test_copies_are_made_of_restored_pipelines(name, preset):
+    """A copy's hooks would run the original's blocks, so it is refused; once restored, pipelines are copied as ever."""
+    pipe = accelerate_pipeline(tiny_pipeline(name), preset)
+    for each in (pipe, pipe.transformer):
+        with pytest.raises(UnsupportedError, match=r"can't be copied.* call restore_pipeline\(pipe\) first"):
+            copy.deepcopy(each)
+    copied = copy.deepcopy(restore_pipeline(pipe))
+    assert torch.equal(tiny_output(copied, name, steps=2), tiny_output(pipe, name, steps=2))
 
 
 def test_own_loop_with_accelerate_transformer(pipe):

@@ -8,8 +8,7 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
-from dit_accel.models import flux, hunyuan_video, qwen_image, sd3, wan
-from dit_accel.models.denoisers import denoisers
+from dit_accel.models import denoisers, flux, hunyuan_video, qwen_image, sd3, wan
 from dit_accel.models.family import Family
 from dit_accel.models.family_driver import BlockHooks, FamilyDriver
 from dit_accel.models.fused import flux as fused_flux
@@ -18,10 +17,10 @@ from dit_accel.models.fused import wan as fused_wan
 from dit_accel.models.transformer_hook import COMPILED_WHOLE, TransformerDriver
 
 FAMILIES: tuple[Family, ...] = (flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY)
-HAND_WRITTEN: dict[str, BlockHooks] = {  # blocks by the name of their family
-    "flux": fused_flux.block_hook,
-    "hunyuan_video": fused_hunyuan_video.block_hook,
-    "wan": fused_wan.block_hook,
+HAND_WRITTEN: dict[str, BlockHooks] = {  # by the name of their family
+    "flux": fused_flux.BLOCKS,
+    "hunyuan_video": fused_hunyuan_video.BLOCKS,
+    "wan": fused_wan.BLOCKS,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,14 +99,22 @@ class OrderFacts:
     exit: str
 
 
-def whole(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """All of an output."""
-    return output
+class Attention(NamedTuple):
+    """One attention of a block over the block's own tokens.
 
+    Args:
+        site: its name in reports, which is the block's for the first one of a block.
+        block: the block's name.
+        name: attribute of the block.
+        module: what attends.
+        sees_text: whether text is among the tokens.
+    """
 
-def never(transformer: nn.Module) -> bool:
-    """Of no model."""
-    return False
+    site: str
+    block: str
+    name: str
+    module: nn.Module
+    sees_text: bool
 
 
 @dataclass(frozen=True, eq=False)  # one object a family
@@ -117,8 +125,10 @@ class Family:
         name: in presets and reports.
         model: name of diffusers' transformer class.
         stacks: its blocks, in the order in which they run.
-        tokens: the joint sequence, from the transformer and the arguments of a call.
-        work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block.
+        tokens: the joint sequence, from the transformer and the arguments of a call; see :func:`packed_tokens`.
+        work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block; None = those of
+            attentions and their projections, the first over the joint sequence, and of an MLP that is
+            ``config.mlp_ratio`` (or 4) times as wide.
         attentions: names of a block's attentions over its own tokens, and whether text is among these.
         parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = its
             hand-written blocks do that.
@@ -134,14 +144,14 @@ class Family:
     model: str
     stacks: tuple[Stack, ...]
     tokens: Callable[[nn.Module, Arguments], Tokens]
-    work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork]
+    work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     parts: tuple[str, ...] = ()
     text_mask: str | None = None
     cuts_padding: bool = False
-    used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = whole
+    used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = lambda _, output, __: output
     order: OrderFacts | None = None
-    first_frame_apart: Callable[[nn.Module], bool] = never
+    first_frame_apart: Callable[[nn.Module], bool] = lambda _: False
     names_transformer: bool = False
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
@@ -154,10 +164,36 @@ class Family:
         lists = {stack.attribute: getattr(transformer, stack.attribute) for stack in self.stacks}
         return {f"{prefix}{kind}.{i}": block for kind, blocks in lists.items() for i, block in enumerate(blocks)}
 
-    def sites(self, block: nn.Module, name: str) -> dict[str, str]:
-        """Attribute of each attention that the block has, by the name of its site: the block's own for the first."""
-        present = [attribute for attribute in self.attentions if getattr(block, attribute, None) is not None]
-        return {name if place == 0 else f"{name}.{each}": each for place, each in enumerate(present)}
+    def attentions_of(self, block: nn.Module, name: str) -> list[Attention]:
+        """The attentions that a block of that name has; of the family's, some may be missing."""
+        found = [(each, getattr(block, each, None), text) for each, text in self.attentions.items()]
+        present = [(each, module, text) for each, module, text in found if module is not None]
+        return [
+            Attention(f"{name}.{each}" if place else name, name, each, module, sees_text)
+            for place, (each, module, sees_text) in enumerate(present)
+        ]
+
+    def all_attentions(self, transformer: nn.Module, name: str) -> list[Attention]:
+        """Those of all blocks; ``name`` as for :meth:`blocks`."""
+        blocks = self.blocks(transformer, name).items()
+        return [each for block_name, block in blocks for each in self.attentions_of(block, block_name)]
+
+    def block_work(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+        """FLOPs of a block."""
+        if self.work is not None:
+            return self.work(transformer, arguments, tokens, block)
+        width, batch, joint = width_of(transformer), arguments["hidden_states"].shape[0], tokens.text + tokens.vision
+        counts = {
+            each.name: joint if each.sees_text else tokens.vision for each in self.attentions_of(block, self.name)
+        }
+        projection, mlp_ratio = 2 * batch * joint * width * width, getattr(transformer.config, "mlp_ratio", 4)
+        others = sum(counts.values()) - joint  # whose projections are their own
+        return BlockWork(
+            tiles={name: 4 * batch * count**2 * width for name, count in counts.items()},
+            rest=(2 + 2 * mlp_ratio) * projection + 8 * batch * others * width**2,
+            rows=2 * projection,
+            bias=projection,
+        )
 
     def size(self, transformer: nn.Module, arguments: Arguments, layout: TokenLayout, symbols: int) -> ModelSize:
         """What a call makes the transformer remember.
@@ -166,12 +202,12 @@ class Family:
             layout: of the joint sequence.
             symbols: bytes of what one block draws.
         """
-        config, latents = transformer.config, arguments["hidden_states"]
-        sites: list[SiteSize] = []
-        for stack in self.stacks:
-            tokens = layout.tokens
-            site = SiteSize(tokens if stack.joint else layout.vision, stack.features * tokens, stack.crossed * tokens)
-            sites += [site] * len(getattr(transformer, stack.attribute))
+        config, latents, tokens = transformer.config, arguments["hidden_states"], layout.tokens
+        sites = [
+            SiteSize(tokens if stack.joint else layout.vision, stack.features * tokens, stack.crossed * tokens)
+            for stack in self.stacks
+            for _ in getattr(transformer, stack.attribute)
+        ]
         if latents.dim() > 3:  # [B, C, …, H, W]
             output = latents.numel() // latents.shape[1] * config.out_channels
         else:  # a patch a token
@@ -189,22 +225,9 @@ class Family:
         )
 
 
-def joint_work(
-    attribute: str, batch: int, tokens: int, width: int, mlp_ratio: float, others: Mapping[str, int] | None = None
-) -> BlockWork:
-    """FLOPs of a block with q, k, v and output projections, joint attention and an MLP of ``mlp_ratio · width``.
-
-    Args:
-        attribute: name of the joint attention.
-        others: number of tokens of further attentions, by name, with projections of their own.
-    """
-    projection, others = 2 * batch * tokens * width * width, others or {}
-    return BlockWork(
-        tiles={name: 4 * batch * count**2 * width for name, count in {attribute: tokens, **others}.items()},
-        rest=(2 + 2 * mlp_ratio) * projection + sum(8 * batch * count * width**2 for count in others.values()),
-        rows=2 * projection,
-        bias=projection,
-    )
+def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """Text, then image tokens that come in one by one."""
+    return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
 
 
 def width_of(transformer: nn.Module) -> int:

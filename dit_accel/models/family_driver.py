@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels import lower, pack_bits
+from dit_accel.kernels.backends import hopper_limit, resolve_backend
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models import interceptor
-from dit_accel.models.block_context import BlockContext
-from dit_accel.models.denoisers import TRANSFORMER_NAMES
-from dit_accel.models.family import Arguments, BlockWork, Family, Tokens
+from dit_accel.models import TRANSFORMER_NAMES, interceptor
+from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
+from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled, register_hook, remove_hook
 from dit_accel.models.part_hook import PartHook
-from dit_accel.models.text_lengths import TextMasks
+from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
-from dit_accel.models.transformer_hook import ATTENTION_HOOK, TransformerDriver, is_compiled, register_hook, remove_hook
+from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState, symbol_bytes
 
-BlockHooks = Callable[[str, nn.Module, BlockContext], ModelHook]  # by a block's name
+KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
+KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
+KERNEL_TOKENS = 24576  # where our dense attention begins to beat cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
+BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
 
 class FamilyDriver(TransformerDriver):
@@ -35,11 +41,9 @@ class FamilyDriver(TransformerDriver):
     ``head`` too and, on a GPU, fused kernels in every block that computes.
 
     Args:
-        transformer: a diffusers transformer of the family.
-        controller: decides each call's mode.
-        name: the transformer's name in the pipeline.
-        family: its facts.
-        hand_written: makes a hook that stands in for a block; None = the family has no such blocks.
+        transformer, controller, name: as for :class:`TransformerDriver`.
+        family: the transformer's facts.
+        hand_written: hooks that stand in for blocks; None = the family has none.
     """
 
     def __init__(
@@ -52,10 +56,13 @@ class FamilyDriver(TransformerDriver):
     ) -> None:
         super().__init__(transformer, controller, name)
         self.family = family
-        self.context: BlockContext | None = None  # of its blocks, once they are prepared
+        self.fuses = False  # whether blocks run through fused kernels in the call in progress
+        self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
+        self.text: TextLengths | None = None  # of its prompts; None = no mask, or left to diffusers
         self._hand_written = hand_written
         self._masks = TextMasks()
         self._order: TokenOrder | None = None  # while attached; None = raster
+        self._every_row: AttentionPlan | None = None
 
     @property
     def family_name(self) -> str:
@@ -70,7 +77,6 @@ class FamilyDriver(TransformerDriver):
         return None if self._order is None or self._order.grid is None else self._order.permutation
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The transformer's blocks in order, by name."""
         return self.family.blocks(self.transformer, self.name)
 
     def layers(self) -> list[str]:
@@ -79,10 +85,6 @@ class FamilyDriver(TransformerDriver):
     def tokens(self, arguments: Arguments) -> Tokens:
         """The joint sequence of a call."""
         return self.family.tokens(self.transformer, arguments)
-
-    def layout(self, arguments: Arguments) -> TokenLayout:
-        """Its layout, in the preset's blocks."""
-        return self.tokens(arguments).layout(self.controller.preset.blocks.size)
 
     @property
     def works_inside(self) -> bool:
@@ -101,28 +103,27 @@ class FamilyDriver(TransformerDriver):
 
     def prepare(self) -> None:
         head_dim = self.transformer.config.attention_head_dim
-        projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, self.layers(), head_dim)
-        self.context = BlockContext(self.controller, projections, head_dim)
-        self._sites = {name: self.family.sites(block, name) for name, block in self.blocks().items()}
-        # A block of each kind, by the attentions that it has, which decide what a block costs.
-        self._kinds = {tuple(self._sites[name].values()): block for name, block in self.blocks().items()}
+        self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
+        # What a block costs is decided by the attentions that it has: that is its kind.
+        self._kinds = {name: tuple(each.name for each in found) for name, found in self._sites.items()}
+        self._examples = {self._kinds[name]: block for name, block in self.blocks().items()}  # a block of each
+        sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
+        self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
         preset = self.controller.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
-                register_hook(block, self._hand_written(name, block, self.context))
+                register_hook(block, self._hand_written[name.split(".")[-2]](name, self))
             elif preset.forecast.level == "layer":
                 for part, module in self._parts(block).items():
                     register_hook(module, PartHook(self.controller, name, part))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
-                for site, attribute in self._sites[name].items():
-                    attn = getattr(block, attribute)
-                    attend = partial(self._attend, site, name, attribute)
-                    missed = partial(self.controller.fall_back, site)
-                    caught = partial(self._caught, site, attribute, attn)
-                    register_hook(attn, interceptor.AttentionHook(caught, attend, missed), ATTENTION_HOOK)
+                for each in self._sites[name]:
+                    missed = partial(self.controller.fall_back, each.site)
+                    hook = interceptor.AttentionHook(partial(self._caught, each), partial(self._attend, each), missed)
+                    register_hook(each.module, hook, ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
@@ -134,8 +135,8 @@ class FamilyDriver(TransformerDriver):
             remove_hook(block)
             for module in self._parts(block).values():
                 remove_hook(module)
-            for attribute in self._sites[name].values():
-                remove_hook(getattr(block, attribute), ATTENTION_HOOK)
+            for each in self._sites[name]:
+                remove_hook(each.module, ATTENTION_HOOK)
         if self._order is not None:
             take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
 
@@ -158,23 +159,23 @@ class FamilyDriver(TransformerDriver):
                 "take one of level output that leaves no tiles out, or don't compile the blocks"
             )
         arguments = self.named(args, kwargs)
-        latents, shared = arguments.get("hidden_states"), self.context
+        latents = arguments.get("hidden_states")
         if self._order is not None:
             self._order.start(self.tokens(arguments).grid)
-        shared.fuses = self._hand_written is not None and isinstance(latents, torch.Tensor)
-        shared.fuses = shared.fuses and shared.fuses_kernels(latents)
+        can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor)
+        self.fuses = can_fuse and self.fuses_kernels(latents)
         try:
             if self._reads_text(arguments):
                 mask = arguments[self.family.text_mask]
-                shared.text = self._masks.lengths(mask)
+                self.text = self._masks.lengths(mask)
                 if self.cuts_padding(mask.device):
-                    text, end = arguments["encoder_hidden_states"], shared.text.end
+                    text, end = arguments["encoder_hidden_states"], self.text.end
                     arguments |= {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
             if self.works_inside:
-                shared.tokens = self.tokens(arguments)
+                self.joint = self.tokens(arguments)
             return super().forward(original, context, (), arguments)
         finally:
-            shared.fuses, shared.text, shared.tokens = False, None, None
+            self.fuses, self.text, self.joint = False, None, None
 
     def _reads_text(self, arguments: Arguments) -> bool:
         """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
@@ -185,64 +186,75 @@ class FamilyDriver(TransformerDriver):
 
     def take_rows(self, arguments: Arguments, rows: Sequence[int]) -> Arguments:
         """The lengths of their prompts, too."""
-        if self.context.text is not None:
-            self.context.text = self.context.text.of_rows(rows)
+        if self.text is not None:
+            self.text = self.text.of_rows(rows)
         return super().take_rows(arguments, rows)
 
-    def _caught(self, site: str, attribute: str, attn: nn.Module) -> int | None:
-        """Tokens of the attention that is to run at a site; None = none is, and then the report says why."""
-        call, tokens, text = self.controller.call, self.context.tokens, self.context.text
+    def _caught(self, attention: Attention) -> int | None:
+        """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
+        call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.skips or tokens is None:
             return None
-        sees_text = self.family.attentions[attribute]
-        reason = None
-        if getattr(attn.processor, "_parallel_config", None) is not None:
-            reason = "context parallelism"
-        elif sees_text and text is not None and not text.leading:
-            reason = "some padding precedes text"
-        if reason is not None:
-            self.controller.fall_back(site, reason)
+        if getattr(attention.module.processor, "_parallel_config", None) is not None:
+            self.controller.fall_back(attention.site, "context parallelism")
             return None
-        return tokens.vision + (tokens.text if sees_text else 0)
+        if attention.sees_text and text is not None and not text.leading:
+            self.controller.fall_back(attention.site, "some padding precedes text")
+            return None
+        return tokens.vision + (tokens.text if attention.sees_text else 0)
 
     def _attend(
         self,
-        site: str,
-        block: str,
-        attribute: str,
+        attention: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """Attention at a site. Kernels take keys that count first, so padded text goes behind the image."""
-        tokens, text, sees_text = self.context.tokens, self.context.text, self.family.attentions[attribute]
-        reason = None
+        """An attention at its site."""
+        tokens, text = self.joint, self.text if attention.sees_text else None
         if torch.is_autocast_enabled(q.device.type):
-            reason = "autocast"
-        elif mask is not None and (text is None or not sees_text):
-            reason = "attends under a mask"
-        if reason is not None:
-            self.controller.fall_back(site, reason)
+            self.controller.fall_back(attention.site, "autocast")
             return None
-        layout = tokens.layout(self.controller.preset.blocks.size, text=sees_text)
-        where = self.context.site(site, block)
-        if text is None or not sees_text or min(text.lengths) >= tokens.text:
-            return where.attend_computed(q, k, v, layout, dense)
-        kv_len = text.counts + tokens.vision
-        if not tokens.text_first:
-            return where.attend_computed(q, k, v, layout, dense, kv_len=kv_len)
-        turned = TokenLayout(tokens.text, tokens.vision, layout.block, text_first=False)
+        if mask is not None and text is None:
+            self.controller.fall_back(attention.site, "attends under a mask")
+            return None
+        attend = self.site(attention.site, attention.block).attend_computed
+        size = self.controller.preset.blocks.size
+        kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
+        return interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), dense, kv_len)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            def own() -> torch.Tensor:
-                o = dense()
-                return torch.cat([o[:, tokens.text :], o[:, : tokens.text]], dim=1)
+    # What its blocks share in a call.
 
-            return where.attend_computed(q, k, v, turned, own, kv_len=kv_len)
+    def site(self, name: str, block: str) -> SparseSite:
+        """An attention site in the call in progress; ``block`` is the one whose settings it takes."""
+        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block)
 
-        return interceptor.text_last(tokens.text, attend)(q, k, v)
+    def fuses_kernels(self, x: torch.Tensor) -> bool:
+        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
+
+        Not under autocast, which casts what modules get, and not where gradients are wanted.
+        """
+        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
+        head_dim = self.transformer.config.attention_head_dim
+        return is_plain and resolve_backend("auto", x) == "triton" and head_dim in KERNEL_HEAD_DIMS
+
+    def attends_by_kernel(self, q: torch.Tensor) -> bool:
+        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
+        chosen, _ = _AttentionBackendRegistry.get_active_backend()
+        told = chosen != AttentionBackendName.NATIVE or self.controller.preset.kernels.attention == "reference"
+        return self.fuses and not told and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+
+    def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
+        """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
+        plan = self._every_row
+        if plan is None or (batch, tokens, heads, device) != (plan.batch, plan.tokens, plan.heads, plan.mask64.device):
+            rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
+            self._every_row = plan = lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
+        return plan
 
     # What a call costs and remembers.
 
@@ -250,26 +262,26 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        layout, preset = self.layout(arguments), self.controller.preset
+        preset = self.controller.preset
+        layout = self.tokens(arguments).layout(preset.blocks.size)
         batch, heads = arguments["hidden_states"].shape[0], self.transformer.config.num_attention_heads
         symbols = symbol_bytes(preset, layout, batch, heads)
         return self.family.size(self.transformer, arguments, layout, symbols)
 
     def account(self, call: Call, arguments: Arguments) -> None:
         """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
-        if call.symbols:
-            self.controller.last_layout = self.layout(arguments)
         tokens = self.tokens(arguments)
-        works = {
-            kind: self.family.work(self.transformer, arguments, tokens, block) for kind, block in self._kinds.items()
-        }
+        if call.symbols:
+            self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
+        count = partial(self.family.block_work, self.transformer, arguments, tokens)
+        works = {kind: count(block) for kind, block in self._examples.items()}
         level = self.controller.preset.forecast.level
         is_forecast = call.mode is StepMode.DISPATCH and level == "output"
-        for name, sites in self._sites.items():
-            work = works[tuple(sites.values())]
-            call.work[name] = (0.0 if is_forecast else self._computed(call, name, sites, work), work.plain)
+        for name, kind in self._kinds.items():
+            work = works[kind]
+            call.work[name] = (0.0 if is_forecast else self._computed(call, name, work), work.plain)
 
-    def _computed(self, call: Call, name: str, sites: dict[str, str], work: BlockWork) -> float:
+    def _computed(self, call: Call, name: str, work: BlockWork) -> float:
         level = self.controller.preset.forecast.level
         if call.mode is StepMode.DISPATCH:
             if name in call.dense:
@@ -279,10 +291,10 @@ class FamilyDriver(TransformerDriver):
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
             return rows + sum(work.tiles.values()) * site.tile_density + work.rest
         computed = work.plain
-        for each, attribute in sites.items():
-            site = call.branch.sites.get(each)
+        for each in self._sites[name]:
+            site = call.branch.sites.get(each.site)
             if isinstance(site, SiteState) and site.measured_step == call.tick.step:
                 older = len(site.bias_coordinates[1:])
                 left_out = 1 - site.attended - site.probed
-                computed += -work.tiles[attribute] * left_out + work.bias * site.bias_density * older
+                computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
         return computed

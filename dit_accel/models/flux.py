@@ -8,13 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dit_accel.models.family import Arguments, BlockWork, Family, Stack, Tokens, joint_work, width_of
-
-MLP_RATIO = 4
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
+from dit_accel.models.family import Arguments, Family, Stack, packed_tokens
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -24,17 +18,10 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output * (ids[:, :1] == 0)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Both block kinds do the same amount a token."""
-    batch = arguments["hidden_states"].shape[0]
-    return joint_work("attn", batch, tokens.text + tokens.vision, width_of(transformer), MLP_RATIO)
-
-
 FAMILY = Family(
     name="flux",
     model="FluxTransformer2DModel",
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
-    tokens=tokens,
-    work=work,
+    tokens=packed_tokens,
     used=used,
 )

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.family import Arguments, BlockWork, Family, OrderFacts, Stack, Tokens, joint_work, width_of
+from dit_accel.models.family import Arguments, Family, OrderFacts, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -35,18 +35,11 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output[:, :, 1:] if replaces_first_frame(transformer) else output
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Both block kinds do the same amount a token."""
-    batch, count = arguments["hidden_states"].shape[0], tokens.text + tokens.vision
-    return joint_work("attn", batch, count, width_of(transformer), transformer.config.mlp_ratio)
-
-
 FAMILY = Family(
     name="hunyuan_video",
     model="HunyuanVideoTransformer3DModel",
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=tokens,
-    work=work,
     text_mask="encoder_attention_mask",
     cuts_padding=True,
     used=used,

@@ -10,18 +10,18 @@ replaced: diffusers makes new ones from the class of the old (``load_ip_adapter`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.family import Tokens
+from dit_accel.models.hooks import Hook
+from dit_accel.sparse.site import Inputs
 
 # q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
@@ -33,7 +33,7 @@ MISSED = (
 )
 
 
-class AttentionHook(ModelHook):
+class AttentionHook(Hook):
     """Hands what an attention module attends with to somebody else.
 
     Args:
@@ -119,34 +119,33 @@ def key_lengths(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
     return attn_mask[:, 0, -1].sum(-1, dtype=torch.int32)
 
 
-def text_last(
-    text: int, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """``attend`` of sequences ``[B, S, H, D]`` that begin with so many text tokens, run with these at the end.
-
-    Kernels take keys that count first, and padded text is followed by nothing then.
-    """
-
-    def attend_turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        o = attend(*(torch.cat([x[:, text:], x[:, :text]], dim=1) for x in (q, k, v)))
-        vision = q.shape[1] - text
-        return None if o is None else torch.cat([o[:, vision:], o[:, :vision]], dim=1)
-
-    return attend_turned
-
-
 def with_leading_keys(
-    tokens: Tokens, block: int, sees_text: bool, mask: torch.Tensor | None, attend: Callable[..., torch.Tensor | None]
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """``attend(q, k, v, layout=…, kv_len=…)`` of a joint sequence, with padded text behind the image.
+    attend: Callable[[Inputs], torch.Tensor | None],
+    tokens: Tokens,
+    block: int,
+    sees_text: bool,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dense: Callable[[], torch.Tensor],
+    kv_len: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """``attend`` of q, k and v, with padded text that comes first put behind the image, for kernels take keys that
+    count first.
 
     Args:
+        tokens: of the transformer call.
         block: tokens in a block of the layout.
         sees_text: whether text is in the sequence.
-        mask: as :func:`key_lengths` takes it.
+        qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
     """
-    counts = key_lengths(mask)
-    turns = counts is not None and tokens.text_first and sees_text
-    layout = replace(tokens, text_first=tokens.text_first and not turns).layout(block, text=sees_text)
-    bound = partial(attend, layout=layout, kv_len=counts)
-    return text_last(tokens.text, bound) if turns else bound
+    turns = kv_len is not None and sees_text and tokens.text_first
+    text, vision = tokens.text if sees_text else 0, tokens.vision
+    layout = TokenLayout(text, vision, block, text_first=tokens.text_first and not turns)
+    if not turns:
+        return attend(Inputs(*qkv, layout, dense, kv_len))
+    o = attend(Inputs(*(_turned(x, text) for x in qkv), layout, lambda: _turned(dense(), text), kv_len))
+    return None if o is None else _turned(o, vision)
+
+
+def _turned(x: torch.Tensor, count: int) -> torch.Tensor:
+    """``[B, S, H, D]`` with its first ``count`` tokens at the end."""
+    return torch.cat([x[:, count:], x[:, :count]], dim=1)

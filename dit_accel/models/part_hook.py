@@ -1,7 +1,6 @@
 """Level ``layer`` of a family without hand-written blocks: a block's attention and MLP are computed or forecast.
 
-The block's own forward runs in every step, so that norms, modulation and gates are fresh; what it calls for attention
-and MLP gives a forecast of its output in DISPATCH steps.
+The block's own forward runs in every step, so that norms, modulation and gates are fresh.
 """
 
 from __future__ import annotations
@@ -9,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site_state import SiteState
 
 
-class PartHook(ModelHook):
+class PartHook(Hook):
     """Remembers, or forecasts, what one part of a block gives: a tensor or a tuple of tensors.
 
     Args:

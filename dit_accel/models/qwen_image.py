@@ -10,13 +10,7 @@ import math
 import torch
 from torch import nn
 
-from dit_accel.models.family import Arguments, BlockWork, Family, Stack, Tokens, joint_work, width_of
-
-MLP_RATIO = 4
-
-
-def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
+from dit_accel.models.family import Arguments, Family, Stack, packed_tokens
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -26,17 +20,11 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output[:, : math.prod(first)] if isinstance(first, (tuple, list)) else output
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    batch = arguments["hidden_states"].shape[0]
-    return joint_work("attn", batch, tokens.text + tokens.vision, width_of(transformer), MLP_RATIO)
-
-
 FAMILY = Family(
     name="qwen_image",
     model="QwenImageTransformer2DModel",
     stacks=(Stack("transformer_blocks"),),
-    tokens=tokens,
-    work=work,
+    tokens=packed_tokens,
     parts=("attn", "img_mlp", "txt_mlp"),
     text_mask="encoder_hidden_states_mask",
     used=used,

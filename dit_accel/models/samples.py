@@ -1,4 +1,5 @@
-"""A transformer call's batch as prompts: which rows are one prompt's, and the arguments of a call for some rows.
+"""A transformer call's batch as prompts: which rows are one prompt's, the arguments of a call for some rows, and how
+long the prompts are.
 
 Nothing tells whether a tensor's first dimension is the batch but its name: position ids of as many tokens as there are
 prompts look the same. So the names are listed, and a call with a tensor of another name is not divided.
@@ -6,11 +7,13 @@ prompts look the same. So the names are listed, and a call with a tensor of anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_accel.loop.rows import Rows, take_rows
 
@@ -70,3 +73,62 @@ def arguments_of_rows(arguments: dict[str, Any], rows: Sequence[int]) -> dict[st
         return take_rows(leaf, rows) if has_samples else leaf
 
     return {name: pytree.tree_map(take, value) if name in BATCHED else value for name, value in arguments.items()}
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """Text tokens of each sample that attention may read; they come first.
+
+    Args:
+        lengths: one a sample, or one for all.
+        counts: the same on the device, int32 ``[B]``.
+        end: text tokens behind which every sample has padding only.
+        leading: whether all that count come first.
+    """
+
+    lengths: tuple[int, ...]
+    counts: torch.Tensor
+    end: int
+    leading: bool = True
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some sample still has padding among its first ``end`` tokens."""
+        return min(self.lengths) < self.end
+
+    def of_rows(self, rows: Sequence[int]) -> TextLengths:
+        """Those of some samples."""
+        if len(self.lengths) == 1:
+            return self
+        lengths = tuple(self.lengths[row] for row in rows)
+        return TextLengths(lengths, take_rows(self.counts, rows), self.end, self.leading)
+
+    def samples(self) -> Iterator[tuple[slice, int]]:
+        """Each sample's slice of the batch with its length; one entry stands for the whole batch."""
+        for i, length in enumerate(self.lengths):
+            yield slice(i, i + 1) if len(self.lengths) > 1 else slice(None), length
+
+
+class TextMasks:
+    """Reads masks, each once: pipelines pass one object at every step."""
+
+    def __init__(self) -> None:
+        self._measured = WeakIdKeyDictionary()  # mask -> its version, TextLengths
+
+    def lengths(self, mask: torch.Tensor) -> TextLengths:
+        """The prompts' lengths from the mask ``[B, T]``; one host synchronisation a mask.
+
+        A transformer reads as many text tokens as the mask has ones, wherever they are, and a text refiner reads those
+        that the mask marks.
+        """
+        version = 0 if mask.is_inference() else mask._version
+        known = self._measured.get(mask)
+        if known is None or known[0] != version:
+            counts = mask.sum(dim=1, dtype=torch.int32).clamp(min=1)  # no prompt at all is no number in diffusers
+            position = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+            last = (position * (mask != 0)).amax(dim=1)
+            lengths, ends = torch.stack([counts, last]).tolist()
+            leading = all(length == max(end, 1) for length, end in zip(lengths, ends, strict=True))
+            found = TextLengths(tuple(lengths), counts, max(*lengths, *ends), leading)
+            self._measured[mask] = known = version, found
+        return known[1]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.family import Arguments, BlockWork, Family, Stack, Tokens, joint_work, width_of
-
-MLP_RATIO = 4
+from dit_accel.models.family import Arguments, Family, Stack, Tokens
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -14,17 +12,11 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(arguments["encoder_hidden_states"].shape[1], height * width, text_first=False)
 
 
-def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    batch, others = arguments["hidden_states"].shape[0], {"attn2": tokens.vision} if block.use_dual_attention else None
-    return joint_work("attn", batch, tokens.text + tokens.vision, width_of(transformer), MLP_RATIO, others)
-
-
 FAMILY = Family(
     name="sd3",
     model="SD3Transformer2DModel",
     stacks=(Stack("transformer_blocks", features=3),),
     tokens=tokens,
-    work=work,
     attentions={"attn": True, "attn2": False},
     parts=("attn", "attn2", "ff", "ff_context"),
 )

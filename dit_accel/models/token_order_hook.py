@@ -8,15 +8,15 @@ Projections at either end are left alone, for LoRA replaces them and would work 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family import OrderFacts
-from dit_accel.models.transformer_hook import register_hook, remove_hook
+from dit_accel.models.hooks import Hook, register_hook, remove_hook
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
 ORDER_HOOK = "dit_accel_token_order"  # beside our other hook on the first block
@@ -55,10 +55,10 @@ class TokenOrder:
         Raises:
             UnsupportedError: there are not as many tokens as in the clip.
         """
-        if (x.device, undo) not in self._on_device:
-            order = inverse_order(self.permutation) if undo else self.permutation
-            self._on_device[x.device, undo] = order.to(x.device)
-        order = self._on_device[x.device, undo]
+        order = self._on_device.get((x.device, undo))
+        if order is None:
+            order = (inverse_order(self.permutation) if undo else self.permutation).to(x.device)
+            self._on_device[x.device, undo] = order
         if x.shape[axis] != len(order):
             raise UnsupportedError(
                 f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the clip in one place, got "
@@ -67,7 +67,7 @@ class TokenOrder:
         return x.index_select(axis, order)
 
 
-class ReorderInput(ModelHook):
+class ReorderInput(Hook):
     """Reorders the tokens ``[B, S, C]`` that a module takes as its first argument, or takes their order off."""
 
     def __init__(self, order: TokenOrder, *, undo: bool = False) -> None:
@@ -79,7 +79,7 @@ class ReorderInput(ModelHook):
         return (self._order.apply(tokens, 1, undo=self._undo), *args), kwargs
 
 
-class ReorderOutput(ModelHook):
+class ReorderOutput(Hook):
     """Reorders what a module gives for each token.
 
     Args:
@@ -87,7 +87,7 @@ class ReorderOutput(ModelHook):
             a call where they do not, the part is one for all tokens.
     """
 
-    def __init__(self, order: TokenOrder, axes: dict[int, int]) -> None:
+    def __init__(self, order: TokenOrder, axes: Mapping[int, int]) -> None:
         super().__init__()
         self._order = order
         self._axes = axes
@@ -103,7 +103,7 @@ class ReorderOutput(ModelHook):
 def put_on(order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
     """Hooks the transformer where its family's facts say that the order goes on and off."""
     for name, axes in facts.tables.items():
-        register_hook(transformer.get_submodule(name), ReorderOutput(order, dict(axes)), ORDER_HOOK)
+        register_hook(transformer.get_submodule(name), ReorderOutput(order, axes), ORDER_HOOK)
     register_hook(first_block, ReorderInput(order), ORDER_HOOK)
     register_hook(transformer.get_submodule(facts.exit), ReorderInput(order, undo=True), ORDER_HOOK)
 

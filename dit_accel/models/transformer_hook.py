@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import BaseState, StateManager
 from torch.utils import _pytree as pytree
 
@@ -19,11 +16,10 @@ from dit_accel.loop.controller import WHOLE_BATCH, Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.deferred import computed
+from dit_accel.models.control_net import computed
+from dit_accel.models.hooks import Hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
-HOOK_NAME = "dit_accel"
-ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 COMPILED_WHOLE = (
     "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
     "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
@@ -33,8 +29,6 @@ TENSOR = object()  # stands for a tensor in the remembered structure of an outpu
 
 class TransformerDriver:
     """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
-
-    The driver of families whose facts are known derives from this and works on their blocks too.
 
     Args:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
@@ -50,7 +44,7 @@ class TransformerDriver:
         self.transformer = transformer
         self.controller = controller
         self.name = name
-        self._parameters = inspect.signature(type(transformer).forward).parameters
+        self._parameters = parameter_names(transformer)
         if "timestep" not in self._parameters:
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
@@ -92,25 +86,17 @@ class TransformerDriver:
 
     def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a transformer call by name, without defaults."""
-        return {**dict(zip(list(self._parameters)[1:], args, strict=False)), **kwargs}
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""
         arguments = self.named(args, kwargs)
         if "timestep" not in arguments:
-            raise UnsupportedError(
-                f"{type(self.transformer).__name__} was called without timestep, which tells its step"
-            )
+            model = type(self.transformer).__name__
+            raise UnsupportedError(f"{model} was called without timestep, which tells its step")
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-        calling = self.controller.calling(
-            self.name,
-            context,
-            arguments["timestep"],
-            shapes,
-            lambda: self.size(arguments),
-            lambda: self.samples_in(context, arguments),
-        )
-        with calling as call:
+        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments)
+        with self.controller.calling(self.name, context, arguments["timestep"], shapes, *asked) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:
@@ -149,7 +135,7 @@ def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
 
 
-class TransformerHook(ModelHook):
+class TransformerHook(Hook):
     """Routes a transformer's forward through its driver; knows the branch from diffusers' cache context."""
 
     _is_stateful = True
@@ -172,57 +158,3 @@ class TransformerHook(ModelHook):
         """Called by diffusers at the end of a pipeline call."""
         self.driver.controller.release()
         return module
-
-
-def register_hook(module: torch.nn.Module, hook: ModelHook, name: str = HOOK_NAME) -> None:
-    """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
-    with _beneath_offload(module):
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-
-
-def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
-    """Takes our hook of that name off a module and leaves nothing behind; nothing happens if there is none."""
-    registry = getattr(module, "_diffusers_hook", None)
-    if registry is None or name not in registry.hooks:
-        return
-    with _beneath_offload(module):
-        registry.remove_hook(name, recurse=False)
-        if not registry.hooks:
-            del module._diffusers_hook
-            if getattr(module.forward, "__func__", None) is type(module).forward:
-                del module.forward
-
-
-def find_hook(module: torch.nn.Module) -> TransformerHook | None:
-    """Our hook on a transformer, whoever put it there."""
-    registry = getattr(module, "_diffusers_hook", None)
-    return registry.hooks.get(HOOK_NAME) if registry is not None else None
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module was compiled, in either way in which PyTorch does it."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def why_not_replaceable(module: torch.nn.Module) -> str | None:
-    """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
-    beneath = module._diffusers_hook._hook_order[0]
-    return None if beneath == HOOK_NAME else f"another hook of diffusers lies on the block: {beneath}"
-
-
-@contextmanager
-def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
-    """Within, ``module.forward`` is what accelerate's offload hook wraps.
-
-    diffusers takes offload hooks off and puts them on again at the end of every pipeline call, which would lose a hook
-    on top of them.
-    """
-    if not hasattr(module, "_old_forward"):
-        yield
-        return
-    offloading, module.forward = module.forward, module._old_forward
-    try:
-        yield
-        module._old_forward = module.forward
-    finally:
-        module.forward = offloading

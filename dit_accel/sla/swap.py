@@ -11,7 +11,6 @@ What is saved runs without this module: ``folder/transformer`` is a plain diffus
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
-from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import Catching, with_leading_keys
-from dit_accel.models.transformer_hook import find_hook
+from dit_accel.models.family import Attention, Family, Tokens
+from dit_accel.models.hooks import find_hook, parameter_names
+from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import load_projections
+from dit_accel.sparse.site import Inputs
 
 PROJECTIONS = "sla.safetensors"
 _SETTINGS = {"critical": float, "negligible": float, "feature_map": str, "block": int}  # the file's metadata
@@ -45,7 +44,7 @@ class TransformerCalls:
     def __init__(self, family: Family, transformer: nn.Module) -> None:
         self.tokens: Tokens | None = None
         self._family = family
-        self._names = list(inspect.signature(type(transformer).forward).parameters)[1:]
+        self._names = parameter_names(transformer)
         self._handle = transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -73,9 +72,6 @@ class SlaProcessor(nn.Module):
         self.calls = calls
         self._sees_text = sees_text
 
-    def _layout(self, tokens: Tokens) -> TokenLayout:
-        return tokens.layout(self.attention.settings.block, text=self._sees_text)
-
     # Not forward: diffusers reads from the signature of __call__ which arguments a processor takes.
     def __call__(
         self,
@@ -95,24 +91,21 @@ class SlaProcessor(nn.Module):
             arguments = (encoder_hidden_states,)
         elif image_rotary_emb is None:
             arguments = (encoder_hidden_states, attention_mask)
-        if self.calls.tokens is None:  # no call of the transformer, but of an attention alone
+        tokens, block = self.calls.tokens, self.attention.settings.block
+        if tokens is None:  # no call of the transformer, but of an attention alone
             return self.own(attn, hidden_states, *arguments, **extra)
-        with Catching(self._layout(self.calls.tokens).tokens, self._attend_sla) as catching:
+
+        def attend(inputs: Inputs) -> torch.Tensor:
+            return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
+
+        def attend_sla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any) -> Any:
+            return with_leading_keys(attend, tokens, block, self._sees_text, (q, k, v), dense, key_lengths(mask))
+
+        with Catching(tokens.layout(block, text=self._sees_text).tokens, attend_sla) as catching:
             output = self.own(attn, hidden_states, *arguments, **extra)
         if catching.missed is not None:
             raise UnsupportedError(f"a block's own attention processor {catching.missed} before swap_attention")
         return output
-
-    def _attend_sla(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dense: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        block = self.attention.settings.block
-        return with_leading_keys(self.calls.tokens, block, self._sees_text, mask, self.attention)(q, k, v)
 
 
 def swap_attention(
@@ -128,21 +121,18 @@ def swap_attention(
         critical, negligible, feature_map, block: of each attention.
 
     Returns:
-        The attentions by block name, as in the report.
+        The attentions by site, which is the block's name as in the report; ``.attn2`` follows that of a second one.
 
     Raises:
         UnsupportedError: the pipeline is accelerated, or the blocks of this transformer are not known here.
     """
     attentions = {}
-    for name, transformer in _transformers(pipe).items():
-        for site in _attentions(transformer, name):
-            attentions[site] = SparseLinearAttention(
-                transformer.config.attention_head_dim,
-                critical=critical,
-                negligible=negligible,
-                feature_map=feature_map,
-                block=block,
-            ).to(transformer.device, transformer.dtype)
+    for transformer, found in _attentions(pipe):
+        for each in found:
+            attention = SparseLinearAttention(
+                transformer.config.attention_head_dim, critical, negligible, feature_map, block
+            )
+            attentions[each.site] = attention.to(transformer.device, transformer.dtype)
     restore_attention(pipe)
     _put_in(pipe, attentions)
     return attentions
@@ -150,16 +140,16 @@ def swap_attention(
 
 def restore_attention(pipe: Any) -> None:
     """Undoes :func:`swap_attention`; nothing happens where nothing was swapped."""
-    for attn, _ in _all_attentions(pipe).values():
-        if isinstance(attn.processor, SlaProcessor):
-            attn.processor.calls.remove()
-            attn.set_processor(attn.processor.own)
+    for module in _modules(pipe).values():
+        if isinstance(module.processor, SlaProcessor):
+            module.processor.calls.remove()
+            module.set_processor(module.processor.own)
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
-    """The attentions that :func:`swap_attention` put in, by block name."""
-    processors = {name: attn.processor for name, (attn, _) in _all_attentions(pipe).items()}
-    return {name: held.attention for name, held in processors.items() if isinstance(held, SlaProcessor)}
+    """The attentions that :func:`swap_attention` put in, by the names of their sites."""
+    processors = {site: module.processor for site, module in _modules(pipe).items()}
+    return {site: held.attention for site, held in processors.items() if isinstance(held, SlaProcessor)}
 
 
 def save_swapped(pipe: Any, folder: str | Path) -> None:
@@ -187,7 +177,7 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
     """Puts what :func:`save_swapped` wrote into a pipeline of the same kind, and SLA with it.
 
     Returns:
-        The attentions by block name, with their settings and projections of then.
+        The attentions by site, with their settings and projections of then.
 
     Raises:
         UnsupportedError: the projections are of other blocks than the pipeline's.
@@ -210,29 +200,20 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
 
 
 def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
-    for name, transformer in _transformers(pipe).items():
+    for transformer, found in _attentions(pipe):
         calls = TransformerCalls(require_family(transformer), transformer)
-        for site, (attn, sees_text) in _attentions(transformer, name).items():
-            attn.set_processor(SlaProcessor(attn.processor, attentions[site], calls, sees_text))
+        for each in found:
+            own = each.module.processor
+            each.module.set_processor(SlaProcessor(own, attentions[each.site], calls, each.sees_text))
 
 
-def _attentions(transformer: nn.Module, name: str) -> dict[str, tuple[nn.Module, bool]]:
-    """Attentions of a transformer's blocks over their own tokens, and whether text is among these, by site."""
-    family = require_family(transformer)
-    return {
-        site: (getattr(block, attribute), family.attentions[attribute])
-        for block_name, block in family.blocks(transformer, name).items()
-        for site, attribute in family.sites(block, block_name).items()
-    }
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    return {each.site: each.module for _, found in _attentions(pipe) for each in found}
 
 
-def _all_attentions(pipe: Any) -> dict[str, tuple[nn.Module, bool]]:
-    named = _transformers(pipe).items()
-    return {site: found for name, each in named for site, found in _attentions(each, name).items()}
-
-
-def _transformers(pipe: Any) -> dict[str, nn.Module]:
+def _attentions(pipe: Any) -> list[tuple[nn.Module, list[Attention]]]:
+    """Each transformer, with the attentions of its blocks over their own tokens."""
     transformers = {"transformer": pipe} if isinstance(pipe, nn.Module) else denoisers(pipe)
     if any(find_hook(transformer) is not None for transformer in transformers.values()):
         raise UnsupportedError("SLA is swapped into a plain pipeline, got an accelerated one: restore it first")
-    return transformers
+    return [(each, require_family(each).all_attentions(each, name)) for name, each in transformers.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,34 +14,34 @@ from dit_accel.presets import Skip
 
 
 class Projections:
-    """The projections of a transformer's blocks, wherever the preset asks for them.
+    """The projections of a transformer's attentions, wherever the preset asks for them.
 
     Args:
         skip: says which blocks run SLA, and names the files.
         transformer: the transformer's name in the pipeline.
         siblings: names of all transformers that the pipeline may have; names of their blocks begin so.
-        blocks: names of its blocks.
+        sites: names of its attentions, with that of the block whose settings each has.
         head_dim: D of their attention.
 
     Raises:
-        UnsupportedError: a file is missing, lacks a block, holds a block that the transformer lacks, or a matrix that
+        UnsupportedError: a file is missing, lacks an attention, holds one that the transformer lacks, or a matrix that
             is not ``[D, D]``.
     """
 
     def __init__(
-        self, skip: Skip, transformer: str, siblings: Collection[str], blocks: Collection[str], head_dim: int
+        self, skip: Skip, transformer: str, siblings: Collection[str], sites: Mapping[str, str], head_dim: int
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
-        wanted: dict[str, list[str]] = {}  # blocks by file
-        for name in blocks:
-            settings = skip.at(name)
+        wanted: dict[str, list[str]] = {}  # sites by file
+        for name, block in sites.items():
+            settings = skip.at(block)
             if settings.policy == "sla" and settings.projection is not None:
                 wanted.setdefault(settings.projection, []).append(name)
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():
             held = load_projections(file)
             missing = [name for name in names if name not in held]
-            unknown = [name for name in held if name not in blocks and not name.startswith(others)]
+            unknown = [name for name in held if name not in sites and not name.startswith(others)]
             if missing or unknown:
                 raise UnsupportedError(
                     f"skip.projection {file} must hold the blocks of this {transformer}: it lacks "
@@ -55,18 +55,18 @@ class Projections:
                     )
                 self._held[name] = held[name]
 
-    def of(self, block: str, like: torch.Tensor) -> torch.Tensor | None:
-        """The block's projection ``[D, D]`` on the device and in the dtype of ``like``; None = it has none."""
-        projection = self._held.get(block)
+    def of(self, site: str, like: torch.Tensor) -> torch.Tensor | None:
+        """The site's projection ``[D, D]`` on the device and in the dtype of ``like``; None = it has none."""
+        projection = self._held.get(site)
         if projection is None:
             return None
         if (projection.device, projection.dtype) != (like.device, like.dtype):
-            self._held[block] = projection = projection.to(like.device, like.dtype)
+            self._held[site] = projection = projection.to(like.device, like.dtype)
         return projection
 
 
 def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
-    """Learned projections by block name, ``[D, D]`` each, from a safetensors file.
+    """Learned projections by attention site, ``[D, D]`` each, from a safetensors file.
 
     Raises:
         UnsupportedError: there is no such file, or it holds something else.

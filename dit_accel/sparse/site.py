@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +36,24 @@ from dit_accel.sparse.site_state import KEPT_TILES, SiteState
 _ATTENDED, _ERROR = 3, slice(5, 6)  # places in what a site measures
 
 
+class Inputs(NamedTuple):
+    """What one attention gets.
+
+    Args:
+        q, k, v: ``[B, S, H, D]``.
+        layout: of the S tokens.
+        dense: the model's own attention of them, for calls that leave no tile out.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: TokenLayout
+    dense: Callable[[], torch.Tensor]
+    kv_len: torch.Tensor | None = None
+
+
 class SparseSite:
     """The site's state in one call, with the ops that read and write it in the order of the data flow.
 
@@ -45,7 +64,7 @@ class SparseSite:
         name: the site's name in the report, which is its block's where that has one attention.
         call: the call in progress.
         preset: of the run; section ``skip`` holds as it is for this block.
-        projections: of SLA's linear attention, by block.
+        projections: of SLA's linear attention.
         block: whose settings hold; None = that of the same name.
     """
 
@@ -78,33 +97,20 @@ class SparseSite:
             self._plan = self.state.plan or lower(self.state.symbols)
         return self._plan
 
-    def attend_computed(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        dense: Callable[[], torch.Tensor],
-        *,
-        kv_len: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for.
-
-        Args:
-            q, k, v: ``[B, S, H, D]`` as attention gets them.
-            layout: of the joint sequence.
-            dense: the family's own attention of them, for calls that leave no tile out.
-            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        """
-        draws = self._skips or self.caches_bias
-        plan = self._draw(q, k, layout, kv_len) if draws else None
-        o = dense() if plan is None else self._attention(q, k, v, plan, kv_len)
+    def attend_computed(self, inputs: Inputs) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for."""
+        q, k, v, layout, dense, kv_len = inputs
+        plan = self._draw(inputs) if self._skips or self.caches_bias else None
+        o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
         is_exact = plan is None
         if self._skips and self._skip.residual:
             is_exact = self.state.tiles_step == self._call.tick.step
             o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
-        if self._skip.probe_blocks and not is_exact:
-            self._measure(o, q, k, v, layout, kv_len)
+        if self._skip.probe_blocks and not is_exact:  # dense attention of a few rows, whose error the host reads later
+            rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
+            self.state.probe_turn += 1
+            self._densities[_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
+            self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
         return o
@@ -115,34 +121,17 @@ class SparseSite:
         self._densities[_ATTENDED] += 1
         return dense
 
-    def _measure(
-        self,
-        o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        kv_len: torch.Tensor | None,
-    ) -> None:
-        """The probe: dense attention of a few rows beside the sparse ``o``; the host reads the error with densities."""
-        rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
-        self.state.probe_turn += 1
-        self._densities[_ERROR] = attention_error(o, q, k, v, rows, kv_len=kv_len)
-        self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
-
     def _record(self, o: torch.Tensor) -> None:
         memory, size = self._call.branch.memory, self._call.branch.size
         if self.state.attention is None:
             self.state.attention = History(memory.order, memory.attention(size.layout))
         self.state.attention.record(self._call.coordinate, (o,))
 
-    def _draw(
-        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
-    ) -> AttentionPlan | None:
+    def _draw(self, inputs: Inputs) -> AttentionPlan | None:
         """New symbols; returns the plan of this call's own attention, None where that is dense."""
-        call, reuse = self._call, self._preset.reuse
+        call, reuse, (q, k, _, layout, _, kv_len) = self._call, self._preset.reuse, inputs
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
-        symbols = self._tiles(q, k, layout, kv_len, pooled)
+        symbols = self._tiles(inputs, pooled)
         attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
         projected = torch.zeros_like(error)
         if self.caches_bias:
@@ -182,14 +171,7 @@ class SparseSite:
         if probed is not None and self._skip.probe_error is not None:
             state.tighten(probed, self._skip.probe_error)
 
-    def _tiles(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        layout: TokenLayout,
-        kv_len: torch.Tensor | None,
-        pooled: PooledMap | None,
-    ) -> SparseSymbols:
+    def _tiles(self, inputs: Inputs, pooled: PooledMap | None) -> SparseSymbols:
         """What the skip policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
         state, call = self.state, self._call
         if state.tiles is not None and call.tick.step - state.tiles_step < self._skip.refresh:
@@ -198,7 +180,8 @@ class SparseSite:
         if self._skip.probe_error is not None:
             growth *= state.growth
             state.tiles_growth = state.growth
-        symbols = policies.draw(q, k, layout, self._skip.ramped(growth), kv_len=kv_len, pooled=pooled)
+        config, (q, k, _, layout, _, kv_len) = self._skip.ramped(growth), inputs
+        symbols = policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
         if self._skip.refresh > 1:
             state.tiles, state.tiles_step = symbols, call.tick.step
         return symbols
@@ -208,40 +191,27 @@ class SparseSite:
         """Whether this call's own attention leaves something out, though the call computes."""
         return self._call.skips and self._skip.policy != "none"
 
-    def _attention(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        plan: AttentionPlan,
-        kv_len: torch.Tensor | None,
+        kv_len: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention."""
+        """Attention ``[B, S, H, D]`` under a plan; with SLA's projection, plus its linear attention.
+
+        None = the plan of this DISPATCH call, under which reused rows of the result hold nothing.
+        """
+        plan = self.plan if plan is None else plan
         kernels = self._preset.kernels
-        o = attention(
-            q,
-            k,
-            v,
-            plan,
-            kv_len=kv_len,
-            pv_threshold=self._skip.pv_threshold,
-            qk_dtype=kernels.qk_dtype,
-            backend=kernels.attention,
-        )
+        options = {"pv_threshold": self._skip.pv_threshold, "qk_dtype": kernels.qk_dtype}
+        o = attention(q, k, v, plan, kv_len=kv_len, backend=kernels.attention, **options)
         projection = None if plan.linear_bits is None else self._projections.of(self._name, q)
         if projection is not None:
-            linear_attention(
-                q,
-                k,
-                v,
-                plan,
-                feature_map=self._skip.feature_map,
-                projection=projection,
-                kv_len=kv_len,
-                out=o,
-                accumulate=True,
-                backend="reference" if kernels.attention == "reference" else "auto",
-            )
+            backend = "reference" if kernels.attention == "reference" else "auto"
+            learned = {"feature_map": self._skip.feature_map, "projection": projection}
+            linear_attention(q, k, v, plan, kv_len=kv_len, out=o, accumulate=True, backend=backend, **learned)
         return o
 
     def query(
@@ -255,63 +225,30 @@ class SparseSite:
         offset: int,
     ) -> torch.Tensor:
         """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
-        return gemm_q(
-            x,
-            weight,
-            bias,
-            self.plan,
-            offset=offset,
-            norm_weight=norm.weight,
-            norm_eps=norm.eps,
-            rope=rope,
-            out=out,
-            backend=self._gemm,
-        )
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kv_len: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sparse attention ``[B, S, H, D]`` of a DISPATCH call; reused rows of the result hold nothing."""
-        return self._attention(q, k, v, self.plan, kv_len)
+        turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
+        return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=self._gemm, **turned)
 
     def project_out(
-        self,
-        o: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        offset: int = 0,
-        length: int | None = None,
+        self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)
     ) -> torch.Tensor:
-        """GEMM-O of the stream of ``length`` tokens (None = all) from ``offset`` of ``o`` ``[B, T, H, D]``.
+        """GEMM-O of the tokens ``stream`` of ``o`` ``[B, T, H, D]``: ``[B, S, N]``.
 
-        Returns ``[B, length, N]``. An UPDATE makes the bias stack under the new symbols from earlier attention outputs
-        and remembers this one; DISPATCH reads the stack.
+        An UPDATE makes the bias stack under the new symbols from earlier attention outputs and remembers this one;
+        DISPATCH reads the stack.
         """
-        state, stream = self.state, slice(offset, None if length is None else offset + length)
+        state, call, branch = self.state, self._call, self._call.branch
+        options = {"offset": stream.start or 0, "backend": self._gemm}
         if self.dispatches:
-            weights = forecast_weights(
-                self._preset.forecast.method, state.bias_coordinates, self._call.coordinate, self._call.branch.order
-            )
-            return gemm_o_dispatch(
-                o[:, stream], weight, self.plan, state.bias_stack.read(), weights, offset=offset, backend=self._gemm
-            )
-        branch, history = self._call.branch, state.attention
-        remembered = [] if history is None else [value[:, stream] for (value,) in history.values]
+            method, coordinates = self._preset.forecast.method, state.bias_coordinates
+            weights = forecast_weights(method, coordinates, call.coordinate, branch.order)
+            return gemm_o_dispatch(o[:, stream], weight, self.plan, state.bias_stack.read(), weights, **options)
+        history = [] if state.attention is None else [value[:, stream] for (value,) in state.attention.values]
         previous = (state.bias_stack.read(), state.bias_mask64) if self._rebases else None
-        state.bias_coordinates = (self._call.coordinate, *self._recorded)
+        state.bias_coordinates = (call.coordinate, *self._recorded)
         branch.fetch_after(self._name)
         self._record(o)
-        out, stack = gemm_o_update(
-            o[:, stream],
-            weight,
-            bias,
-            self.plan,
-            history=remembered,
-            previous=previous,
-            offset=offset,
-            backend=self._gemm,
-        )
+        options |= {"history": history, "previous": previous}
+        out, stack = gemm_o_update(o[:, stream], weight, bias, self.plan, **options)
         state.bias_stack, state.bias_mask64 = branch.memory.biases.keep(stack), self.plan.mask64
         return out
 

@@ -9,7 +9,6 @@ with AttentionTap(pipe, visit):
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,10 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
-from dit_accel.models.family import Family, Tokens
-from dit_accel.models.interceptor import AttentionHook, with_leading_keys
-from dit_accel.models.transformer_hook import find_hook, register_hook, remove_hook
+from dit_accel.models.family import Attention, Family, Tokens
+from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
+from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
+from dit_accel.sparse.site import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 
 
@@ -111,13 +111,11 @@ class AttentionTap:
             begin, end = self._call_hooks(family, transformer)
             self._handles.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
             self._handles.append(transformer.register_forward_hook(end, always_call=True))
-            for block_name, block in family.blocks(transformer, name).items():
-                for site, attribute in family.sites(block, block_name).items():
-                    attn, sees_text = getattr(block, attribute), family.attentions[attribute]
-                    attend = partial(self._attend, site, sees_text, family.first_frame_apart(transformer))
-                    hook = AttentionHook(partial(self._length, sees_text), attend, partial(_refuse, site))
-                    register_hook(attn, hook, TAP_HOOK)
-                    self._tapped.append(attn)
+            apart = family.first_frame_apart(transformer)
+            for each in family.all_attentions(transformer, name):
+                attend, length = partial(self._attend, each, apart), partial(self._length, each.sees_text)
+                register_hook(each.module, AttentionHook(length, attend, partial(_refuse, each.site)), TAP_HOOK)
+                self._tapped.append(each.module)
         return self
 
     def __exit__(self, *failure: Any) -> None:
@@ -127,7 +125,7 @@ class AttentionTap:
             remove_hook(self._tapped.pop(), TAP_HOOK)
 
     def _call_hooks(self, family: Family, transformer: torch.nn.Module) -> tuple[Callable, Callable]:
-        names = list(inspect.signature(type(transformer).forward).parameters)[1:]
+        names = parameter_names(transformer)
 
         def begin(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -144,8 +142,7 @@ class AttentionTap:
 
     def _attend(
         self,
-        site: str,
-        sees_text: bool,
+        attention: Attention,
         first_frame_apart: bool,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -153,13 +150,13 @@ class AttentionTap:
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        def visit(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            where = Site(site, self._step, layout, kv_len, self._tokens.grid, first_frame_apart)
-            return self._visit(where, q, k, v)
+        def visit(inputs: Inputs) -> torch.Tensor | None:
+            grid = self._tokens.grid
+            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, grid, first_frame_apart)
+            return self._visit(site, *inputs[:3])
 
-        return with_leading_keys(self._tokens, self._block, sees_text, mask, visit)(q, k, v)
+        kv_len = key_lengths(mask)
+        return with_leading_keys(visit, self._tokens, self._block, attention.sees_text, (q, k, v), dense, kv_len)
 
 
 def _refuse(site: str, reason: str) -> None:

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 
 from dit_accel import accelerate_pipeline
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.block_context import BlockContext
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 12
@@ -28,7 +28,7 @@ def pipe():
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
     """As with fused kernels, which run where blocks are not compiled; a second run compiles nothing more."""
-    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     pipe = accelerate_pipeline(tiny_pipeline(name), "balanced", **{"schedule.target_error": 0.2})
     fused, steps = tiny_output(pipe, name, steps=STEPS), pipe.dit_accel.report().steps
     assert {step.mode for step in steps} == {"full", "update", "dispatch"}
@@ -66,7 +66,7 @@ def test_a_transformer_compiled_whole_is_refused(pipe):
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
     """Whatever would run in their place."""
-    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     plain = tiny_output(pipe, "flux", steps=2)
     blocks = pipe.transformer.transformer_blocks
     for index, block in enumerate(blocks):

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.control_net import defer_calls, stop_deferring
-from dit_accel.models.deferred import DeferredCall, DeferredTensor, TensorForm, computed
-from dit_accel.models.transformer_hook import find_hook
+from dit_accel.models.control_net import (
+    DeferredCall,
+    DeferredTensor,
+    TensorForm,
+    computed,
+    defer_calls,
+    stop_deferring,
+)
+from dit_accel.models.hooks import find_hook
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 8

@@ -81,9 +81,9 @@ def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
     seen = []
     attend = SparseSite.attend_computed
 
-    def spy(site, q, k, *args, **options):
-        seen.append((q, k))
-        return attend(site, q, k, *args, **options)
+    def spy(site, inputs):
+        seen.append((inputs.q, inputs.k))
+        return attend(site, inputs)
 
     monkeypatch.setattr(SparseSite, "attend_computed", spy)
     for each in (order, "raster"):

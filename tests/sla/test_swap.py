@@ -169,7 +169,7 @@ def test_swapped_attentions_take_the_settings():
         assert {key: getattr(attention.settings, key) for key in SETTINGS} == SETTINGS
 
 
-MODELS = {"wan": "wan", "flux": "flux", "hunyuan": "hunyuan_video", "wan22": "wan"}
+MODELS = {"wan": "wan", "flux": "flux", "hunyuan": "hunyuan_video", "wan22": "wan", "sd35": "sd3"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,70 +1,74 @@
-"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole.
-
-A family derives a hook per block class and says in :meth:`BlockHook.compute` how the block computes around its
-attention site, in :meth:`BlockHook.forecast` how it runs on remembered features, and in :meth:`BlockHook.why_dense`
-when its attention must be left to diffusers.
-"""
+"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from dit_accel.kernels import attention
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.block_context import BlockContext
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
-from dit_accel.models.transformer_hook import is_compiled, why_not_replaceable
+from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
 
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class BlockHook(ModelHook, ABC):
+class BlockHook(Hook, ABC):
     """Stands in for a block's forward in calls that record, forecast or skip, and where fused kernels are faster; in
-    all others the block's own runs.
+    all others the block's own runs. A family derives one for each block class.
 
     Args:
         name: the block's name in the report.
-        context: of the transformer's blocks: the run, and whether kernels are fused.
+        driver: of the transformer: the run, and whether kernels are fused.
     """
 
-    def __init__(self, name: str, context: BlockContext) -> None:
+    processor: type  # of attention, which the hook knows to do without
+    attentions: tuple[str, ...] = ("attn",)  # names of the block's parts that have one
+
+    def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
-        self.controller = context.controller
+        self.controller = driver.controller
         self.name = name
-        self.context = context
+        self.driver = driver
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._defaults = {each.name: each.default for each in parameters if each.kind not in _GATHERED}
         return module
 
-    # What a family says of its block. Arguments come by the names of the block's own forward.
+    # What a family says of its block. `given` holds arguments by the names of the block's own forward.
 
     @abstractmethod
-    def compute(self, block: nn.Module, **arguments: Any) -> Any:
+    def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
         """The block's output, with attention by :meth:`site` where :attr:`attends`; remembers whole features."""
 
     @abstractmethod
-    def forecast(self, block: nn.Module, **arguments: Any) -> Any:
+    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
         """The block's output from recalled features; modulation and gates are fresh."""
-
-    @abstractmethod
-    def why_dense(self, block: nn.Module, **arguments: Any) -> str | None:
-        """Why the block's attention must be left to its own processor now, or None."""
 
     @abstractmethod
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         """Projections whose weights GEMM-Q and GEMM-O read without calling the module."""
+
+    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        """Why the block's attention must be left to its own processor now, or None."""
+        for name in self.attentions:
+            processor = getattr(block, name).processor
+            if type(processor) is not self.processor:
+                return f"attention processor {type(processor).__name__}"
+            if getattr(processor, "_parallel_config", None) is not None:
+                return "context parallelism"
+        return None
 
     # What all families share.
 
@@ -74,27 +78,27 @@ class BlockHook(ModelHook, ABC):
         is_ours = call is not None and not is_compiled(module) and not torch.compiler.is_compiling()
         if not is_ours or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
-        arguments = self._bind(args, kwargs)
+        given = self._bind(args, kwargs)
         reason = why_not_replaceable(module) or why_called(module, "norm")
         forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
         if reason is None and self.attends:
-            reason = self._why_dense(module, arguments)
+            reason = self._why_dense(module, given)
         if reason is not None:
             call.dense.add(self.name)
-            if level == "head" or not call.skips:  # else the interceptor on its processor serves it, or says why not
+            if level == "head" or not call.skips:  # else the hook on its attention serves it, or says why not
                 self.controller.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
         whole_layer = level == "layer" or call.site(self.name, SiteState).degraded
         if call.mode is StepMode.DISPATCH and whole_layer:
-            return self.forecast(module, **arguments)
-        return self.compute(module, **arguments)
+            return self.forecast(module, given)
+        return self.compute(module, given)
 
     def stands_in(self) -> bool:
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.skips or call.mode is StepMode.DISPATCH or self.context.fuses
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.fuses
 
     @property
     def attends(self) -> bool:
@@ -102,11 +106,11 @@ class BlockHook(ModelHook, ABC):
         call = self.controller.call
         return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
-    def runs_attention(self, block: nn.Module, **arguments: Any) -> bool:
+    def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
-        if self.attends or not self.context.fuses:
+        if self.attends or not self.driver.fuses:
             return self.attends
-        return why_called(block, "attn") is None and self.why_dense(block, **arguments) is None
+        return why_called(block, "attn") is None and self.why_dense(block, given) is None
 
     def attend_densely(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None
@@ -117,8 +121,8 @@ class BlockHook(ModelHook, ABC):
             backend: that diffusers was told to use; None = its default.
             kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
         """
-        if backend is None and self.context.attends_by_kernel(q):
-            plan = self.context.every_row(*q.shape[:3], q.device)
+        if backend is None and self.driver.attends_by_kernel(q):
+            plan = self.driver.every_row(*q.shape[:3], q.device)
             return attention(q, k, v, plan, kv_len=kv_len, backend=self.controller.preset.kernels.attention)
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
@@ -137,24 +141,21 @@ class BlockHook(ModelHook, ABC):
 
     def site(self) -> SparseSite:
         """The block's attention site in this call."""
-        return self.context.site(self.name, self.name)
+        return self.driver.site(self.name, self.name)
 
-    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""
         named = dict(zip(self._defaults, args, strict=False)) | kwargs
-        return {name: named.get(name, default) for name, default in self._defaults.items()}
+        return SimpleNamespace(**{name: named.get(name, default) for name, default in self._defaults.items()})
 
-    def _why_dense(self, module: nn.Module, arguments: dict[str, Any]) -> str | None:
+    def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:
         """Why the site can't run sparsely now, or None."""
-        call, device = self.controller.call, arguments["hidden_states"].device
+        call, device = self.controller.call, given.hidden_states.device
         if torch.is_autocast_enabled(device.type):  # it casts what modules get, and sites call no modules
             return "autocast"
-        if (reason := why_called(module, "attn")) is not None:
+        reason = why_called(module, "attn") or self.why_dense(module, given)
+        if reason is not None or self.controller.preset.forecast.level != "head":
             return reason
-        if (reason := self.why_dense(module, **arguments)) is not None:
-            return reason
-        if self.controller.preset.forecast.level != "head":
-            return None
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).symbols is None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 from diffusers.models.activations import GELU
-from diffusers.models.attention import FeedForward
+from diffusers.models.attention import AttentionModuleMixin, FeedForward
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from torch import nn
+from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
-from dit_accel.models.transformer_hook import ATTENTION_HOOK
+from dit_accel.models.hooks import ATTENTION_HOOK
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -41,6 +42,42 @@ def why_called(block: nn.Module, prefix: str) -> str | None:
     parts = block._modules.items()
     hooked = next((name for name, part in parts if name.startswith(prefix) and _is_hooked(part)), None)
     return hooked and f"its {hooked} carries hooks"
+
+
+def heads_of(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """``[B, S, H * D]`` -> ``[B, S, H, D]``."""
+    return x.unflatten(2, (attn.heads, -1))
+
+
+def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values ``[B, S, H, D]``, before their norms."""
+    fused = attn.fused_projections
+    parts = attn.to_qkv(x).chunk(3, dim=-1) if fused else (attn.to_q(x), attn.to_k(x), attn.to_v(x))
+    return [heads_of(attn, part) for part in parts]
+
+
+def key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values ``[B, S, H, D]`` without the queries."""
+    if attn.fused_projections:
+        weight, bias = attn.to_qkv.weight[attn.inner_dim :], attn.to_qkv.bias
+        parts = functional.linear(x, weight, None if bias is None else bias[attn.inner_dim :]).chunk(2, dim=-1)
+    else:
+        parts = attn.to_k(x), attn.to_v(x)
+    return [heads_of(attn, part) for part in parts]
+
+
+def query_projection(attn: AttentionModuleMixin) -> nn.Module:
+    """The linear layer that holds the query projection's weight."""
+    return attn.to_qkv if attn.fused_projections else attn.to_q
+
+
+def query_weight(attn: AttentionModuleMixin) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight ``[H * D, C]`` and bias of the query projection, a slice where q, k and v are fused."""
+    projection = query_projection(attn)
+    weight, bias = projection.weight, projection.bias
+    if attn.fused_projections:
+        weight, bias = weight[: attn.inner_dim], None if bias is None else bias[: attn.inner_dim]
+    return weight, bias
 
 
 def normalise_heads(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import SparseSymbols
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+from dit_accel.presets import Skip
 
 
 def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -21,13 +18,7 @@ def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 
 
 def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
+    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, *, kv_len: Any = None, pooled: Any = None
 ) -> SparseSymbols:
     """Every tile of every row; arguments as for :func:`dit_accel.sparse.policies.draw`."""
     return SparseSymbols(every_row(q, layout), None, q.shape[2], layout.tokens, layout.block)

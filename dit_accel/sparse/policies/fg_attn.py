@@ -7,8 +7,6 @@ the row-block, "average_query" for the mean of its queries. FG-Attn-cached is "e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dit_accel.kernels.key_selection import select_keys
@@ -16,10 +14,8 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
 
 
 def symbols(
@@ -33,10 +29,7 @@ def symbols(
 ) -> SparseSymbols:
     """Keys that compute (FG-Attn, section 4.3), every row computing; rows and columns that hold text compute whole.
 
-    Args:
-        q, k, layout, kv_len: as for :func:`dit_accel.sparse.policies.draw`.
-        config: of policy fg_attn.
-        pooled: not needed: a pooled map knows no single keys.
+    ``pooled`` is not needed: a pooled map knows no single keys.
     """
     averages = config.mask == "average_query"
     queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)

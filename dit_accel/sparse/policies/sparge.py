@@ -10,8 +10,6 @@ probabilities go or stay together, such a row keeps its tiles all the same.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
@@ -19,10 +17,8 @@ from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
+from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
 
 
 def symbols(
@@ -38,8 +34,6 @@ def symbols(
     """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
 
     Args:
-        q, k, layout, kv_len, pooled: as for :func:`dit_accel.sparse.policies.draw`.
-        config: of policy sparge.
         causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
             later ones never do, and rows of the map sum to 1 over the others.
     """
@@ -83,17 +77,10 @@ def tile_bits(
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
 
     Returns:
-        ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`,
-        uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
+        ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
     """
-    return select_tiles(
-        probabilities,
-        tau_kv if top_k is None else None,
-        top_k=top_k,
-        always=layout.text_blocks,
-        rows=whole_rows,
-        columns=whole_columns,
-    )
+    whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
+    return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)
 
 
 def _diagonal_masks(layout: TokenLayout, device: torch.device) -> TileMasks:

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import TokenLayout, block_count
-from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+from dit_accel.presets import Skip
 
 TILE_KINDS = ("full", "causal", "partial")
 
@@ -33,10 +30,8 @@ def block_mask_from_segments(
     *,
     causal: bool | Sequence[bool],
     past: bool = False,
-    block: int = 128,
-    batch: int = 1,
-    heads: int = 1,
     device: str | torch.device = "cpu",
+    **options: int,
 ) -> SparseSymbols:
     """The symbols of a sequence of segments, each of which attends to itself.
 
@@ -45,9 +40,8 @@ def block_mask_from_segments(
         causal: whether a query attends to its own segment up to itself only, or to all of it; one for each segment, or
             one for all.
         past: whether a query attends to all segments before its own as well.
-        block: tokens in a block, 64 or 128.
-        batch, heads: B and H, which share the mask.
         device: where the symbols are.
+        options: ``block``, tokens in a block, 64 or 128 (usual); ``batch`` and ``heads``, which share the mask, each 1.
 
     Raises:
         ShapeError: there is no segment, a length is below 1, or ``causal`` has another number of entries.
@@ -63,7 +57,7 @@ def block_mask_from_segments(
     is_causal = torch.tensor(causal, device=device).repeat_interleave(length)
     first = torch.zeros_like(query) if past else (ends - length).repeat_interleave(length)
     end = torch.where(is_causal, query + 1, ends.repeat_interleave(length))
-    return symbols_from_intervals(first[:, None], end[:, None], block=block, batch=batch, heads=heads)
+    return symbols_from_intervals(first[:, None], end[:, None], **options)
 
 
 def causal(tokens: int, **options: Any) -> SparseSymbols:
@@ -84,18 +78,10 @@ def interleaved(lengths: Sequence[int], causal: Sequence[bool], **options: Any) 
     return block_mask_from_segments(lengths, causal=causal, past=True, **options)
 
 
-def sliding(
-    tokens: int,
-    window: int,
-    *,
-    block: int = 128,
-    batch: int = 1,
-    heads: int = 1,
-    device: str | torch.device = "cpu",
-) -> SparseSymbols:
+def sliding(tokens: int, window: int, *, device: str | torch.device = "cpu", **options: int) -> SparseSymbols:
     """Query q attends to the ``window`` keys from ``q - window // 2`` on; other arguments as for the segments'."""
     first, end = _around(torch.arange(tokens, device=device), window)
-    return symbols_from_intervals(first[:, None], end[:, None], block=block, batch=batch, heads=heads)
+    return symbols_from_intervals(first[:, None], end[:, None], **options)
 
 
 def random_tiles(
@@ -135,13 +121,7 @@ def random_tiles(
 
 
 def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
+    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, *, kv_len: Any = None, pooled: Any = None
 ) -> SparseSymbols:
     """Policy ``static``: vision tokens attend by ``config.pattern``; text attends to all, and all attend to text.
 

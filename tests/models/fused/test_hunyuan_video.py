@@ -6,8 +6,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch.overrides import TorchFunctionMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.models import text_lengths
-from dit_accel.models.block_context import BlockContext
+from dit_accel.models import samples
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import block_hook
 from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
@@ -118,7 +117,7 @@ def test_fused_projections_change_nothing(pipes, as_on_a_gpu, monkeypatch, name,
     apart, _ = accelerate(pipe, chosen, **inputs(name, prompt=PROMPTS))
     fused = []
     gemm_q = hunyuan_video_blocks.gemm_q
-    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     monkeypatch.setattr(
         hunyuan_video_blocks, "gemm_q", lambda *args, **options: fused.append(1) or gemm_q(*args, **options)
     )
@@ -145,7 +144,7 @@ def test_dense_attention_by_the_kernel_changes_nothing(pipes, as_on_a_gpu, monke
 
     monkeypatch.setattr(block_hook, "attention", counted)
     for condition in ("fuses_kernels", "attends_by_kernel"):
-        monkeypatch.setattr(BlockContext, condition, lambda context, x: True)
+        monkeypatch.setattr(FamilyDriver, condition, lambda driver, x: True)
     result, report = accelerate(pipes("hunyuan"), "exact", **inputs(prompt=prompt))
     assert _distance(result, plain) < 1e-5
     assert attended == [prompt == PROMPTS] * 4 * STEPS
@@ -210,12 +209,12 @@ def test_mask_is_read_once_a_branch_and_run(pipes, as_on_a_gpu, monkeypatch):
     """The host waits for the prompts' lengths once for each mask, whatever the number of steps."""
     read = []
 
-    class Counted(text_lengths.TextLengths):
+    class Counted(samples.TextLengths):
         def __init__(self, lengths, *others):
             read.append(lengths)
             super().__init__(lengths, *others)
 
-    monkeypatch.setattr(text_lengths, "TextLengths", Counted)
+    monkeypatch.setattr(samples, "TextLengths", Counted)
     accelerate(pipes("hunyuan"), preset("output"), **inputs(negative_prompt="blurred", true_cfg_scale=3.0))
     assert len(read) == len(set(read)) == 2
 

@@ -8,7 +8,6 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.block_context import BlockContext
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -19,7 +18,7 @@ FAMILIES = ["flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "h
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Blocks run through the fused ops, whose references run on the CPU, and HunyuanVideo's without padding."""
-    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     monkeypatch.setattr(FamilyDriver, "cuts_padding", lambda driver, device: True)
 
 
@@ -135,5 +134,5 @@ def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
     apart = tiny_output(pipe, "flux", steps=8)
-    monkeypatch.setattr(BlockContext, "fuses_kernels", lambda context, x: True)
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
     assert distance(tiny_output(pipe, "flux", steps=8), apart) < 1e-5
