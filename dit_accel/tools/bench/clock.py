@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+Timer = Callable[[Callable[[], object], str], float]  # (call, device) -> milliseconds
+
 BUDGET_MS = 50.0  # filled with repetitions of a short call
 LONG_BUDGET_MS = 600.0  # not exceeded by those of a long call, but for the fewest
 FEWEST, FEW, MOST = 3, 7, 50
