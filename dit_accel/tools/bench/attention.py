@@ -119,12 +119,8 @@ def time_baselines(
     recorder: Recorder, names: Iterable[str], place: str, qkv: QKV, inputs: Inputs, timer: Timer = median_ms
 ) -> dict[str, float]:
     """Milliseconds of those attentions of others that run here and are right, over the tiles of ``inputs``."""
-    times: dict[str, float] = {}
-    for name in names:
-        times |= recorder.baseline(
-            name, place, partial(baseline, name, *qkv, inputs), partial(_verify, qkv, inputs, None), timer
-        )
-    return times
+    makes = {name: partial(baseline, name, *qkv, inputs) for name in names}
+    return recorder.baselines(place, makes, partial(_verify, qkv, inputs, None), timer)
 
 
 def _verify(qkv: QKV, inputs: Inputs, bound: float | None, out: torch.Tensor) -> Verdict:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,10 +33,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     valid_keys: int | None = None
 
+    AXES: ClassVar = ("tokens", "heads", "head_dim", "block")
+
     @property
     def axes(self) -> dict[str, int]:
-        """Names and lengths of the axes that results name."""
-        return {name: getattr(self, name) for name in ("tokens", "heads", "head_dim", "block")}
+        """The axes that results name, and their lengths."""
+        return {name: getattr(self, name) for name in self.AXES}
 
     @property
     def shape(self) -> str:
@@ -50,34 +52,27 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """GEMM-Q from ``width`` to the heads, and GEMM-O from the heads to ``width``.
+class Projection(Case):
+    """GEMM-Q from ``width`` to the heads, and GEMM-O from the heads to ``width``; every tile computes.
 
     ``is_slice``: GEMM-O's weight is the attention slice of a wider, fused matrix. ``windows``: time whole windows too.
     """
 
-    tokens: int
-    heads: int = 24
-    head_dim: int = 128
     width: int = 3072
     is_slice: bool = False
     windows: bool = True
-    block: int = 128
-    dtype: torch.dtype = torch.bfloat16
+
+    AXES: ClassVar = ("tokens", "heads", "head_dim", "width")
 
     @property
-    def axes(self) -> dict[str, int]:
-        """Names and lengths of the axes that results name."""
-        return {name: getattr(self, name) for name in ("tokens", "heads", "head_dim", "width")}
+    def features(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
 
     @property
     def flops(self) -> float:
         """Of the dense product."""
-        return 2.0 * self.tokens * self.width * self.heads * self.head_dim
-
-    def case(self, sparsity: float) -> Case:
-        """The case whose rows compute with probability 1 − sparsity."""
-        return Case(self.tokens, self.heads, self.head_dim, self.block, rows=1 - sparsity, dtype=self.dtype)
+        return 2.0 * self.tokens * self.width * self.features
 
 
 @dataclass(frozen=True)

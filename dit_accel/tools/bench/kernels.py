@@ -22,7 +22,7 @@ from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.kernels import backend_status
 from dit_accel.tools.bench import gate
 from dit_accel.tools.bench.attention import bench_attention, bench_quantised
-from dit_accel.tools.bench.cases import Case, Projection, make_inputs
+from dit_accel.tools.bench.cases import Case, make_inputs
 from dit_accel.tools.bench.gemm import bench_gemm_o, bench_gemm_q
 from dit_accel.tools.bench.masks import bench_masks
 from dit_accel.tools.bench.origin import describe_run
@@ -34,7 +34,7 @@ from dit_accel.tools.bench.slices import bench_slices
 from dit_accel.tools.bench.sparge import bench_sparge
 from dit_accel.tools.bench.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
 
-Bench = Callable[[Recorder, Case | Projection, Sizes], None]  # one size
+Bench = Callable[[Recorder, Case, Sizes], None]  # one size
 
 _ATTENTION = gate.check_symbols, gate.check_attention
 OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (what measures it, what it stands on)

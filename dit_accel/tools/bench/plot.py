@@ -6,7 +6,7 @@ masks, as OmniAttention's figures 4 to 8 have them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
+LineKey = tuple[str, Hashable, Hashable]  # label, what has a colour, what has dashes
 
 COLUMNS = 3
 WINDOWS = "gemm_o_window"
@@ -102,11 +103,12 @@ def _share_panels(rows: list[Row]) -> Iterator[Panel]:
     if not _have_lengths(predicted):
         return
     over = next(iter(predicted[0]["speedup"]))
-    parts = grouped(predicted, lambda row: row["kind"].split(" (")[0])
-    lines = [
-        _line(part, number, [(row["shape"]["tokens"], 1 / row["speedup"][over]) for row in of_part])
-        for number, (part, of_part) in enumerate(parts.items())
-    ]
+
+    def key(row: Row) -> LineKey:
+        part = row["kind"].split(" (")[0]
+        return part, part, None
+
+    lines = _lines(predicted, key, lambda row: (row["shape"]["tokens"], 1 / row["speedup"][over]))
     lines.append(Line("SpargeAttn, table 3", PAPER_SHARES.items(), {"color": GREY, "linestyle": ":"}))
     title = f"{PREDICTION}, heads={predicted[0]['shape']['heads']}"
     yield Panel(title, "tokens", f"share of {over}'s time", lines, log="xy")
@@ -117,22 +119,16 @@ def _mask_panels(rows: list[Row]) -> Iterator[Panel]:
     masked = [row for row in rows if row["op"] == MASKS and MASKS_OVER in row["speedup"]]
     hows = {True: "called from Python", False: "GPU time"}
     panels = grouped(masked, lambda row: (row["shape"]["block"], hows[row["kind"].endswith("called")]))
+
+    def key(row: Row) -> LineKey:
+        family = row["kind"].split(" ")[0]
+        return f"{family}, {row['backend']}", family, row["backend"]
+
     for (block, how), own in panels.items():
-        if not _have_lengths(own):
-            continue
-        by_line = grouped(own, lambda row: (row["kind"].split(" ")[0], row["backend"]))
-        families, backends = (list(dict.fromkeys(names)) for names in zip(*by_line, strict=True))
-        lines = [
-            _line(
-                f"{family}, {backend}",
-                families.index(family),
-                [(row["shape"]["tokens"], row["speedup"][MASKS_OVER]) for row in of_line],
-                DASHES[backends.index(backend) % len(DASHES)],
-            )
-            for (family, backend), of_line in by_line.items()
-        ]
-        title, y = f"{MASKS}, block {block}, {how}", f"speed-up over {MASKS_OVER}"
-        yield Panel(title, "tokens", y, lines, "lower right", log="x", level=1.0)
+        if _have_lengths(own):
+            lines = _lines(own, key, lambda row: (row["shape"]["tokens"], row["speedup"][MASKS_OVER]))
+            title, y = f"{MASKS}, block {block}, {how}", f"speed-up over {MASKS_OVER}"
+            yield Panel(title, "tokens", y, lines, "lower right", log="x", level=1.0)
 
 
 def _have_lengths(rows: list[Row]) -> bool:
@@ -162,16 +158,21 @@ def _attention_lines(rows: list[Row], over: str) -> list[Line]:
 def _projection_lines(rows: list[Row], over: str) -> list[Line]:
     """A line a backend and kind. Windows have a colour an N and dashes a D."""
     splits = 1 if rows[0]["op"] == WINDOWS else 0
-    lines = grouped(rows, lambda row: (row["backend"], *row["kind"].split(maxsplit=splits)))
-    colours, dashes = (list(dict.fromkeys(part)) for part in zip(*((key[:2], key[2:]) for key in lines), strict=True))
+
+    def key(row: Row) -> LineKey:
+        first, *rest = row["kind"].split(maxsplit=splits)
+        return f"{row['backend']} {row['kind']}", (row["backend"], first), tuple(rest)
+
+    return _lines(rows, key, lambda row: (row["sparsity"], row["speedup"][over]))
+
+
+def _lines(rows: list[Row], key: Callable[[Row], LineKey], point: Callable[[Row], Point]) -> list[Line]:
+    """A line a key, through the points of its rows."""
+    lines = grouped(rows, key)
+    _, colours, dashes = (list(dict.fromkeys(part)) for part in zip(*lines, strict=True))
     return [
-        _line(
-            " ".join(key),
-            colours.index(key[:2]),
-            [(row["sparsity"], row["speedup"][over]) for row in own],
-            DASHES[dashes.index(key[2:]) % len(DASHES)],
-        )
-        for key, own in lines.items()
+        _line(label, colours.index(colour), [point(row) for row in own], DASHES[dashes.index(dash) % len(DASHES)])
+        for (label, colour, dash), own in lines.items()
     ]
 
 

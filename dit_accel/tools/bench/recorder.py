@@ -11,7 +11,7 @@ import torch
 
 from dit_accel.errors import BackendError, UnsupportedError
 from dit_accel.kernels.symbols import AttentionPlan
-from dit_accel.tools.bench.cases import Case, Projection
+from dit_accel.tools.bench.cases import Case
 from dit_accel.tools.bench.clock import Timer, median_ms
 from dit_accel.tools.bench.report import shape_label
 from dit_accel.tools.bench.verify import Verdict
@@ -40,7 +40,7 @@ class Recorder:
         op: str,
         backend: str,
         kind: str,
-        case: Case | Projection,
+        case: Case,
         call: Callable[[], object],
         verify: Verify | Verdict,
         *,
@@ -69,7 +69,7 @@ class Recorder:
         op: str,
         backend: str,
         kind: str,
-        case: Case | Projection,
+        case: Case,
         verdict: Verdict,
         ms: float | None,
         *,
@@ -112,20 +112,28 @@ class Recorder:
         )
         self.log(f"{op:18}{backend:10}{kind:24} {shape_label(case.axes):34}{row['sparsity']:6.1%}  {outcome}")
 
-    def baseline(
-        self, name: str, place: str, make: Callable[[], Callable[[], Any]], verify: Verify, timer: Timer = median_ms
+    def baselines(
+        self, place: str, makes: dict[str, Callable[[], Callable]], verify: Verify, timer: Timer = median_ms
     ) -> dict[str, float]:
-        """``{name: milliseconds}`` of an alternative; empty where it can't run here or is wrong, which is noted."""
-        try:
-            call = make()
-            verdict = verify(_poisoned_first(call))
-            if verdict.passed:
-                return {name: timer(call, self.device)}
-            reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
-        except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        self._leave_out(place, name, reason)
-        return {}
+        """Milliseconds of alternatives; one that can't run here or is wrong is left out, and noted.
+
+        Args:
+            makes: by name, what makes the call of an alternative.
+            verify, timer: as for :meth:`time`.
+        """
+        times = {}
+        for name, make in makes.items():
+            try:
+                call = make()
+                verdict = verify(_poisoned_first(call))
+                if verdict.passed:
+                    times[name] = timer(call, self.device)
+                    continue
+                reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
+            except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            self._leave_out(place, name, reason)
+        return times
 
     def offers(self, place: str, backend: str, call: Callable[[], object]) -> bool:
         """Runs ``call``; False, and a note, where the backend refuses it."""

@@ -22,7 +22,7 @@ class Sizes:
         further: further ``tokens: (kind, sparsity)`` of attention, those of published figures.
     """
 
-    cases: dict[str, tuple[Case | Projection, ...]]
+    cases: dict[str, tuple[Case, ...]]
     sparsities: tuple[float, ...]
     window_lengths: tuple[int, ...]
     orders: tuple[int, ...]

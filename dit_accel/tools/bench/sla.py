@@ -37,14 +37,12 @@ def bench_sla(recorder: Recorder, case: Case, sizes: Sizes) -> None:
     module = make_module(inputs)
     forward, backward = _judge(module, inputs, qkv, do)
     symbols = _symbols(module, *qkv[:2])
-    density = classes_of(symbols).critical.float().mean().item()
+    density = classes_of(symbols)[0].float().mean().item()
     names = [name for name in DENSE[recorder.device] if name in ("sdpa", *SDPA_BACKENDS)]  # torch's own have gradients
     dense = time_baselines(recorder, names, f"sla {case.name}", qkv, inputs)
     judge = partial(verify_attention_gradients, qkv=qkv, do=do, inputs=inputs, samples=1)
-    dense_backward: dict[str, float] = {}
-    for name in names:
-        make = partial(_dense_backward, name, qkv, do)
-        dense_backward |= recorder.baseline(name, f"sla backward {case.name}", make, judge)
+    makes = {name: partial(_dense_backward, name, qkv, do) for name in names}
+    dense_backward = recorder.baselines(f"sla backward {case.name}", makes, judge)
     # The chain is timed within a CUDA graph: launches by Python hide behind a model's other work. What training runs,
     # which keeps more, is timed as it is called.
     runs = (

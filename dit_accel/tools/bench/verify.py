@@ -99,7 +99,7 @@ def verify_gemm_q(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     inputs: Inputs,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -118,9 +118,7 @@ def verify_gemm_q(
 
 def dense_query(x, weight, bias, head_dim, norm_weight, rope, dtype: torch.dtype) -> torch.Tensor:
     """The query projection of every head ``[B, S, H, D]``; norm and rotation in float32 or wider, as in a model."""
-    query = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).unflatten(
-        -1, (-1, head_dim)
-    )
+    query = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).unflatten(-1, (-1, head_dim))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if norm_weight is not None:
         query = query.to(wide)
@@ -137,7 +135,7 @@ def verify_gemm_o_update(
     stack: torch.Tensor,
     features: Sequence[torch.Tensor],
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     inputs: Inputs,
     *,
     samples: int | None = None,
@@ -188,19 +186,14 @@ def verify_weighted_sum(
     out: torch.Tensor, history: Sequence[torch.Tensor], weights: Sequence[float], inputs: Inputs | None = None
 ) -> Verdict:
     """A weighted sum; with ``inputs`` of the rows that they reuse, in an ``out`` that was NaN before."""
-    exact, low = sum_of(history, weights, torch.float64), sum_of(history, weights, out.dtype)
+    exact, low = (
+        sum(factor * features.to(dtype) for factor, features in zip(weights, history, strict=True))
+        for dtype in (torch.float64, out.dtype)
+    )
     if inputs is None:
         return judge(out, exact, low)
     reused = ~inputs.computed
     return judge(out[reused], exact[reused], low[reused], only_nan_where(out, inputs.computed))
-
-
-def sum_of(history: Sequence[torch.Tensor], weights: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """``Σ_m w_m F_m`` as torch computes it in ``dtype``."""
-    total = weights[0] * history[0].to(dtype)
-    for features, factor in zip(history[1:], weights[1:], strict=True):
-        total = total + factor * features.to(dtype)
-    return total
 
 
 def _linears(features, weight, bias) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -17,19 +16,14 @@ from dit_accel.tools.bench.cases import QKV, Inputs
 from dit_accel.tools.bench.verify import Verdict, judge, only_nan_where, spread, worst
 
 Compared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # actual, exact, low, as judge takes them
-
-
-class Classes(NamedTuple):
-    """Critical and marginal tiles of rows that compute: bool ``[B, H, T, T]`` each."""
-
-    critical: torch.Tensor
-    marginal: torch.Tensor
+Classes = tuple[torch.Tensor, torch.Tensor]  # critical and marginal tiles, bool [B, H, T, T] each
 
 
 def classes_of(symbols: SparseSymbols) -> Classes:
     """Unpacked by the reference; every row computes."""
     bits = symbols.skip_bits, symbols.linear_bits
-    return Classes(*(unpack_bits(each, symbols.blocks, backend="reference") for each in bits))
+    critical, marginal = (unpack_bits(each, symbols.blocks, backend="reference") for each in bits)
+    return critical, marginal
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:

@@ -394,8 +394,8 @@ def test_what_can_t_run_is_noted_once():
         raise ImportError("no module named flash_attn")
 
     for place in ("one", "two"):
-        assert recorder.baseline("fa4", place, broken, lambda result: Verdict(0.0, 0.0)) == {}
-    assert recorder.baseline("flex", "one", lambda: lambda: None, lambda result: Verdict(2.0, 1.0)) == {}
+        assert recorder.baselines(place, {"fa4": broken}, lambda result: Verdict(0.0, 0.0)) == {}
+    assert recorder.baselines("one", {"flex": lambda: lambda: None}, lambda result: Verdict(2.0, 1.0)) == {}
     assert recorder.left_out == [
         {"what": "one", "who": "fa4", "reason": "ImportError: no module named flash_attn"},
         {"what": "one", "who": "flex", "reason": "its error 2 is above 1"},
