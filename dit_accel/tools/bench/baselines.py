@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,60 +15,40 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.tools.bench.cases import Inputs
+from dit_accel.tools.bench.cases import Inputs, every_pair
 
 Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
-MASK_TOKENS = 8192  # at most, where a mask over all pairs is given
+DENSE = {"cpu": ("sdpa",), "cuda": ("cudnn", "fa2", "fa4")}  # by device; the first is what speed-ups are over
+SPARSE = {"cpu": (), "cuda": ("flex",)}
 FLEX_TILE = 128  # its kernels take no smaller blocks
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-
-
-def dense_baselines(device: str) -> list[str]:
-    """Names of dense attention; the first is what speed-ups are over."""
-    return ["sdpa"] if device == "cpu" else ["cudnn", "fa2", "fa4"]
-
-
-def sparse_baselines(device: str) -> list[str]:
-    """Names of block-sparse attention."""
-    return [] if device == "cpu" else ["flex"]
-
-
-def masked_baselines(device: str, tokens: int) -> list[str]:
-    """Names of dense attention that take any mask, where its S × S pairs are a matter of megabytes."""
-    return ["sdpa mask"] if device != "cpu" and tokens <= MASK_TOKENS else []
 
 
 def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Attention:
     """The attention of that name over q, k, v ``[B, S, H, D]``.
 
-    Sparse ones take the tiles of ``inputs``, and "sdpa mask" all pairs. Other dense ones know no mask but the causal
-    one: where ``inputs`` have masks, they are causal.
+    Sparse ones take the tiles of ``inputs``, and "sdpa mask", dense attention under any mask, all pairs. Other dense
+    ones know no mask but the causal one: where ``inputs`` have masks, they are causal.
     """
     is_causal = inputs.attends is not None
     if name == "flex":
         return _flex(q, k, v, inputs)
     if name == "sdpa mask":
-        return _sdpa_masked(q, k, v, inputs)
+        pairs = every_pair(inputs.attends, inputs.case.tokens, q.device)
+        arguments = [x.transpose(1, 2) for x in (q, k, v)]
+        return lambda: F.scaled_dot_product_attention(*arguments, attn_mask=pairs).transpose(1, 2)
     if name == "fa4":
         if limit := hopper_limit(q):
             raise UnsupportedError(f"flash-attn-4 is compared on Hopper: {limit}")
         return lambda: _fa4()(q, k, v, causal=is_causal)[0]
-    return functools.partial(_sdpa, SDPA_BACKENDS.get(name), q, k, v, is_causal)
+    return functools.partial(sdpa, name, q, k, v, is_causal)
 
 
-def _sdpa(backend: SDPBackend | None, q, k, v, is_causal: bool) -> torch.Tensor:
+def sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+    """torch's attention over ``[B, S, H, D]``, by the backend of that name or, for "sdpa", by whichever it takes."""
     arguments = [x.transpose(1, 2) for x in (q, k, v)]
-    if backend is None:
+    with sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext():
         return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
-
-
-def _sdpa_masked(q, k, v, inputs: Inputs) -> Attention:
-    position = torch.arange(inputs.case.tokens, device=q.device)
-    pairs = inputs.attends(position[:, None], position[None])
-    arguments = [x.transpose(1, 2) for x in (q, k, v)]
-    return lambda: F.scaled_dot_product_attention(*arguments, attn_mask=pairs).transpose(1, 2)
 
 
 def _flex(q, k, v, inputs: Inputs) -> Attention:

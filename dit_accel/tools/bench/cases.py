@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
 from dit_accel import kernels
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols, TileMasks
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.kernels.tile_masks import symbols_from_mask
 
 Attends = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) positions, broadcast -> bool
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     valid_keys: int | None = None
 
+    AXES: ClassVar = ("tokens", "heads", "head_dim", "block")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that results name, and their lengths."""
+        return {name: getattr(self, name) for name in self.AXES}
+
     @property
     def shape(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -43,8 +52,32 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Projection(Case):
+    """GEMM-Q from ``width`` to the heads, and GEMM-O from the heads to ``width``; every tile computes.
+
+    ``is_slice``: GEMM-O's weight is the attention slice of a wider, fused matrix. ``windows``: time whole windows too.
+    """
+
+    width: int = 3072
+    is_slice: bool = False
+    windows: bool = True
+
+    AXES: ClassVar = ("tokens", "heads", "head_dim", "width")
+
+    @property
+    def features(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """Of the dense product."""
+        return 2.0 * self.tokens * self.width * self.features
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """Random symbols of a case, their plan, and the generator of its tensors."""
+    """Symbols of a case, their plan, and the generator of its tensors."""
 
     case: Case
     rows: torch.Tensor  # bool [B, H, T]
@@ -69,6 +102,24 @@ class Inputs:
         """Share of tiles that compute, as drawn."""
         return self.tiles.double().mean().item()
 
+    @property
+    def kv_len(self) -> torch.Tensor | None:
+        """The case's valid keys, int32 ``[B]``."""
+        case = self.case
+        if case.valid_keys is None:
+            return None
+        return torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=self.tiles.device)
+
+    def tokens_of(self, block: int) -> slice:
+        return slice(block * self.case.block, min((block + 1) * self.case.block, self.case.tokens))
+
+    def keys_of(self, sample: int, head: int, row: int) -> torch.Tensor:
+        """Positions of the valid keys in a row's tiles, and of its single keys, ascending."""
+        is_key = self.tiles[sample, head, row].repeat_interleave(self.case.block)
+        if self.symbols.slice_bits is not None:
+            is_key |= kernels.unpack_bits(self.symbols.slice_bits[sample, head, row], len(is_key), backend="reference")
+        return is_key[: self.case.tokens][: self.case.valid_keys].nonzero().flatten()
+
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
         values = torch.randn(shape, generator=self.generator, device=self.generator.device) * scale
         return values.to(self.case.dtype if dtype is None else dtype)
@@ -76,6 +127,15 @@ class Inputs:
     def features(self) -> torch.Tensor:
         """Normal ``[B, S, H, D]``."""
         return self.normal(self.case.batch, self.case.tokens, self.case.heads, self.case.head_dim)
+
+    def qkv(self) -> QKV:
+        return self.features(), self.features(), self.features()
+
+    def norm_and_rope(self) -> dict[str, Any]:
+        """The arguments of GEMM-Q with norm and rotation fused."""
+        half = self.normal(self.case.tokens, self.case.head_dim // 2, dtype=torch.float32)
+        angle = half.repeat_interleave(2, -1)
+        return {"norm_weight": self.normal(self.case.head_dim), "rope": (angle.cos(), angle.sin())}
 
 
 def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inputs:
@@ -86,32 +146,32 @@ def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inp
     count = math.prod(shape)
     rows = torch.randperm(count, generator=generator, device=device).view(shape) < round(case.rows * count)
     tiles = torch.rand((*shape, blocks), generator=generator, device=device) < case.tiles
-    symbols = pack_symbols(case, rows, tiles)
+    cache_bits = kernels.pack_bits(rows.transpose(1, 2), backend="reference")
+    skip_bits = kernels.pack_bits(tiles, backend="reference")
+    symbols = SparseSymbols(cache_bits, skip_bits, case.heads, case.tokens, case.block)
     return Inputs(case, rows, tiles & rows[..., None], symbols, kernels.lower(symbols), generator)
 
 
-def pack_symbols(case: Case, rows: torch.Tensor, tiles: torch.Tensor, masks: TileMasks | None = None) -> SparseSymbols:
-    """bool ``[B, H, T]`` and ``[B, H, T, T]`` as symbols, packed by the reference."""
-    cache_bits = kernels.pack_bits(rows.transpose(1, 2), backend="reference")
-    skip_bits = kernels.pack_bits(tiles, backend="reference")
-    return SparseSymbols(cache_bits, skip_bits, case.heads, case.tokens, case.block, masks)
-
-
-def make_masked_inputs(
-    case: Case, attends: Attends, device: str | torch.device, symbols: SparseSymbols | None = None
-) -> Inputs:
-    """Symbols of a mask over (query, key) pairs, the same for all samples and heads; every row computes.
-
-    ``symbols``: those of that mask, where they are known; None = made from all pairs.
-    """
-    if symbols is None:
-        position = torch.arange(case.tokens, device=device)
-        pairs = attends(position[:, None], position[None])[None, None]
-        symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
+def inputs_of(case: Case, symbols: SparseSymbols, attends: Attends | None = None) -> Inputs:
+    """Inputs with those symbols, in which every row computes; ``attends``: the pairs of their masks, if any."""
+    device = symbols.skip_bits.device
     rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
     tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
     generator = torch.Generator(device).manual_seed(0)
     return Inputs(case, rows, tiles, symbols, kernels.lower(symbols), generator, attends)
+
+
+def every_pair(attends: Attends, tokens: int, device: str | torch.device) -> torch.Tensor:
+    """The mask ``[S, S]`` over all pairs of positions."""
+    position = torch.arange(tokens, device=device)
+    return attends(position[:, None], position[None])
+
+
+def masked_inputs(case: Case, attends: Attends, device: str | torch.device) -> Inputs:
+    """The inputs of a mask, made from all its pairs, the same for all samples and heads."""
+    pairs = every_pair(attends, case.tokens, device)[None, None]
+    symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
+    return inputs_of(case, symbols, attends)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
+
+Timer = Callable[[Callable[[], object], str], float]  # (call, device) -> milliseconds
 
 BUDGET_MS = 50.0  # filled with repetitions of a short call
 LONG_BUDGET_MS = 600.0  # not exceeded by those of a long call, but for the fewest
@@ -58,20 +60,19 @@ def called_ms(call: Callable[[], object], device: str) -> float:
     """
     if device == "cpu":
         return median_ms(call, device)
-    rows = []
-    for _ in range(ROWS_OF_CALLS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def row() -> None:
         for _ in range(CALLS_IN_A_ROW):
             call()
         torch.cuda.synchronize()
-        rows.append((time.perf_counter() - started) * 1000 / CALLS_IN_A_ROW)
-    return min(rows)
+
+    seconds = timeit.repeat(row, setup=torch.cuda.synchronize, number=1, repeat=ROWS_OF_CALLS)
+    return min(seconds) * 1000 / CALLS_IN_A_ROW
 
 
 def _times(call: Callable[[], object], device: str, repetitions: int) -> list[float]:
     if device == "cpu":
-        return [_seconds(call) * 1000 for _ in range(repetitions)]
+        return [seconds * 1000 for seconds in timeit.repeat(call, number=1, repeat=repetitions)]
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repetitions)] for _ in range(2))
     for start, end in zip(starts, ends, strict=True):
         _cache_filler().zero_()
@@ -80,12 +81,6 @@ def _times(call: Callable[[], object], device: str, repetitions: int) -> list[fl
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 @functools.cache

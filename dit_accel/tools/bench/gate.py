@@ -7,10 +7,11 @@ with NaN first. And a DISPATCH step's ops must never make the host wait for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from dit_accel import kernels
 from dit_accel.errors import BackendError, UnsupportedError
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.tools.bench import verify
-from dit_accel.tools.bench.cases import Case, Inputs, causal, documents, make_inputs, make_masked_inputs
-from dit_accel.tools.bench.marginal import verify_linear_attention
+from dit_accel.tools.bench.cases import Case, Inputs, causal, documents, make_inputs, masked_inputs
 from dit_accel.tools.bench.verify import Verdict
+from dit_accel.tools.bench.verify_attention import attend_linearly, verify_attention
 
 QUICK_CASES = [
     Case(4608, rows=0.5, tiles=0.5),
@@ -52,6 +53,7 @@ MASKED_TOKENS = 1100  # at most, where masks inside tiles are checked: nine bloc
 LINEAR_ROWS = 40  # of linear attention that are compared with float64
 WEIGHTS = (1.5, -0.5)
 Checks = Iterator[tuple[str, Verdict]]
+Check = Callable[[Inputs, str], Checks]  # of a backend
 
 
 def available_backends() -> list[str]:
@@ -60,34 +62,30 @@ def available_backends() -> list[str]:
 
 
 def check_kernels(
-    device: str, cases: Sequence[Case], backends: Sequence[str], benchmarks: Sequence[str] | None = None
+    device: str, cases: Sequence[Case], backends: Sequence[str], checks: Iterable[Check] | None = None
 ) -> list[dict[str, Any]]:
     """Ops over all cases and backends: one dict a check, with error, bound and ``passed``.
 
-    ``benchmarks``: check what these time, by the names of ``CHECKS``; None = everything. What a backend doesn't offer,
-    or refuses for a case, is left out.
+    ``checks``: None = all. What a backend doesn't offer, or refuses for a case, is left out.
     """
-    chosen = CHECKS if benchmarks is None else benchmarks
-    checks = list(dict.fromkeys(check for name in chosen for check in CHECKS[name]))
+    chosen = dict.fromkeys(ALL_CHECKS if checks is None else checks)
     results = []
+
+    def check_all(name: str, inputs: Inputs, checks: Iterable[Check]) -> None:
+        for backend, check in product(backends, checks):
+            results.extend(_rows(partial(check, inputs, backend), backend, name))
+
     for case in cases:
-        inputs = make_inputs(case, device)
-        for backend in backends:
-            for check in checks:
-                results += _rows(partial(check, inputs, backend), backend, case.name)
-    if check_attention not in checks:
-        return results
-    case = next(case for case in cases if case.valid_keys is None)
-    case = replace(case, tokens=min(case.tokens, MASKED_TOKENS), rows=1.0, tiles=1.0)
-    for name, attends in (("causal", causal), ("documents", documents(case.tokens, case.tokens // 5, device))):
-        masked = make_masked_inputs(case, attends, device)
-        for backend in backends:
-            for check in (check_plan, check_attention):
-                results += _rows(partial(check, masked, backend), backend, f"{case.shape} {name}")
+        check_all(case.name, make_inputs(case, device), chosen)
+    if check_attention in chosen:
+        case = next(case for case in cases if case.valid_keys is None)
+        case = replace(case, tokens=min(case.tokens, MASKED_TOKENS), rows=1.0, tiles=1.0)
+        for name, attends in (("causal", causal), ("documents", documents(case.tokens, case.tokens // 5, device))):
+            check_all(f"{case.shape} {name}", masked_inputs(case, attends, device), (check_plan, check_attention))
     return results
 
 
-def _rows(check: Callable[[], Checks], backend: str, case: str) -> list[dict[str, Any]]:
+def _rows(check: partial[Checks], backend: str, case: str) -> list[dict[str, Any]]:
     rows = []
     try:
         for op, verdict in check():
@@ -95,7 +93,7 @@ def _rows(check: Callable[[], Checks], backend: str, case: str) -> list[dict[str
     except (BackendError, UnsupportedError):
         pass  # the op has no such backend, or the backend doesn't take such a case: nothing to check
     except Exception as error:  # a kernel that does not run has failed its check, whatever it raises
-        op = getattr(check, "func", check).__name__.removeprefix("check_")
+        op = check.func.__name__.removeprefix("check_")
         rows.append(outcome(op, backend, case, f"{type(error).__name__}: {error}"))
     return rows
 
@@ -106,49 +104,42 @@ def check_plan(inputs: Inputs, backend: str) -> Checks:
 
 def check_symbols(inputs: Inputs, backend: str) -> Checks:
     yield from check_plan(inputs, backend)
-    yield "pack_bits", verify.verify_packing(inputs, backend)
-    yield "unpack_bits", verify.verify_unpacking(inputs, backend)
+    yield "pack_bits", verify.verify_packing(kernels.pack_bits(inputs.tiles, backend=backend), inputs)
+    packed = kernels.pack_bits(inputs.tiles, backend="reference")
+    unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend=backend)
+    yield "unpack_bits", verify.exactly(torch.equal(unpacked, inputs.tiles))
 
 
 def check_attention(inputs: Inputs, backend: str) -> Checks:
-    case = inputs.case
-    q, k, v = inputs.features(), inputs.features(), inputs.features()
-    kv_len = None
-    if case.valid_keys is not None:
-        kv_len = torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=q.device)
-    out = torch.full_like(q, math.nan)
-    kernels.attention(q, k, v, inputs.plan, kv_len=kv_len, out=out, backend=backend)
-    yield "attention", verify.verify_attention(out, q, k, v, inputs, kv_len=kv_len, poisoned=True)
+    qkv = inputs.qkv()
+    out = torch.full_like(qkv[0], math.nan)
+    kernels.attention(*qkv, inputs.plan, kv_len=inputs.kv_len, out=out, backend=backend)
+    yield "attention", verify_attention(out, qkv, inputs, poisoned=True)
 
 
 def check_linear_attention(inputs: Inputs, backend: str) -> Checks:
     """Every second of the tiles that don't compute is marginal."""
-    case = inputs.case
     marginal = ~inputs.tiles
     marginal[..., ::2] = False
     symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal, backend="reference"))
-    q, k, v = inputs.features(), inputs.features(), inputs.features()
-    kv_len = None
-    if case.valid_keys is not None:
-        kv_len = torch.full((case.batch,), case.valid_keys, dtype=torch.int32, device=q.device)
-    plan, out = kernels.lower(symbols), torch.full_like(q, math.nan)
-    kernels.linear_attention(q, k, v, plan, kv_len=kv_len, out=out, backend=backend)
-    yield "linear_attention", verify_linear_attention(out, q, k, v, plan, kv_len=kv_len, samples=LINEAR_ROWS)
+    qkv = inputs.qkv()
+    out = torch.full_like(qkv[0], math.nan)
+    kernels.linear_attention(*qkv, kernels.lower(symbols), kv_len=inputs.kv_len, out=out, backend=backend)
+    of_marginal = replace(inputs, tiles=marginal)
+    judged = {"samples": LINEAR_ROWS, "poisoned": True, "attend": attend_linearly}
+    yield "linear_attention", verify_attention(out, qkv, of_marginal, **judged)
     probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
     actual, expected = (
         kernels.classify_tiles(probabilities, 0.05, 0.1, backend=name) for name in (backend, "reference")
     )
-    same = all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    yield "classify_tiles", Verdict(0.0 if same else math.inf, 0.0)
+    yield "classify_tiles", verify.exactly(all(map(torch.equal, actual, expected)))
 
 
 def check_gemm_q(inputs: Inputs, backend: str) -> Checks:
     case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
     x = inputs.normal(case.batch, case.tokens, width)
     fused, bias = inputs.normal(3 * width, width, scale=width**-0.5), inputs.normal(width)
-    angle = inputs.normal(case.tokens, case.head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
-    extras = {"norm_weight": inputs.normal(case.head_dim), "rope": (angle.cos(), angle.sin())}
-    for op, options in (("gemm_q", {}), ("gemm_q+norm+rope", extras)):
+    for op, options in (("gemm_q", {}), ("gemm_q+norm+rope", inputs.norm_and_rope())):
         out = x.new_full((case.batch, case.tokens, case.heads, case.head_dim), math.nan)
         kernels.gemm_q(x, fused[:width], bias, inputs.plan, out=out, backend=backend, **options)
         yield op, verify.verify_gemm_q(out, x, fused[:width], bias, inputs, poisoned=True, **options)
@@ -176,8 +167,8 @@ def check_gemm_o(inputs: Inputs, backend: str) -> Checks:
 
 def check_pooling(inputs: Inputs, backend: str) -> Checks:
     q, k = inputs.features() + 0.5, inputs.features() + 0.5
-    actual, low = (kernels.pooled_map(q, k, inputs.case.block, backend=name) for name in (backend, "reference"))
-    for name, verdict in verify.verify_pooled_map(actual, low, q, k, inputs.case.block).items():
+    pooled = kernels.pooled_map(q, k, inputs.case.block, backend=backend)
+    for name, verdict in verify.verify_pooled_map(pooled, q, k, inputs.case.block).items():
         yield f"pooled_map {name}", verdict
 
 
@@ -195,7 +186,7 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
     probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
     text, vision = slice(0, blocks // 4), slice(blocks // 4, blocks)
     tiles, expected = (select_tiles(probabilities, 0.3, always=text, backend=name) for name in (backend, "reference"))
-    yield "select_tiles", Verdict(0.0 if torch.equal(tiles, expected) else math.inf, 0.0)
+    yield "select_tiles", verify.exactly(torch.equal(tiles, expected))
     rows, expected = (
         select_rows(probabilities, 0.5, text=text, vision=vision, backend=name) for name in (backend, "reference")
     )
@@ -203,20 +194,16 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
     yield "select_rows", Verdict((rows != expected).double().mean().item(), 0.01)
 
 
-CHECKS: dict[str, tuple[Callable[[Inputs, str], Checks], ...]] = {  # a benchmark's name to what it stands on
-    "attention": (check_symbols, check_attention),
-    "masks": (check_symbols, check_attention),
-    "quantised": (check_symbols, check_attention),
-    "gemm_q": (check_symbols, check_gemm_q),
-    "gemm_o": (check_symbols, check_gemm_o),
-    "lowering": (check_symbols,),
-    "pooling": (check_pooling,),
-    "symbols": (check_symbols, check_pooling, check_selection),
-    "sparge": (check_symbols, check_attention, check_pooling, check_selection),
-    "forecast": (check_symbols, check_forecast),
-    "slices": (check_symbols, check_attention),
-    "sla": (check_symbols, check_attention, check_linear_attention, check_pooling),
-}
+ALL_CHECKS = (
+    check_symbols,
+    check_attention,
+    check_gemm_q,
+    check_gemm_o,
+    check_pooling,
+    check_selection,
+    check_forecast,
+    check_linear_attention,
+)
 
 
 def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str, Any]]:
@@ -257,7 +244,7 @@ def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str
 
 def outcome(op: str, backend: str, case: str, reason: str | None) -> dict[str, Any]:
     """A row of what has no error but passes, or fails for a reason."""
-    verdict = Verdict(0.0 if reason is None else math.inf, 0.0)
+    verdict = verify.exactly(reason is None)
     return {"op": op, "backend": backend, "case": case, **verdict.fields(), "reason": reason}
 
 

@@ -24,7 +24,7 @@ from dit_accel.tools.bench import gate
 from dit_accel.tools.bench.attention import bench_attention, bench_quantised
 from dit_accel.tools.bench.cases import Case, make_inputs
 from dit_accel.tools.bench.gemm import bench_gemm_o, bench_gemm_q
-from dit_accel.tools.bench.masks import bench_masked
+from dit_accel.tools.bench.masks import bench_masks
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.bench.recorder import Recorder
 from dit_accel.tools.bench.report import Document, failures, merged, table
@@ -34,20 +34,22 @@ from dit_accel.tools.bench.slices import bench_slices
 from dit_accel.tools.bench.sparge import bench_sparge
 from dit_accel.tools.bench.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
 
-# name: (what measures it, its field of Sizes)
-OPS: dict[str, tuple[Callable[[Recorder, Sizes], None], str]] = {
-    "attention": (bench_attention, "attention"),
-    "masks": (bench_masked, "masked"),
-    "quantised": (bench_quantised, "quantised"),
-    "gemm_q": (bench_gemm_q, "projections"),
-    "gemm_o": (bench_gemm_o, "projections"),
-    "lowering": (bench_lowering, "lowering"),
-    "pooling": (bench_pooling, "pooling"),
-    "symbols": (bench_symbols, "symbols"),
-    "sparge": (bench_sparge, "sparge"),
-    "forecast": (bench_forecast, "forecast"),
-    "slices": (bench_slices, "slices"),
-    "sla": (bench_sla, "sla"),
+Bench = Callable[[Recorder, Case, Sizes], None]  # one size
+
+_ATTENTION = gate.check_symbols, gate.check_attention
+OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (what measures it, what it stands on)
+    "attention": (bench_attention, _ATTENTION),
+    "masks": (bench_masks, _ATTENTION),
+    "quantised": (bench_quantised, _ATTENTION),
+    "gemm_q": (bench_gemm_q, (gate.check_symbols, gate.check_gemm_q)),
+    "gemm_o": (bench_gemm_o, (gate.check_symbols, gate.check_gemm_o)),
+    "lowering": (bench_lowering, (gate.check_symbols,)),
+    "pooling": (bench_pooling, (gate.check_pooling,)),
+    "symbols": (bench_symbols, (gate.check_symbols, gate.check_pooling, gate.check_selection)),
+    "sparge": (bench_sparge, (*_ATTENTION, gate.check_pooling, gate.check_selection)),
+    "forecast": (bench_forecast, (gate.check_symbols, gate.check_forecast)),
+    "slices": (bench_slices, _ATTENTION),
+    "sla": (bench_sla, (*_ATTENTION, gate.check_linear_attention, gate.check_pooling)),
 }
 DEFAULT_OUTPUT = Path("kernels")
 
@@ -74,13 +76,14 @@ def run(options: argparse.Namespace) -> Document:
         OptionError: the device, or what was chosen, can't be had here.
     """
     device, started = options.device, time.perf_counter()
-    sizes, cases = _sizes(options)
+    sizes, lengths, cases = _sizes(options)
     ops = _chosen("--ops", options.ops, list(OPS))
-    if not any(getattr(sizes, OPS[op][1]) for op in ops):
+    todo = {(n, op): [case for case in sizes.cases[op] if case.tokens == n] for n, op in product(lengths, ops)}
+    if not any(todo.values()):
         raise OptionError(f"--shapes: {', '.join(ops)} have no sequences of {options.shapes} tokens")
     backends = _backends(options.backends, device)
 
-    checks = gate.check_kernels(device, cases, backends, ops)
+    checks = gate.check_kernels(device, cases, backends, [check for op in ops for check in OPS[op][1]])
     if device == "cuda" and "attention" in ops:
         checks += gate.check_no_host_wait(make_inputs(cases[0], device), backends)
     failed = {check["backend"] for check in checks if not check["passed"]}
@@ -92,13 +95,12 @@ def run(options: argparse.Namespace) -> Document:
         parts = {"gate": checks, "left_out": recorder.left_out, "results": recorder.rows}
         return {"runs": [origin], **{name: [row | {"run": 0} for row in rows] for name, rows in parts.items()}}
 
-    for tokens, op in product(sizes.tokens(), ops) if recorder.backends else ():
-        bench, group = OPS[op]
-        part = sizes.only([tokens])
-        if not getattr(part, group):
+    for (tokens, op), of_op in todo.items():
+        if not of_op or not recorder.backends:
             continue
         try:
-            bench(recorder, part)
+            for case in of_op:
+                OPS[op][0](recorder, case, sizes)
         except Exception as error:  # what was measured until then is worth keeping; the run has failed all the same
             traceback.print_exc()
             checks.append(gate.outcome(op, "", f"while it was timed at {tokens}", f"{type(error).__name__}: {error}"))
@@ -107,8 +109,8 @@ def run(options: argparse.Namespace) -> Document:
     return document()
 
 
-def _sizes(options: argparse.Namespace) -> tuple[Sizes, Sequence[Case]]:
-    """What is timed, and the cases of the gate."""
+def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[int], Sequence[Case]]:
+    """What is timed, at which sequence lengths, and the cases of the gate."""
     sizes, cases = (QUICK if options.quick else FULL), gate.QUICK_CASES
     if options.device == "cpu":
         if not options.quick:
@@ -119,9 +121,8 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, Sequence[Case]]:
             "--device cuda: the benchmark needs a CUDA GPU, and torch finds none; `--quick --device cpu` checks the "
             "references on tiny sizes"
         )
-    if options.shapes:
-        sizes = sizes.only([int(n) for n in _chosen("--shapes", options.shapes, [str(n) for n in sizes.tokens()])])
-    return sizes, cases
+    lengths = _chosen("--shapes", options.shapes, [str(length) for length in sizes.tokens()])
+    return sizes, sorted(map(int, lengths)), cases
 
 
 def write_json(document: Document, output: Path) -> Path:

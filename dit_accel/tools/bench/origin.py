@@ -27,12 +27,9 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "flash-attn-4": _version("flash-attn-4"),
-        "diffusers": _version("diffusers"),
-        "cache-dit": _version("cache-dit"),
+        **{package: _version(package) for package in ("triton", "flash-attn-4", "diffusers", "cache-dit")},
         # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
         "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from dit_accel.errors import BackendError, UnsupportedError
-from dit_accel.tools.bench.cases import Case, Inputs
-from dit_accel.tools.bench.clock import median_ms
-from dit_accel.tools.bench.sizes import Projection
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.tools.bench.cases import Case
+from dit_accel.tools.bench.clock import Timer, median_ms
+from dit_accel.tools.bench.report import shape_label
 from dit_accel.tools.bench.verify import Verdict
 
-Timer = Callable[[Callable[[], object], str], float]
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
+Verify = Callable[[Any], Verdict]  # judges what an op gave
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Recorder:
 
     device: str
     backends: Sequence[str]
-    log: Callable[[str], None] = _print
+    log: Callable[[str], None] = field(default_factory=lambda: partial(print, flush=True))
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
 
@@ -42,69 +40,63 @@ class Recorder:
         op: str,
         backend: str,
         kind: str,
-        shape: dict[str, int],
+        case: Case,
         call: Callable[[], object],
-        verify: Callable[[], Verdict],
+        verify: Verify | Verdict,
         *,
-        sparsity: float = 0.0,
-        ideal: float = 1.0,
-        work: float = 0.0,
-        unit: str = "TFLOP/s",
-        baselines: dict[str, float] | None = None,
         timer: Timer = median_ms,
+        **figures: Any,
     ) -> float | None:
         """Verifies and times one op, and returns its milliseconds; None where it can't run or is wrong.
 
         Args:
-            kind: what of the op varies beside shape and sparsity.
-            shape: names and lengths of the op's axes, ``tokens`` among them.
             call: runs the op.
-            verify: runs the op as well, and judges its result.
-            sparsity: share left out, as drawn.
-            ideal: speed-up over the dense baseline if time followed the work.
-            work: floating-point operations that the symbols leave, or bytes with the unit "GB/s".
-            baselines: milliseconds of the alternatives.
+            verify: judges its result; or the verdict, where that is known.
             timer: milliseconds of a call.
+            op, backend, kind, case, figures: as for :meth:`add`.
         """
         try:
-            verdict = verify()
+            verdict = verify if isinstance(verify, Verdict) else verify(_poisoned_first(call))
         except (BackendError, UnsupportedError) as error:
-            self._leave_out(f"{op} {kind} {_label(shape)}", backend, str(error))
+            self._leave_out(f"{op} {kind} {shape_label(case.axes)}", backend, str(error))
             return None
         ms = timer(call, self.device) if verdict.passed else None
-        self.add(op, backend, kind, shape, verdict, ms, sparsity, ideal, work, unit, baselines or {})
+        self.add(op, backend, kind, case, verdict, ms, **figures)
         return ms
-
-    def offers(self, place: str, backend: str, call: Callable[[], object]) -> bool:
-        """Runs ``call``; False, and a note, where the backend refuses it."""
-        try:
-            call()
-        except (BackendError, UnsupportedError) as error:
-            self._leave_out(place, backend, str(error))
-            return False
-        return True
 
     def add(
         self,
         op: str,
         backend: str,
         kind: str,
-        shape: dict[str, int],
+        case: Case,
         verdict: Verdict,
         ms: float | None,
-        sparsity: float,
-        ideal: float,
-        work: float,
-        unit: str,
-        baselines: dict[str, float],
+        *,
+        density: float = 1.0,
+        ideal: float | None = None,
+        work: float = 0.0,
+        unit: str = "TFLOP/s",
+        baselines: dict[str, float] | None = None,
     ) -> None:
-        """Notes one row; arguments as those of :meth:`time`. Without ``ms`` it has no speed-up."""
+        """Notes one row; without ``ms`` it has no speed-up.
+
+        Args:
+            kind: what of the op varies beside shape and sparsity.
+            density: share that computes, as drawn.
+            ideal: speed-up over the dense baseline if time followed the work; None = 1 / density.
+            work: floating-point operations that the symbols leave, or bytes with the unit "GB/s".
+            baselines: milliseconds of the alternatives.
+        """
+        baselines = baselines or {}
+        if ideal is None:
+            ideal = 1 / density if density else float("inf")
         row = {
             "op": op,
             "backend": backend,
             "kind": kind,
-            "shape": shape,
-            "sparsity": sparsity,
+            "shape": case.axes,
+            "sparsity": 1 - density,
             "ideal": ideal,
             "ms": ms,
             "rate": None if ms is None or not work else work / ms / (1e9 if unit == "TFLOP/s" else 1e6),
@@ -118,27 +110,39 @@ class Recorder:
         outcome = (
             f"{ms:9.4f} ms  {over}" if verdict.passed else f"FAILED: error {verdict.error:.3g} > {verdict.bound:.3g}"
         )
-        self.log(f"{op:18}{backend:10}{kind:24} {_label(shape):34}{sparsity:6.1%}  {outcome}")
+        self.log(f"{op:18}{backend:10}{kind:24} {shape_label(case.axes):34}{row['sparsity']:6.1%}  {outcome}")
 
-    def baseline(
-        self,
-        name: str,
-        place: str,
-        make: Callable[[], Callable[[], torch.Tensor]],
-        verify: Callable[..., Verdict],
-        timer: Timer = median_ms,
-    ) -> float | None:
-        """Milliseconds of an alternative; None where it can't run here or its result is wrong, which is noted."""
+    def baselines(
+        self, place: str, makes: dict[str, Callable[[], Callable]], verify: Verify, timer: Timer = median_ms
+    ) -> dict[str, float]:
+        """Milliseconds of alternatives; one that can't run here or is wrong is left out, and noted.
+
+        Args:
+            makes: by name, what makes the call of an alternative.
+            verify, timer: as for :meth:`time`.
+        """
+        times = {}
+        for name, make in makes.items():
+            try:
+                call = make()
+                verdict = verify(_poisoned_first(call))
+                if verdict.passed:
+                    times[name] = timer(call, self.device)
+                    continue
+                reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
+            except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            self._leave_out(place, name, reason)
+        return times
+
+    def offers(self, place: str, backend: str, call: Callable[[], object]) -> bool:
+        """Runs ``call``; False, and a note, where the backend refuses it."""
         try:
-            call = make()
-            verdict = verify(call)
-            if verdict.passed:
-                return timer(call, self.device)
-            reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
-        except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        self._leave_out(place, name, reason)
-        return None
+            call()
+        except (BackendError, UnsupportedError) as error:
+            self._leave_out(place, backend, str(error))
+            return False
+        return True
 
     def _leave_out(self, place: str, who: str, reason: str) -> None:
         if any((entry["who"], entry["reason"]) == (who, reason) for entry in self.left_out):
@@ -147,34 +151,16 @@ class Recorder:
         self.log(f"left out: {who} for {place}: {reason}")
 
 
-def shape_of(case: Case) -> dict[str, int]:
-    return {"tokens": case.tokens, "heads": case.heads, "head_dim": case.head_dim, "block": case.block}
+def _poisoned_first(call: Callable[[], Any]) -> Any:
+    """The result of ``call``, whose memory most likely held NaN, or -1, before.
 
-
-def projection_shape(projection: Projection) -> dict[str, int]:
-    return {name: getattr(projection, name) for name in ("tokens", "heads", "head_dim", "width")}
-
-
-def poisoned_first(call: Callable[[], Any], *results: torch.Size, like: torch.Tensor) -> Any:
-    """The result of ``call``, whose memory most likely held NaN before.
-
-    Tensors of its results' shapes are filled and freed, and torch's allocator hands out again what was freed last.
-    Without it a kernel that writes nothing could find the right result of the call before.
+    A first result is overwritten and freed, and torch's allocator hands out again what was freed last. Without it a
+    kernel that writes nothing could find the right result of the call before.
     """
-    poison = [like.new_full(shape, torch.nan) for shape in results]
-    del poison
+    result = call()
+    held = result.tensors() if isinstance(result, AttentionPlan) else result if isinstance(result, tuple) else [result]
+    for tensor in held:
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    del result, held, tensor
     return call()
-
-
-def case_sparsity(inputs: Inputs) -> dict[str, float]:
-    """``sparsity`` and ``ideal`` of the tiles as drawn."""
-    return {"sparsity": 1 - inputs.density, "ideal": 1 / inputs.density if inputs.density else float("inf")}
-
-
-def measured(times: dict[str, float | None]) -> dict[str, float]:
-    """Those that have a time."""
-    return {name: ms for name, ms in times.items() if ms is not None}
-
-
-def _label(shape: dict[str, int]) -> str:
-    return " ".join(f"{name}={length}" for name, length in shape.items() if name not in ("head_dim", "block"))

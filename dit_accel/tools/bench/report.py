@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from dit_accel.errors import ShapeError
 
+Row = dict[str, Any]
 Document = dict[str, Any]  # {"runs": [...], "gate": [...], "left_out": [...], "results": [...]}
 SHARES = ("symbols", "sparge prediction")
 KEY = ("op", "backend", "kind")
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def merged(documents: Sequence[Document]) -> Document:
@@ -24,7 +27,7 @@ def merged(documents: Sequence[Document]) -> Document:
     if len(devices) > 1:
         raise ShapeError(f"runs to be merged must be of one device, got {', '.join(sorted(devices))}")
     union: Document = {"runs": [], "gate": [], "left_out": [], "results": []}
-    rows: dict[tuple, dict[str, Any]] = {}
+    rows: dict[tuple, Row] = {}
     for document in documents:
         first = len(union["runs"])
         union["runs"] += document["runs"]
@@ -36,28 +39,33 @@ def merged(documents: Sequence[Document]) -> Document:
     return union
 
 
-def _identity(row: dict[str, Any]) -> tuple:
+def _identity(row: Row) -> tuple:
     """What tells rows apart; of sparsity the share asked for is unknown, but what was drawn is the same every time."""
     return (*(row[name] for name in KEY), tuple(row["shape"].items()), round(row["sparsity"], 6))
 
 
-def failures(document: Document) -> list[dict[str, Any]]:
+def failures(document: Document) -> list[Row]:
     """Checks of the gate and rows that did not pass."""
     return [row for part in ("gate", "results") for row in document[part] if not row["passed"]]
 
 
 def table(document: Document) -> str:
     """The results as Markdown, a table an op and shape."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in document["results"]:
-        groups.setdefault((row["op"], shape_label(row["shape"])), []).append(row)
     sections = ["\n".join(_heading(document))]
-    for (op, shape), rows in groups.items():
+    for (op, shape), rows in grouped(document["results"], lambda row: (row["op"], shape_label(row["shape"]))).items():
         sections.append("\n".join([f"## {op}, {shape}", "", *_lines(rows)]))
     if document["left_out"]:
         notes = [f"- {entry['who']} for {entry['what']}: {entry['reason']}" for entry in document["left_out"]]
         sections.append("\n".join(["## Left out", "", *notes]))
     return "\n\n".join(sections) + "\n"
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """The rows by their keys, in the order in which these come first."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def shape_label(shape: dict[str, int]) -> str:
@@ -79,7 +87,7 @@ def _heading(document: Document) -> list[str]:
     return [*lines, "", f"{passed} of {len(checks)} comparisons with float64 pass."]
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _lines(rows: Sequence[Row]) -> list[str]:
     """One table; a column for every alternative that any of the rows has.
 
     What comes beside attention, not instead of it, is given as a share of attention's time.

@@ -16,76 +16,48 @@ from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.sparse.policies import fg_attn
-from dit_accel.tools.bench.attention import attention_flops
-from dit_accel.tools.bench.baselines import baseline, dense_baselines
-from dit_accel.tools.bench.cases import Case, Inputs, make_inputs
-from dit_accel.tools.bench.recorder import Recorder, measured, poisoned_first, shape_of
+from dit_accel.tools.bench.attention import time_attention, time_baselines
+from dit_accel.tools.bench.baselines import DENSE
+from dit_accel.tools.bench.cases import QKV, Case, Inputs, inputs_of, make_inputs
+from dit_accel.tools.bench.recorder import Recorder
 from dit_accel.tools.bench.sizes import Sizes
-from dit_accel.tools.bench.verify import Verdict, judge, verify_attention
+from dit_accel.tools.bench.verify import Verdict
 
-SAMPLED = ((0, 0), (0.5, 0.4), (1, 1))  # where the rows lie that are compared with float64, of all heads and row-blocks
+SAMPLED = ((0, 0), (0.5, 0.4), (1, 1))  # where the rows lie whose keys are compared, of all heads and row-blocks
 KEY_THRESHOLD = 0.5  # of 1 / N, FG-Attn's
 DIFFERING = 2e-3  # share of keys that may stay or go by rounding
 PAPER_BYTES = 4  # of a list's entry, one a key and row-block
 MEMORY_SHARE = 1 / 8  # of the paper's, that ours may take at most
 STRAIGHT = 0.25  # largest deviation from the line that passes for one
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def bench_slices(recorder: Recorder, sizes: Sizes) -> None:
+def bench_slices(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
     """Whole tiles, single keys of every density, the two masks of FG-Attn and their memory."""
-    for dense in sizes.slices:
-        inputs = make_inputs(dense, recorder.device)
-        qkv = inputs.features(), inputs.features(), inputs.features()
-        verify = partial(_verify_dense, qkv=qkv, inputs=inputs)
-        baselines = {
-            name: recorder.baseline(name, f"slices {dense.name}", partial(baseline, name, *qkv, inputs), verify)
-            for name in dense_baselines(recorder.device)[:1]
-        }
-        for backend in recorder.backends:
-            call = partial(kernels.attention, *qkv, inputs.plan, backend=backend)
-            own = recorder.time(
-                "slices",
-                backend,
-                "no slices",
-                shape_of(dense),
-                call,
-                partial(verify, call),
-                baselines=measured(baselines),
-            )
-            _bench_attention(recorder, backend, qkv, dense, sizes.densities, measured(baselines | {"itself": own}))
-        if "triton" in recorder.backends or recorder.device == "cpu":
-            _bench_masks(recorder, qkv, dense, measured(baselines))
+    inputs = make_inputs(dense, recorder.device)
+    qkv = inputs.qkv()
+    baselines = time_baselines(recorder, DENSE[recorder.device][:1], f"slices {dense.name}", qkv, inputs)
+    for backend in recorder.backends:
+        own = time_attention(recorder, "slices", backend, "no slices", qkv, inputs, baselines)
+        itself = {} if own is None else {"itself": own}
+        _bench_attention(recorder, backend, qkv, dense, sizes.densities, baselines | itself)
+    if "triton" in recorder.backends or recorder.device == "cpu":
+        _bench_masks(recorder, qkv, dense, baselines)
 
 
 def _bench_attention(
     recorder: Recorder, backend: str, qkv: QKV, case: Case, densities: tuple[float, ...], baselines: dict[str, float]
 ) -> None:
-    times = {}
+    points = {}
     for kind, density in (("whole tiles", 1.0), *(("single keys", density) for density in densities)):
-        symbols = random_slices(case, density, qkv[0].device, whole=kind == "whole tiles")
-        plan = kernels.lower(symbols)
-        call = partial(kernels.attention, *qkv, plan, backend=backend)
-        times[kind, density] = recorder.time(
-            "slices",
-            backend,
-            kind,
-            shape_of(case),
-            call,
-            partial(_verify, call, qkv, symbols),
-            sparsity=1 - density,
-            ideal=1 / density,
-            work=attention_flops(case) * density,
-            baselines=baselines,
-        )
-    points = {density: ms for (kind, density), ms in times.items() if kind == "single keys" and ms is not None}
+        inputs = inputs_of(case, random_slices(case, density, qkv[0].device, whole=kind == "whole tiles"))
+        ms = time_attention(recorder, "slices", backend, kind, qkv, inputs, baselines, density=density)
+        if kind == "single keys" and ms is not None:
+            points[density] = ms
     if len(points) > 2:
         first, slope, deviation = straight_line(points)
         kind = f"line through single keys: {first:.3g} ms + {slope:.3g} ms x density"
-        recorder.add(
-            "slices line", backend, kind, shape_of(case), Verdict(deviation, STRAIGHT), first, 1.0, 1.0, 0.0, "", {}
-        )
+        figures = {"density": 0.0, "ideal": 1.0, "unit": ""}
+        recorder.add("slices line", backend, kind, case, Verdict(deviation, STRAIGHT), first, **figures)
 
 
 def straight_line(points: dict[float, float]) -> tuple[float, float, float]:
@@ -113,41 +85,9 @@ def random_slices(case: Case, density: float, device: torch.device, *, whole: bo
     )  # fmt: skip
 
 
-def _verify_dense(call: Callable[[], torch.Tensor], qkv: QKV, inputs: Inputs) -> Verdict:
-    return verify_attention(poisoned_first(call, qkv[0].shape, like=qkv[0]), *qkv, inputs, samples=len(SAMPLED))
-
-
-def _verify(call: Callable[[], torch.Tensor], qkv: QKV, symbols: SparseSymbols) -> Verdict:
-    out = poisoned_first(call, qkv[0].shape, like=qkv[0])
-    q, k, v = qkv
-    parts = []
-    for h, row in _sampled_rows(symbols):
-        queries = slice(row * symbols.block, min((row + 1) * symbols.block, symbols.tokens))
-        keys = _keys_of_row(symbols, h, row).nonzero().flatten()
-        head = q[0, queries, h], k[0, keys, h], v[0, keys, h]
-        exact, low = (_attend(*(x.to(dtype) for x in head)) for dtype in (torch.float64, q.dtype))
-        parts.append((out[0, queries, h], exact, low))
-    return judge(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _sampled_rows(symbols: SparseSymbols) -> list[tuple[int, int]]:
-    return [(int(h * (symbols.heads - 1)), int(row * (symbols.blocks - 1))) for h, row in SAMPLED]
-
-
-def _keys_of_row(symbols: SparseSymbols, head: int, row: int) -> torch.Tensor:
-    """Which keys a row of the first sample attends to, in whole tiles or alone: bool ``[S]``."""
-    tiles = kernels.unpack_bits(symbols.skip_bits[0, head, row], symbols.blocks).repeat_interleave(symbols.block)
-    single = kernels.unpack_bits(symbols.slice_bits[0, head, row], symbols.blocks * symbols.block)
-    return (tiles | single)[: symbols.tokens]
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return (q @ k.T * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-
 def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, float]) -> None:
     """From q and k to symbols; queries of a block are alike but for noise, as neighbours in a clip are."""
-    _, k, _ = qkv
+    _, k, v = qkv
     layout = TokenLayout(0, case.tokens, case.block)
     q = fg_attn.block_means(qkv[0], case.block).repeat_interleave(case.block, 1)[:, : case.tokens]
     q = q * 2 * case.block**0.5 + qkv[0]
@@ -155,30 +95,29 @@ def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, 
     for mask in ("exact", "average_query"):
         config = SimpleNamespace(mask=mask, key_threshold=KEY_THRESHOLD)  # a preset's section, without its package
         call = partial(fg_attn.symbols, q, k, layout, config)
-        symbols = call()
-        judged = partial(_verify_mask, symbols, q, k, mask)
-        recorder.time(
-            "slices mask", backend, mask, shape_of(case), call, judged, sparsity=_sparsity(symbols), baselines=baselines
-        )
+        inputs = inputs_of(case, call())
+        pairs = case.heads * inputs.plan.blocks * case.tokens * case.batch
+        density = inputs.plan.kv_count.float().mean().item() / inputs.plan.blocks
+        density += inputs.plan.slices.count.sum().item() / pairs
+        verdict = _judge_mask(inputs, q, k, mask)
+        figures = {"density": density, "ideal": 1.0, "baselines": baselines}
+        recorder.time("slices mask", backend, mask, case, call, verdict, **figures)
         if recorder.device == "cuda":
-            _note_memory(recorder, mask, call, (q, k, qkv[2]), case)
+            _note_memory(recorder, mask, call, (q, k, v), case)
 
 
-def _sparsity(symbols: SparseSymbols) -> float:
-    keys = kernels.lower(symbols)
-    pairs = symbols.heads * symbols.blocks * symbols.tokens * keys.batch
-    return 1 - keys.kv_count.float().mean().item() / symbols.blocks - keys.slices.count.sum().item() / pairs
-
-
-def _verify_mask(symbols: SparseSymbols, q: torch.Tensor, k: torch.Tensor, mask: str) -> Verdict:
+def _judge_mask(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, mask: str) -> Verdict:
     """The share of keys, in rows here and there, that stay or go unlike in float64."""
-    wrong = []
-    for h, row in _sampled_rows(symbols):
-        query = q[0, row * symbols.block : (row + 1) * symbols.block, h].double()
+    wrong, tokens = [], inputs.case.tokens
+    for place in SAMPLED:
+        h, row = (int(share * (length - 1)) for share, length in zip(place, inputs.rows.shape[1:], strict=True))
+        query = q[0, inputs.tokens_of(row), h].double()
         query = query if mask == "exact" else query.mean(0, keepdim=True)
         probability = (query @ k[0, :, h].double().T * q.shape[-1] ** -0.5).softmax(-1)
-        expected = (probability > KEY_THRESHOLD / symbols.tokens).any(0)
-        wrong.append((expected != _keys_of_row(symbols, h, row)).double().mean().item())
+        expected = (probability > KEY_THRESHOLD / tokens).any(0)
+        actual = torch.zeros_like(expected)
+        actual[inputs.keys_of(0, h, row)] = True
+        wrong.append((expected != actual).double().mean().item())
     return Verdict(max(wrong), DIFFERING if mask == "exact" else 10 * DIFFERING)
 
 
@@ -196,6 +135,4 @@ def _note_memory(recorder: Recorder, mask: str, call: Callable[[], SparseSymbols
     torch.cuda.synchronize()
     verdict = Verdict(torch.cuda.max_memory_allocated() - before, paper * MEMORY_SHARE)
     kind = f"bytes, {mask} mask and attention; int32 lists take {paper / 1e6:.0f} MB"
-    recorder.add(
-        "slices memory", "triton", kind, shape_of(case), verdict, start.elapsed_time(end), 0.0, 1.0, 0.0, "", {}
-    )
+    recorder.add("slices memory", "triton", kind, case, verdict, start.elapsed_time(end), unit="")

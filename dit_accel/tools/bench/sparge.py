@@ -14,15 +14,15 @@ import torch
 from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.pooling import PooledMap
-from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.sparse.policies.dense import every_row
 from dit_accel.sparse.policies.sparge import tile_bits
 from dit_accel.tools.bench import verify
-from dit_accel.tools.bench.attention import LONG_MS, QUANTISED_BOUNDS, SAMPLES, attention_flops
-from dit_accel.tools.bench.baselines import baseline, dense_baselines
-from dit_accel.tools.bench.cases import Case, Inputs, make_inputs
+from dit_accel.tools.bench.attention import LONG_MS, QUANTISED_BOUNDS, time_attention, time_baselines
+from dit_accel.tools.bench.baselines import DENSE
+from dit_accel.tools.bench.cases import QKV, Case, Inputs, make_inputs
 from dit_accel.tools.bench.clock import replayed_ms
-from dit_accel.tools.bench.recorder import Recorder, case_sparsity, measured, poisoned_first, shape_of
+from dit_accel.tools.bench.recorder import Recorder
 from dit_accel.tools.bench.sizes import Sizes
 from dit_accel.tools.bench.symbol_path import DIFFERING
 from dit_accel.tools.bench.verify import Verdict
@@ -36,20 +36,15 @@ PV_THRESHOLD = -8.0
 PV_BOUND = 0.02  # relative L2 error of the output where every tile may lose e^-8 of the best key's weight
 SKIPPED = (0.0, 0.5, 0.8)
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def bench_sparge(recorder: Recorder, sizes: Sizes) -> None:
-    """Prediction and attention of each size, beside dense attention."""
-    for case in sizes.sparge:
-        inputs = make_inputs(case, recorder.device)
-        qkv = _clustered(inputs), _clustered(inputs), inputs.features()
-        names = dense_baselines(recorder.device)[:1]
-        dense = measured({name: _dense_ms(recorder, name, qkv, inputs) for name in names})
-        _bench_prediction(recorder, case, *qkv[:2], dense)
-        if all(ms < LONG_MS for ms in dense.values()):
-            normal = inputs.features(), inputs.features(), inputs.features()
-            _bench_options(recorder, case, qkv, normal, dense)
+def bench_sparge(recorder: Recorder, case: Case, sizes: Sizes) -> None:
+    """Prediction and attention, beside dense attention."""
+    inputs = make_inputs(case, recorder.device)
+    qkv = _clustered(inputs), _clustered(inputs), inputs.features()
+    dense = time_baselines(recorder, DENSE[recorder.device][:1], f"sparge {case.name}", qkv, inputs)
+    _bench_prediction(recorder, case, *qkv[:2], dense)
+    if all(ms < LONG_MS for ms in dense.values()):
+        _bench_options(recorder, case, qkv, inputs.qkv(), dense)
 
 
 def _clustered(inputs: Inputs) -> torch.Tensor:
@@ -63,36 +58,29 @@ def _clustered(inputs: Inputs) -> torch.Tensor:
     return by_token + inputs.normal(*by_token.shape, scale=NOISE)
 
 
-def _dense_ms(recorder: Recorder, name: str, qkv: QKV, inputs: Inputs) -> float | None:
-    judge = lambda call: verify.verify_attention(call(), *qkv, inputs, samples=2)  # noqa: E731
-    return recorder.baseline(name, f"sparge {inputs.case.name}", partial(baseline, name, *qkv, inputs), judge)
-
-
-def _bench_prediction(recorder: Recorder, case: Case, q: torch.Tensor, k: torch.Tensor, dense: dict) -> None:
+def _bench_prediction(
+    recorder: Recorder, case: Case, q: torch.Tensor, k: torch.Tensor, dense: dict[str, float]
+) -> None:
     """From q and k to a plan, with the judge of self-similarity."""
     layout = TokenLayout(0, case.tokens, case.block)
-    pooled = kernels.pooled_map(q, k, case.block)
+    pool = partial(kernels.pooled_map, q, k, case.block)
+    pooled = pool()
     predicted = _symbols(q, pooled, layout)
+    expected = _symbols(q, pool(backend="reference"), layout)
+    # Tiles may differ from those of the reference's map where a mass lies at the threshold.
+    chosen = Verdict(verify.differing(predicted.skip_bits, expected.skip_bits, layout.blocks), DIFFERING)
+    verdict = verify.worst([chosen, verify.verify_plan(kernels.lower(predicted), predicted)])
+    density = kernels.unpack_bits(predicted.skip_bits, layout.blocks).float().mean().item()
+    figures = {"density": density, "ideal": 1.0, "baselines": dense, "timer": replayed_ms}
+    paper = f" (paper {PAPER_SHARES[case.tokens]:.2%})" if case.tokens in PAPER_SHARES else ""
     parts = {
-        "whole": lambda: _predict(q, k, layout),
-        "pooled map": partial(kernels.pooled_map, q, k, case.block),
+        f"whole{paper}": lambda: kernels.lower(_symbols(q, pool(), layout)),
+        "pooled map": pool,
         "judge and selection": partial(_symbols, q, pooled, layout),
         "lowering": partial(kernels.lower, predicted),
     }
-    verdict = verify.worst([_judge(q, k, layout), verify.verify_plan(kernels.lower(predicted), predicted)])
-    sparsity = 1 - kernels.unpack_bits(predicted.skip_bits, layout.blocks).float().mean().item()
     for kind, call in parts.items():
-        if kind == "whole" and case.tokens in PAPER_SHARES:
-            kind = f"whole (paper {PAPER_SHARES[case.tokens]:.2%})"
-        shape = shape_of(case)
-        recorder.time(
-            "sparge prediction", "auto", kind, shape, call, lambda: verdict,
-            sparsity=sparsity, baselines=dense, timer=replayed_ms,
-        )  # fmt: skip
-
-
-def _predict(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout) -> AttentionPlan:
-    return kernels.lower(_symbols(q, kernels.pooled_map(q, k, layout.block), layout))
+        recorder.time("sparge prediction", "auto", kind, case, call, verdict, **figures)
 
 
 def _symbols(q: torch.Tensor, pooled: PooledMap, layout: TokenLayout) -> SparseSymbols:
@@ -101,46 +89,22 @@ def _symbols(q: torch.Tensor, pooled: PooledMap, layout: TokenLayout) -> SparseS
     return SparseSymbols(every_row(q, layout), bits, q.shape[2], layout.tokens, layout.block)
 
 
-def _judge(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout) -> Verdict:
-    """The share of tiles that differ from those of the reference's map, because a mass lies at the threshold."""
-    tiles = []
-    for backend in ("auto", "reference"):
-        symbols = _symbols(q, kernels.pooled_map(q, k, layout.block, backend=backend), layout)
-        tiles.append(kernels.unpack_bits(symbols.skip_bits, layout.blocks))
-    return Verdict((tiles[0] != tiles[1]).double().mean().item(), DIFFERING)
-
-
-def _bench_options(recorder: Recorder, case: Case, clustered: QKV, normal: QKV, dense: dict) -> None:
+def _bench_options(recorder: Recorder, case: Case, clustered: QKV, normal: QKV, dense: dict[str, float]) -> None:
     """Attention in 8 bits and with λ, each beside the same tiles in full precision and without."""
-    options = {
-        "": (normal, {}, None),
-        ", int8": (normal, {"qk_dtype": "int8"}, QUANTISED_BOUNDS["int8"]),
-        ", int8+fp8": (normal, {"qk_dtype": "int8+fp8"}, QUANTISED_BOUNDS["int8+fp8"]),
-        ", directions": (clustered, {}, None),
-        ", directions, lambda": (clustered, {"pv_threshold": PV_THRESHOLD}, PV_BOUND),
-        ", directions, int8, lambda": (clustered, {"qk_dtype": "int8", "pv_threshold": PV_THRESHOLD}, PV_BOUND),
+    both = {"qk_dtype": "int8", "pv_threshold": PV_THRESHOLD}
+    variants = {
+        "": (normal, None, {}),
+        ", int8": (normal, QUANTISED_BOUNDS["int8"], {"qk_dtype": "int8"}),
+        ", int8+fp8": (normal, QUANTISED_BOUNDS["int8+fp8"], {"qk_dtype": "int8+fp8"}),
+        ", directions": (clustered, None, {}),
+        ", directions, lambda": (clustered, PV_BOUND, {"pv_threshold": PV_THRESHOLD}),
+        ", directions, int8, lambda": (clustered, PV_BOUND, both),
     }
     for skipped in SKIPPED:
         inputs = make_inputs(replace(case, tiles=1 - skipped), recorder.device)
         plain: dict[str, float] = {}
-        for kind, (qkv, option, bound) in options.items():
-            call = partial(kernels.attention, *qkv, inputs.plan, **option)
-
-            def judge(call=call, qkv=qkv, bound=bound, inputs=inputs) -> Verdict:
-                out = poisoned_first(call, qkv[0].shape, like=qkv[0])
-                return verify.verify_attention(out, *qkv, inputs, samples=SAMPLES, relative_bound=bound)
-
-            itself = {"itself plain": plain["ms"]} if option and plain else {}
-            ms = recorder.time(
-                "sparge attention",
-                "auto",
-                f"tiles{kind}",
-                shape_of(case),
-                call,
-                judge,
-                **case_sparsity(inputs),
-                work=attention_flops(case) * inputs.density,
-                baselines=dense | itself,
-            )
-            if not option and ms is not None:
-                plain = {"ms": ms}
+        for variant, (qkv, bound, options) in variants.items():
+            kind, beside = f"tiles{variant}", dense | plain if options else dense
+            ms = time_attention(recorder, "sparge attention", "auto", kind, qkv, inputs, beside, bound=bound, **options)
+            if not options and ms is not None:
+                plain = {"itself plain": ms}

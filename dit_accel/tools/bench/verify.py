@@ -47,24 +47,38 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.error / max(verdict.bound, 1e-30)))
 
 
-def judge(actual: torch.Tensor, exact: torch.Tensor, low: torch.Tensor, untouched: bool = True) -> Verdict:
-    """``actual`` against the float64 ``exact``, beside the dense computation ``low`` in its own precision."""
+def judge(
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    low: torch.Tensor,
+    untouched: bool = True,
+    relative_bound: float | None = None,
+) -> Verdict:
+    """``actual`` against the float64 ``exact``, beside the dense computation ``low`` in its own precision.
+
+    ``relative_bound``: judge ``‖actual − exact‖ / ‖exact‖`` by it instead, for quantised attention.
+    """
+    if relative_bound is not None:
+        return Verdict(float((actual.double() - exact).norm() / exact.norm()), relative_bound, untouched)
     bound = 2 * _largest(low.double() - exact) + ROUNDING[actual.dtype] * _largest(exact)
     return Verdict(_largest(actual.double() - exact), bound, untouched)
 
 
-def verify_packing(inputs: Inputs, backend: str) -> Verdict:
-    """The bytes are the reference's, which unpack to the mask."""
-    packed = kernels.pack_bits(inputs.tiles, backend=backend)
-    unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend="reference")
+def exactly(same: bool) -> Verdict:
+    """The verdict on what has no error, but is as it should be or is not."""
+    return Verdict(0.0 if same else math.inf, 0.0)
+
+
+def differing(actual: torch.Tensor, expected: torch.Tensor, length: int) -> float:
+    """The share of packed bits, ``length`` a row, that are not as expected."""
+    return (kernels.unpack_bits(actual, length) != kernels.unpack_bits(expected, length)).double().mean().item()
+
+
+def verify_packing(packed: torch.Tensor, inputs: Inputs) -> Verdict:
+    """The bytes are the reference's, which unpack to the tiles of ``inputs``."""
     same = torch.equal(packed, kernels.pack_bits(inputs.tiles, backend="reference"))
-    return _exact(same and torch.equal(unpacked, inputs.tiles))
-
-
-def verify_unpacking(inputs: Inputs, backend: str) -> Verdict:
-    """The mask is that which was packed."""
-    packed = kernels.pack_bits(inputs.tiles, backend="reference")
-    return _exact(torch.equal(kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend=backend), inputs.tiles))
+    unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend="reference")
+    return exactly(same and torch.equal(unpacked, inputs.tiles))
 
 
 def verify_plan(plan: AttentionPlan, symbols: SparseSymbols) -> Verdict:
@@ -78,56 +92,14 @@ def verify_plan(plan: AttentionPlan, symbols: SparseSymbols) -> Verdict:
         used = (torch.arange(index.shape[-1], device=index.device) < count[..., None]).view_as(index)
         same &= torch.equal(count, getattr(expected, counts))
         same &= torch.equal(index[used], getattr(expected, lists)[used])
-    return _exact(same)
-
-
-def verify_attention(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    inputs: Inputs,
-    *,
-    kv_len: torch.Tensor | None = None,
-    samples: int | None = None,
-    poisoned: bool = False,
-    relative_bound: float | None = None,
-) -> Verdict:
-    """Rows of ``out`` against float64.
-
-    Args:
-        out, q, k, v: ``[B, S, H, D]``.
-        samples: rows (batch, head, query block) to look at, the last one among them; None = all that compute.
-        poisoned: ``out`` was NaN before, and its reused rows must still be.
-        relative_bound: judge ``‖out − exact‖ / ‖exact‖`` over those rows instead, for quantised attention.
-    """
-    case, parts = inputs.case, []
-    for b, h, row in spread(inputs.rows.nonzero(), samples).tolist():
-        queries = slice(row * case.block, min((row + 1) * case.block, case.tokens))
-        is_key = inputs.tiles[b, h, row].repeat_interleave(case.block)[: case.tokens]
-        if kv_len is not None:
-            is_key[kv_len[b] :] = False
-        keys = is_key.nonzero().flatten()
-        keep = None
-        if inputs.attends is not None:
-            keep = inputs.attends(torch.arange(queries.start, queries.stop, device=q.device)[:, None], keys[None])
-        head = q[b, queries, h], k[b, keys, h], v[b, keys, h]
-        exact, low = (_attend(*(x.to(dtype) for x in head), keep) for dtype in (torch.float64, q.dtype))
-        parts.append((out[b, queries, h], exact, low))
-    untouched = not poisoned or _only_nan_where(out, ~inputs.computed)
-    if not parts:
-        return Verdict(0.0, 0.0, untouched)
-    actual, exact, low = (torch.cat(column) for column in zip(*parts, strict=True))
-    if relative_bound is None:
-        return judge(actual, exact, low, untouched)
-    return Verdict(float((actual.double() - exact).norm() / exact.norm()), relative_bound, untouched)
+    return exactly(same)
 
 
 def verify_gemm_q(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     inputs: Inputs,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -141,14 +113,12 @@ def verify_gemm_q(
     tables = None if rope is None else tuple(table[tokens] for table in rope)
     arguments = x[:, tokens], weight, bias, inputs.case.head_dim, norm_weight, tables
     exact, low = (dense_query(*arguments, dtype)[chosen] for dtype in (torch.float64, x.dtype))
-    return judge(out[:, tokens][chosen], exact, low, not poisoned or _only_nan_where(out, ~inputs.computed))
+    return judge(out[:, tokens][chosen], exact, low, not poisoned or only_nan_where(out, ~inputs.computed))
 
 
 def dense_query(x, weight, bias, head_dim, norm_weight, rope, dtype: torch.dtype) -> torch.Tensor:
     """The query projection of every head ``[B, S, H, D]``; norm and rotation in float32 or wider, as in a model."""
-    query = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).unflatten(
-        -1, (-1, head_dim)
-    )
+    query = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).unflatten(-1, (-1, head_dim))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if norm_weight is not None:
         query = query.to(wide)
@@ -165,7 +135,7 @@ def verify_gemm_o_update(
     stack: torch.Tensor,
     features: Sequence[torch.Tensor],
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     inputs: Inputs,
     *,
     samples: int | None = None,
@@ -199,10 +169,9 @@ def verify_gemm_o_dispatch(
     return judge(out[:, tokens], exact, low)
 
 
-def verify_pooled_map(
-    actual: kernels.PooledMap, low: kernels.PooledMap, q: torch.Tensor, k: torch.Tensor, block: int
-) -> dict[str, Verdict]:
-    """Each part of a pooled map; ``low`` is the reference's, which computes in float32."""
+def verify_pooled_map(actual: kernels.PooledMap, q: torch.Tensor, k: torch.Tensor, block: int) -> dict[str, Verdict]:
+    """Each part of a pooled map, beside the reference's, which computes in float32."""
+    low = kernels.pooled_map(q, k, block, backend="reference")
     (q_mean, q_similarity), (k_mean, k_similarity) = (_block_statistics(x.double(), block) for x in (q, k))
     centred = k_mean - k.double().mean(1)[:, :, None]
     exact = {
@@ -217,27 +186,14 @@ def verify_weighted_sum(
     out: torch.Tensor, history: Sequence[torch.Tensor], weights: Sequence[float], inputs: Inputs | None = None
 ) -> Verdict:
     """A weighted sum; with ``inputs`` of the rows that they reuse, in an ``out`` that was NaN before."""
-    exact, low = sum_of(history, weights, torch.float64), sum_of(history, weights, out.dtype)
+    exact, low = (
+        sum(factor * features.to(dtype) for factor, features in zip(weights, history, strict=True))
+        for dtype in (torch.float64, out.dtype)
+    )
     if inputs is None:
         return judge(out, exact, low)
     reused = ~inputs.computed
-    return judge(out[reused], exact[reused], low[reused], _only_nan_where(out, inputs.computed))
-
-
-def sum_of(history: Sequence[torch.Tensor], weights: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """``Σ_m w_m F_m`` as torch computes it in ``dtype``."""
-    total = weights[0] * history[0].to(dtype)
-    for features, factor in zip(history[1:], weights[1:], strict=True):
-        total = total + factor * features.to(dtype)
-    return total
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """One head's attention in the tensors' own precision; 0 where a query has no key."""
-    scores = q @ k.T * q.shape[-1] ** -0.5
-    if keep is not None:
-        scores = scores.masked_fill(~keep, -math.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ v
+    return judge(out[reused], exact[reused], low[reused], only_nan_where(out, inputs.computed))
 
 
 def _linears(features, weight, bias) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,14 +226,10 @@ def spread(entries: torch.Tensor, samples: int | None) -> torch.Tensor:
     return entries[torch.linspace(0, len(entries) - 1, samples + 1, device=entries.device).round().long()[1:]]
 
 
-def _only_nan_where(out: torch.Tensor, reused: torch.Tensor) -> bool:
+def only_nan_where(out: torch.Tensor, reused: torch.Tensor) -> bool:
     """Reused (token, head) pairs are all NaN, and the others hold none."""
     is_nan = out.isnan()
     return torch.equal(is_nan.all(-1), reused) and torch.equal(is_nan.any(-1), reused)
-
-
-def _exact(same: bool) -> Verdict:
-    return Verdict(0.0 if same else math.inf, 0.0)
 
 
 def _largest(x: torch.Tensor) -> float:

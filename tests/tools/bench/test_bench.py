@@ -20,8 +20,9 @@ from dit_accel.tools.bench.kernels import OPS, main
 from dit_accel.tools.bench.masks import RANDOM, pattern
 from dit_accel.tools.bench.plot import speedup_plot
 from dit_accel.tools.bench.recorder import Recorder
-from dit_accel.tools.bench.sizes import FULL, GROUPS, sparse_cases
+from dit_accel.tools.bench.sizes import FULL, QUICK, TINY, sparse_cases
 from dit_accel.tools.bench.verify import Verdict
+from dit_accel.tools.bench.verify_attention import verify_attention
 
 ROOT = Path(__file__).parents[3]
 CPU = ("--quick", "--device", "cpu", "--backends", "reference")
@@ -195,10 +196,10 @@ def test_gpu_check_without_a_gpu_says_so(tmp_path):
 def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_path, capsys):
     """Rows that were measured are written; exit 1, and no plot."""
 
-    def broken(recorder, sizes):
+    def broken(recorder, case, sizes):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setitem(OPS, "masks", (broken, "masked"))
+    monkeypatch.setitem(OPS, "masks", (broken, OPS["masks"][1]))
     assert main([*CPU, "--ops", "masks,lowering", "--output", str(tmp_path / "k")]) == 1
     document = json.loads((tmp_path / "k.json").read_text())
     assert {row["op"] for row in document["results"]} == {"lower", "pack_bits"}
@@ -249,15 +250,17 @@ def test_masks_have_a_panel_a_block_and_a_way_of_timing():
     """Long sequences, which are timed in one way only, stand with the GPU time of short ones."""
     rows = [
         masked_row(512, 64, "causal 64, graph", 2.0),
+        masked_row(1024, 64, "causal 64, graph", 1.9),
         masked_row(512, 64, "causal 64, called", 1.2),
+        masked_row(1024, 64, "causal 64, called", 1.1),
         masked_row(512, 128, "causal 128, graph", 1.7),
         masked_row(8192, 128, "causal 128", 1.4),
     ]
-    panels = plot._masked_rows({"results": rows})
-    assert {key: [row["speedup"]["flex"] for row in panel] for key, panel in panels.items()} == {
-        (64, "GPU time"): [2.0],
-        (64, "called from Python"): [1.2],
-        (128, "GPU time"): [1.7, 1.4],
+    panels = {panel.title: [line.points for line in panel.lines] for panel in plot._mask_panels(rows)}
+    assert panels == {
+        "attention masks, block 64, GPU time": [[(512, 2.0), (1024, 1.9)]],
+        "attention masks, block 64, called from Python": [[(512, 1.2), (1024, 1.1)]],
+        "attention masks, block 128, GPU time": [[(512, 1.7), (8192, 1.4)]],
     }
 
 
@@ -270,18 +273,18 @@ def test_masks_are_drawn_over_two_lengths(tmp_path):
 
 
 def attended(inputs):
-    """q, k, v, and the reference's attention in an output that was NaN before."""
-    q, k, v = inputs.features(), inputs.features(), inputs.features()
-    out = torch.full_like(q, math.nan)
-    kernels.attention(q, k, v, inputs.plan, out=out, backend="reference")
-    return out, q, k, v
+    """The reference's attention in an output that was NaN before, and its q, k and v."""
+    qkv = inputs.qkv()
+    out = torch.full_like(qkv[0], math.nan)
+    kernels.attention(*qkv, inputs.plan, out=out, backend="reference")
+    return out, qkv
 
 
 @pytest.mark.parametrize("samples", [None, 5], ids=["every-row", "samples"])
 def test_right_attention_passes(samples):
     """The reference's result is right, and its reused rows are untouched."""
     inputs = make_inputs(SMALL, "cpu")
-    assert verify.verify_attention(*attended(inputs), inputs, samples=samples, poisoned=True).passed
+    assert verify_attention(*attended(inputs), inputs, samples=samples, poisoned=True).passed
 
 
 FAULTS = {
@@ -297,25 +300,25 @@ def test_wrong_attention_fails(fault):
     """A small factor, NaN, the ragged tail and a written reused row are all found."""
     inputs = make_inputs(SMALL, "cpu")
     assert inputs.rows[..., 0].any() and inputs.rows[..., -1].any() and not inputs.rows.all()
-    out, q, k, v = attended(inputs)
+    out, qkv = attended(inputs)
     fault(out, inputs)
-    assert not verify.verify_attention(out, q, k, v, inputs, poisoned=True).passed
+    assert not verify_attention(out, qkv, inputs, poisoned=True).passed
 
 
 def test_a_missing_tile_fails():
     """Attention over one tile less than the symbols ask for is wrong at the sampled rows."""
     inputs = make_inputs(replace(SMALL, rows=1.0, tiles=1.0), "cpu")
     plan = replace(inputs.plan, kv_count=inputs.plan.kv_count - 1)
-    q, k, v = inputs.features(), inputs.features(), inputs.features()
-    out = kernels.attention(q, k, v, plan, backend="reference")
-    assert not verify.verify_attention(out, q, k, v, inputs, samples=3).passed
+    qkv = inputs.qkv()
+    out = kernels.attention(*qkv, plan, backend="reference")
+    assert not verify_attention(out, qkv, inputs, samples=3).passed
 
 
 def test_relative_error_is_that_of_the_norms():
     """With a relative bound, a result off by 3% has error 0.03."""
     inputs = make_inputs(SMALL, "cpu")
-    out, q, k, v = attended(inputs)
-    verdict = verify.verify_attention(out * 1.03, q, k, v, inputs, relative_bound=0.05)
+    out, qkv = attended(inputs)
+    verdict = verify_attention(out * 1.03, qkv, inputs, relative_bound=0.05)
     assert verdict.error == pytest.approx(0.03, rel=1e-3) and verdict.passed
 
 
@@ -342,13 +345,14 @@ def test_patterns_say_what_their_pairs_say(tokens, family):
     assert 0.03 < pairs.double().mean() < 0.7
 
 
-def test_every_benchmark_names_its_checks():
-    assert gate.CHECKS.keys() == OPS.keys()
+def test_every_check_stands_under_a_benchmark():
+    """The gate's own list, which is everything, is that of all benchmarks together."""
+    assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
 
 
 def test_the_gate_checks_what_a_benchmark_stands_on():
     """Symbols and attention for masks, also with masks; everything where nothing is named."""
-    masks = gate.check_kernels("cpu", [SMALL], ["reference"], ["masks"])
+    masks = gate.check_kernels("cpu", [SMALL], ["reference"], OPS["masks"][1])
     assert {row["op"] for row in masks} == {"lower", "pack_bits", "unpack_bits", "attention"}
     assert any("causal" in row["case"] for row in masks)
     everything = {row["op"] for row in gate.check_kernels("cpu", [SMALL], ["reference"])}
@@ -368,12 +372,18 @@ def test_sparse_cases_draw_the_sparsity_that_they_name():
     assert inputs.density == pytest.approx(inputs.case.rows * inputs.case.tiles, abs=0.01)
 
 
-def test_every_op_runs_at_some_size_and_shapes_select():
-    """Choosing a sequence length leaves the groups only cases of that length."""
-    only = FULL.only([16896])
-    assert {case.tokens for group in GROUPS for case in getattr(only, group)} == {16896}
-    assert FULL.only([4608, 16896, 33024]).attention == FULL.attention[:3]
-    assert all(getattr(FULL, group) for _, group in OPS.values())
+@pytest.mark.parametrize("sizes", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
+def test_every_op_runs_at_some_size(sizes):
+    """Each benchmark has a case, and no case belongs to none."""
+    assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
+
+
+def test_shapes_select(tmp_path):
+    """Only what has a case of that length is checked and timed; another choice is an error."""
+    options = ["--ops", "lowering", "--shapes", "300", "--output", str(tmp_path / "k")]
+    assert main([*CPU, *options]) == 0
+    rows = json.loads((tmp_path / "k.json").read_text())["results"]
+    assert {row["shape"]["tokens"] for row in rows} == {300}
 
 
 def test_what_can_t_run_is_noted_once():
@@ -384,15 +394,15 @@ def test_what_can_t_run_is_noted_once():
         raise ImportError("no module named flash_attn")
 
     for place in ("one", "two"):
-        assert recorder.baseline("fa4", place, broken, lambda call: Verdict(0.0, 0.0)) is None
-    assert recorder.baseline("flex", "one", lambda: lambda: None, lambda call: Verdict(2.0, 1.0)) is None
+        assert recorder.baselines(place, {"fa4": broken}, lambda result: Verdict(0.0, 0.0)) == {}
+    assert recorder.baselines("one", {"flex": lambda: lambda: None}, lambda result: Verdict(2.0, 1.0)) == {}
     assert recorder.left_out == [
         {"what": "one", "who": "fa4", "reason": "ImportError: no module named flash_attn"},
         {"what": "one", "who": "flex", "reason": "its error 2 is above 1"},
     ]
     q = torch.zeros(1, 4, 1, 8)
     unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cuda")  # noqa: E731
-    assert recorder.time("weighted_sum", "cuda", "", {"tokens": 4}, unsupported, unsupported) is None
+    assert recorder.time("weighted_sum", "cuda", "", Case(4), unsupported, lambda result: Verdict(0.0, 1.0)) is None
     assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cuda"
 
 

@@ -5,7 +5,7 @@ import torch
 
 from dit_accel.kernels import attention, attention_backward
 from dit_accel.tools.bench.cases import Case, make_inputs
-from dit_accel.tools.bench.gradients import verify_attention_gradients
+from dit_accel.tools.bench.verify_attention import verify_attention_gradients
 
 CASE = Case(300, heads=2, head_dim=32, block=64, batch=2, rows=0.8, tiles=0.4, dtype=torch.float16)
 
@@ -14,13 +14,13 @@ CASE = Case(300, heads=2, head_dim=32, block=64, batch=2, rows=0.8, tiles=0.4, d
 def checked():
     """``check(wrong)``: the verdict where the gradient of that index is 10% too large; None = where all are right."""
     inputs = make_inputs(CASE, "cpu")
-    q, k, v, do = (inputs.features() for _ in range(4))
-    o, lse = attention(q, k, v, inputs.plan, return_lse=True)
-    right = attention_backward(q, k, v, o, lse, do, inputs.plan)
+    qkv, do = inputs.qkv(), inputs.features()
+    o, lse = attention(*qkv, inputs.plan, return_lse=True)
+    right = attention_backward(*qkv, o, lse, do, inputs.plan)
 
     def check(wrong: int | None):
         gradients = [gradient * 1.1 if index == wrong else gradient for index, gradient in enumerate(right)]
-        return verify_attention_gradients(gradients, q, k, v, do, inputs, samples=4)
+        return verify_attention_gradients(gradients, qkv, do, inputs, samples=4)
 
     return check
 

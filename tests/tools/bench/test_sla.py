@@ -21,6 +21,6 @@ def test_a_wrong_part_has_no_time(part, monkeypatch):
     right = getattr(sla, part)
     monkeypatch.setattr(sla, part, lambda *arguments, **options: right(*arguments, **options) * 1.01)
     recorder = Recorder("cpu", ["reference"], log=lambda line: None)
-    bench_sla(recorder, TINY)
+    bench_sla(recorder, TINY.cases["sla"][0], TINY)
     wrong = [row for row in recorder.rows if row["op"] == PARTS[part]]
     assert wrong and all(not row["passed"] and row["ms"] is None and row["speedup"] == {} for row in wrong)

@@ -7,7 +7,6 @@ from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.tools.bench import plot, sparge
 from dit_accel.tools.bench.cases import Case, make_inputs
-from dit_accel.tools.figures import new_figure
 
 CASE = Case(1300, heads=2, head_dim=64, block=64, dtype=torch.float32)
 
@@ -28,13 +27,17 @@ def test_blocks_have_directions_but_for_one_in_ten():
 def test_shares_are_drawn_by_tokens_beside_the_papers():
     """A line a part, its share of dense attention's time over tokens, and table 3 of the paper."""
     rows = [
-        {"kind": kind, "shape": {"tokens": tokens, "heads": 24}, "speedup": {"cudnn": tokens / cost}}
+        {
+            "op": "sparge prediction",
+            "kind": kind,
+            "shape": {"tokens": tokens, "heads": 24},
+            "speedup": {"cudnn": tokens / cost},
+        }
         for tokens, paper in ((16384, " (paper 1.82%)"), (8192, " (paper 3.78%)"))
         for kind, cost in ((f"whole{paper}", 400), ("lowering", 40))
     ]
-    axes = new_figure(4, 4).subplots()
-    plot._draw_shares(axes, rows)
-    lines = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axes.get_lines()}
+    (panel,) = plot._share_panels(rows)
+    lines = {line.label: dict(line.points) for line in panel.lines}
     assert lines["whole"] == pytest.approx({8192: 400 / 8192, 16384: 400 / 16384})
     assert lines["lowering"] == pytest.approx({8192: 40 / 8192, 16384: 40 / 16384})
     assert lines["SpargeAttn, table 3"] == sparge.PAPER_SHARES
