@@ -12,7 +12,7 @@ from dit_accel.cli import options
 from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.errors import ShapeError
-from dit_accel.tools.demo import model_fps, model_preset
+from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -54,12 +54,8 @@ def command(
 
     console = Console(quiet=quiet)
     require_extra("matplotlib", "dit-accel inspect, which draws figures,")
-    preset = preset or model_preset(model)
-    if preset == "none":
-        raise options.OptionError("--preset", "a plain run has nothing to inspect; choose a preset")
-    overrides = options.parse_overrides(settings)
-    if preset is not None:
-        options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
+    plain = "a plain run has nothing to inspect; choose a preset"
+    preset, overrides = options.named_preset(preset, model, settings, plain)
     given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image) if image else None
     _make_folder(output)

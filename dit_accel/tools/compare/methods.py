@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dit_accel.models.families import family_of
 from dit_accel.pipeline import accelerated, preset_for
@@ -64,6 +64,18 @@ class Method:
     def ours(self) -> bool:
         """Whether it is our closed loop; fixed schedules that run on our engine count as rivals."""
         return self.series == OURS
+
+
+class Peer(NamedTuple):
+    """One way to make a pipeline faster that is not ours.
+
+    Args:
+        methods: its settings for runs of so many steps.
+        why_not: why it can't run on a pipeline here, or None.
+    """
+
+    methods: Callable[[int], list[Method]]
+    why_not: Callable[[Any], str | None]
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:

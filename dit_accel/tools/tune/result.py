@@ -16,7 +16,7 @@ from dit_accel.errors import TuningError
 from dit_accel.presets import Preset
 from dit_accel.tools.tune.axes import BOUND, Setting
 from dit_accel.tools.tune.calibration import Candidate, Curves
-from dit_accel.tools.tune.runs import Figures
+from dit_accel.tools.tune.runs import Figures, write_whole
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,7 @@ class TuneResult:
             verdict = f"MISSES its target, {self.target}: the closest that dit-accel tune has found."
         lines = [f"# {verdict}", *(f"# {key:{width}}  {value}" for key, value in facts.items())]
         text = "\n".join(lines) + "\n" + yaml.safe_dump(self._values(path), sort_keys=False, allow_unicode=True)
-        part = path.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text)
 
     def plot(self, path: str | Path) -> None:
         """Writes what the search tried and, where layers have thresholds, each layer's error against its sparsity."""
