@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from dit_accel.models.families import family_of
@@ -135,14 +134,14 @@ def _series(preset: Preset) -> str:
 
 def _of_preset(series: str, name: str, preset: Preset) -> Method:
     @contextmanager
-    def put_on(subject: Subject, preset: Preset) -> Iterator[dict[str, Any]]:
+    def put_on(subject: Subject) -> Iterator[dict[str, Any]]:
         with accelerated(subject.pipe, preset):
             yield {}
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
     reports_work = preset.forecast.level != "output" or leaves_tiles_out
     former = tuple(_digest(preset, model=family) for family in FUSED_FAMILIES) if preset.model == "any" else ()
-    return Method(series, name, partial(put_on, preset=preset), reports_work, _digest(preset), former)
+    return Method(series, name, put_on, reports_work, _digest(preset), former)
 
 
 def _digest(preset: Preset, **changes: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +192,12 @@ class _Tuner:
             for index in range(len(self.tuning)):
                 runs.plain(index, recorder.tap(self.pipe, index))
             recorder.require_every_block()
-            curves = {}
+            stored = {}
             for block, candidates in calibration.measure(recorder, self.preset, self.pipe._execution_device):
-                curves[block] = candidates
-                told.tell(f"layer {len(curves)} of {len(recorder.samples)}")
-            stored = calibration.to_json(curves)
+                stored[block] = [asdict(each) for each in candidates]
+                told.tell(f"layer {len(stored)} of {len(recorder.samples)}")
             store.put("layers", stored)
-        self.curves = calibration.from_json(stored)
+        self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
 
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,14 +170,6 @@ def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None
 def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
     """The choice as ``skip.layers``."""
     return {block: {"policy": "none"} if each is None else dict(each.changes) for block, each in chosen.items()}
-
-
-def to_json(curves: Curves) -> dict[str, list[dict[str, Any]]]:
-    return {block: [asdict(each) for each in candidates] for block, candidates in curves.items()}
-
-
-def from_json(values: dict[str, list[dict[str, Any]]]) -> Curves:
-    return {block: [Candidate(**each) for each in candidates] for block, candidates in values.items()}
 
 
 def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> list[Candidate]:
