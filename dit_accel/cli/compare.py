@@ -81,7 +81,7 @@ def command(
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    picture = read_image(image) if image else None
+    picture = read_image(image)
 
     load = partial(load_pipeline, model, device=device, dtype=dtype, offload="none")
     pipe = load(console=console)

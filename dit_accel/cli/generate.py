@@ -109,7 +109,7 @@ def command(
     if preset == "none" and (compare or plot or settings):
         used = "--compare" if compare else "--plot" if plot else "--set"
         raise options.OptionError(used, "needs an accelerated run, and --preset none is plain")
-    picture = read_image(image) if image else None
+    picture = read_image(image)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model), fps)

@@ -125,10 +125,12 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
     return arguments
 
 
-def read_image(path: Path) -> Image.Image:
-    """An RGB picture from a file."""
+def read_image(path: Path | None) -> Image.Image | None:
+    """An RGB picture from a file, if one was given."""
     from PIL import Image, UnidentifiedImageError
 
+    if path is None:
+        return None
     try:
         with Image.open(path) as image:
             return image.convert("RGB")

@@ -87,7 +87,7 @@ def command(
     listed = tuning_prompts(model) if prompts is None else options.read_prompts(prompts)
     split_prompts(listed, tuning_count, held_out_count)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    given["image"] = read_image(image) if image else None
+    given["image"] = read_image(image)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     arguments = call_arguments(pipe, model, given)

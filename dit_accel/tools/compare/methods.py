@@ -20,21 +20,13 @@ TARGETS = (0.1, 0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.6, 2.5, 4.0, 6.0)  # times ta
 
 @dataclass
 class Subject:
-    """A pipeline as methods get it.
+    """A pipeline as methods get it."""
 
-    Args:
-        pipe: plain; it is another one after a reload.
-        steps: denoising steps of a plain run.
-        branches: transformer calls a step, 2 where guidance calls it once with and once without the prompt.
-        tuning_run: runs the pipeline on a prompt that no figure is taken from, for methods that need calibration.
-        calibrations: what these found, by method.
-    """
-
-    pipe: Any
-    steps: int
-    branches: int
-    tuning_run: Callable[[], Any]
-    calibrations: dict[str, Any] = field(default_factory=dict)
+    pipe: Any  # plain; it is another one after a reload
+    steps: int  # of a plain run
+    branches: int  # transformer calls a step, 2 where guidance calls it once with and once without the prompt
+    tuning_run: Callable[[], Any]  # on a prompt that no figure is taken from, for methods that need calibration
+    calibrations: dict[str, Any] = field(default_factory=dict)  # what these found, by method
 
 
 @dataclass(frozen=True)
@@ -66,15 +58,10 @@ class Method:
 
 
 class Peer(NamedTuple):
-    """One way to make a pipeline faster that is not ours.
+    """One way to make a pipeline faster that is not ours."""
 
-    Args:
-        methods: its settings for runs of so many steps.
-        why_not: why it can't run on a pipeline here, or None.
-    """
-
-    methods: Callable[[int], list[Method]]
-    why_not: Callable[[Any], str | None]
+    methods: Callable[[int], list[Method]]  # its settings for runs of so many steps
+    why_not: Callable[[Any], str | None]  # why it can't run on a pipeline here, or None
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:

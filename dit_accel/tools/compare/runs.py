@@ -7,7 +7,7 @@ import inspect
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,15 +130,11 @@ class Bench:
 
     def time_plain(self) -> float:
         """The same of the plain run."""
-        return self._clocked("plain", {})
+        return self._timed(Method("plain", "plain", lambda subject: nullcontext({})))
 
     def _timed(self, method: Method) -> float:
-        with method.put_on(self.subject) as changes:
-            return self._clocked(method.name, changes)
-
-    def _clocked(self, what: str, changes: dict[str, Any]) -> float:
-        with transformer_clock(self.pipe) as clock:
-            self._run(self._prompts[0], what, **changes)
+        with method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
+            self._run(self._prompts[0], method.name, **changes)
         return clock.seconds
 
     def _compared(self, method: Method, prompt: Prompt, plain: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -194,15 +190,9 @@ class Bench:
             return tensors
 
         prompt = self._prompts[0]
-        generator = torch.Generator("cpu").manual_seed(prompt.seed)
+        own = {"prompt": prompt.prompt, "generator": torch.Generator("cpu").manual_seed(prompt.seed)}
         self._begin("proof")
-        self.pipe(
-            **self._arguments,
-            prompt=prompt.prompt,
-            generator=generator,
-            output_type="latent",
-            callback_on_step_end=keep,
-        )
+        self.pipe(**self._arguments, **own, output_type="latent", callback_on_step_end=keep)
         return latents[0].float().cpu()
 
     def _run(self, prompt: Prompt, what: str, **changes: Any) -> dict[str, torch.Tensor]:

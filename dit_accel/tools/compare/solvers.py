@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,8 @@ def fewer_steps(solver: str | None, steps: int) -> list[Method]:
     """
     counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
     if solver is None:
-        return [Method("fewer steps", f"{count} steps", partial(_fewer, count=count)) for count in counts]
+        changes = {f"{count} steps": {"num_inference_steps": count} for count in counts}
+        return [Method("fewer steps", name, lambda _, each=each: nullcontext(each)) for name, each in changes.items()]
     return [
         Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
         for count in (*counts, steps)
@@ -78,11 +79,6 @@ FEWER_STEPS = {
     "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not),
     "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not),
 }
-
-
-@contextmanager
-def _fewer(subject: Subject, count: int) -> Iterator[dict[str, Any]]:
-    yield {"num_inference_steps": count}
 
 
 @contextmanager

@@ -256,15 +256,10 @@ class _Tuner:
 
 @dataclass
 class _Told:
-    """Tells a callback how far a tuning is.
-
-    Args:
-        progress: None = nobody listens.
-        expected: runs that there will be at most, unless the search has to be tightened.
-    """
+    """Tells a callback how far a tuning is."""
 
     progress: Progress | None
-    expected: int
+    expected: int  # runs that there will be at most, unless the search has to be tightened
     phase: str = "plain runs"
     made: int = 0
 

@@ -27,19 +27,12 @@ IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in 
 
 @dataclass(frozen=True)
 class Figures:
-    """One accelerated run beside the plain one.
+    """One accelerated run beside the plain one."""
 
-    Args:
-        psnr: dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`.
-        latent_error: relative L2 error of the last latents.
-        computed_fraction: FLOPs that the blocks did over those of the plain run.
-        tile_sparsity: share of attention tiles that the latest masks leave out of rows that compute, over all blocks.
-    """
-
-    psnr: float
-    latent_error: float
-    computed_fraction: float
-    tile_sparsity: float
+    psnr: float  # dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`
+    latent_error: float  # relative L2 error of the last latents
+    computed_fraction: float  # FLOPs that the blocks did over those of the plain run
+    tile_sparsity: float  # share of tiles that the latest masks leave out of rows that compute, over all blocks
 
 
 class Store:
@@ -104,23 +97,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @dataclass
 class Runs:
-    """Runs of one pipeline on fixed prompts, by their index.
+    """Runs of one pipeline on fixed prompts, by their index."""
 
-    Args:
-        pipe: the pipeline, plain.
-        arguments: of its call, without prompt and generator.
-        prompts: one a run.
-        seed: of the first prompt's noise; each further prompt has the next.
-        store: keeps what was found.
-        begin: called before each run that is made.
-    """
-
-    pipe: Any
-    arguments: dict[str, Any]
-    prompts: list[str]
-    seed: int
+    pipe: Any  # plain
+    arguments: dict[str, Any]  # of its call, without prompt and generator
+    prompts: list[str]  # one a run
+    seed: int  # of the first prompt's noise; each further prompt has the next
     store: Store
-    begin: Callable[[], None]
+    begin: Callable[[], None]  # called before each run that is made
     _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
     def plain(self, index: int, tap: AttentionTap | None = None) -> dict[str, torch.Tensor]:
