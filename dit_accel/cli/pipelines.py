@@ -92,25 +92,16 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
     given = {name: value for name, value in options.items() if value is not None}
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
-    keys = {
-        "prompt": "prompt",
-        "negative-prompt": "negative_prompt",
-        "steps": "num_inference_steps",
-        "height": "height",
-        "width": "width",
-        "num-frames": "num_frames",
-        "guidance": scale,
-        "image": "image",
-        "num-images": "num_images_per_prompt",
-    }
+    keys = {"steps": "num_inference_steps", "guidance": scale, "num-images": "num_images_per_prompt"}
     if makes_video(pipe) and given.pop("num-images", 1) > 1:  # few of diffusers' can make several, and some say nothing
         raise OptionError("--num-images", f"{type(pipe).__name__} makes one clip a run; run again with another --seed")
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():
-        if keys[name] not in parameters:
-            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {keys[name]}")
-        arguments[keys[name]] = value
+        key = keys.get(name, name.replace("-", "_"))
+        if key not in parameters:
+            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {key}")
+        arguments[key] = value
     if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise OptionError(
             "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
