@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, progress_bar, read_image
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
 
@@ -83,30 +81,31 @@ def command(
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    picture = read_image(image) if image else None
+    picture = read_image(image)
 
     load = partial(load_pipeline, model, device=device, dtype=dtype, offload="none")
     pipe = load(console=console)
+    loaded = [pipe]
     arguments = call_arguments(pipe, model, {**given, "image": picture})
     pipe.set_progress_bar_config(disable=True)  # one bar for the whole comparison
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
     sweep = Sweep(output, {**facts, "prompts": texts})
-    with _progress_bar(console) as progress, explained_failures(type(pipe)):
+    with progress_bar(console, "plain", "settings") as update, explained_failures(type(pipe)):
         bench = Bench(
-            _first(pipe, lambda: load(console=Console(quiet=True))),
+            lambda: loaded.pop() if loaded else load(console=Console(quiet=True)),
             arguments,
             [Prompt(text, seed + index) for index, text in enumerate(texts)],
             Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
-            progress.begin,
+            lambda what: update(description=what),
         )
         del pipe  # the bench drops it before it loads another
         methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
-        progress.expect(len(methods), len(methods) - len(missing))
+        update(total=len(methods), completed=len(methods) - len(missing))
         for method in missing:
             sweep.add(bench.measure(method))
-            progress.advance()
+            update(advance=1)
     written = sweep.publish()
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
@@ -141,46 +140,6 @@ def _methods(
         targets = spread(our_methods(bench.pipe, [], base), settings)
     others, left_out = peer_methods(bench.pipe, bench.subject.steps, peers, settings)
     return [*our_methods(bench.pipe, presets), *targets, *others], left_out
-
-
-def _first(pipe: Any, load: Callable[[], Any]) -> Callable[[], Any]:
-    """Gives the pipeline that there is, and after that freshly loaded ones."""
-    loaded = [pipe]
-
-    def give() -> Any:
-        if loaded:
-            return loaded.pop()
-        fresh = load()
-        fresh.set_progress_bar_config(disable=True)
-        return fresh
-
-    return give
-
-
-class _Progress:
-    """A bar over methods that says what runs."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._task = bar.add_task("plain", total=None)
-
-    def begin(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
-
-    def expect(self, total: int, done: int) -> None:
-        self._bar.update(self._task, total=total, completed=done)
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
-
-
-@contextmanager
-def _progress_bar(console: Console) -> Iterator[_Progress]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), "settings", TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
-        yield _Progress(bar)
 
 
 def _print_summary(console: Console, sweep: Sweep) -> None:

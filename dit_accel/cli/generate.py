@@ -11,7 +11,7 @@ import typer
 from dit_accel.cli import options
 from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
 from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.tools.demo import model_fps, model_preset
+from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -105,19 +105,15 @@ def command(
         require_extra("matplotlib", "--plot")
     if output is not None:
         require_plausible_output(output)
-    preset = preset or model_preset(model)
-    plain_only = preset == "none"
-    if plain_only and (compare or plot or settings):
+    preset, overrides = options.named_preset(preset, model, settings)
+    if preset == "none" and (compare or plot or settings):
         used = "--compare" if compare else "--plot" if plot else "--set"
         raise options.OptionError(used, "needs an accelerated run, and --preset none is plain")
-    overrides = options.parse_overrides(settings)
-    if preset is not None and not plain_only:
-        options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
-    picture = read_image(image) if image else None
+    picture = read_image(image)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model), fps)
-    chosen = None if plain_only else options.choose_preset(preset, overrides, pipe)
+    chosen = None if preset == "none" else options.choose_preset(preset, overrides, pipe)
     given = {
         "prompt": prompt,
         "negative-prompt": negative_prompt,

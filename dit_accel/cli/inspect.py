@@ -12,7 +12,7 @@ from dit_accel.cli import options
 from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.errors import ShapeError
-from dit_accel.tools.demo import model_fps, model_preset
+from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ def command(
 
     console = Console(quiet=quiet)
     require_extra("matplotlib", "dit-accel inspect, which draws figures,")
-    preset = preset or model_preset(model)
-    if preset == "none":
-        raise options.OptionError("--preset", "a plain run has nothing to inspect; choose a preset")
-    overrides = options.parse_overrides(settings)
-    if preset is not None:
-        options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
+    plain = "a plain run has nothing to inspect; choose a preset"
+    preset, overrides = options.named_preset(preset, model, settings, plain)
     given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    given["image"] = read_image(image) if image else None
-    _make_folder(output)
+    given["image"] = read_image(image)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise options.OptionError("--output", f"{output} can't be made: {error.strerror}") from None
+    options.require_writable(output / "report.json", "--output")
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model))
@@ -89,9 +89,8 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
     symbols = pipe.dit_accel.symbols()
     level = pipe.dit_accel.preset.forecast.level
     if layer is not None and layer not in symbols:
-        valid = (
-            f"layers: {', '.join(symbols)}" if symbols else f"level {level} has no symbols; use a preset of level head"
-        )
+        none = f"level {level} has no symbols; use a preset of level head"
+        valid = f"layers: {', '.join(symbols)}" if symbols else none
         raise options.OptionError("--layer", f"no symbols of layer {layer!r}; {valid}")
     if not symbols:
         console.out(f"no symbol map: this run has no symbols (level {level})", highlight=False)
@@ -99,17 +98,9 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
     drawn = layer or list(symbols)[len(symbols) // 2]
     path = output / f"symbols-{drawn}.png"
     picture, frame, frames = _middle(pipe, made)
+    place = {"frame": frame, "frames": frames, "order": pipe.dit_accel.token_order}
     try:
-        symbol_map(
-            picture,
-            pipe.dit_accel.layout,
-            symbols[drawn],
-            path,
-            title=drawn,
-            frame=frame,
-            frames=frames,
-            order=pipe.dit_accel.token_order,
-        )
+        symbol_map(picture, pipe.dit_accel.layout, symbols[drawn], path, title=drawn, **place)
     except ShapeError as error:
         console.out(f"no symbol map: {error}", highlight=False)
     else:
@@ -125,11 +116,3 @@ def _middle(pipe: Any, made: Image.Image | np.ndarray) -> tuple[Image.Image, int
     factor = pipe.vae_scale_factor_temporal  # the first latent frame is one frame, and each other this many
     frames = (len(made) - 1) // factor + 1
     return Image.fromarray(made[frames // 2 * factor]), frames // 2, frames
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise options.OptionError("--output", f"{folder} can't be made: {error.strerror}") from None
-    options.require_writable(folder / "report.json", "--output")

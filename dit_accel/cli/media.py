@@ -1,4 +1,7 @@
-"""What pipelines make, pictures or clips: how each is named, written and compared."""
+"""What pipelines make, pictures or clips: how each is named, written and compared.
+
+Checks raise an ``OptionError``, or an ``UnsupportedError`` where imageio-ffmpeg is missing for an mp4.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,7 @@ USUAL_FRAMES_A_SECOND = 24.0
 
 
 def require_plausible_output(path: Path) -> None:
-    """Checks what needs no model: that a picture, a clip or a folder of frames could be written to ``path``.
-
-    Raises:
-        OptionError: it has no name, the suffix is of no format here, or the file can't be written.
-        UnsupportedError: it is an mp4, and imageio-ffmpeg is missing.
-    """
+    """Checks what needs no model: that a picture, a clip or a folder of frames could be written to ``path``."""
     from PIL import Image
 
     from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
@@ -49,14 +47,10 @@ class Pictures:
     default_output = Path("output.png")
 
     def require_output(self, path: Path, *, compare: bool) -> None:
-        """Checks that a picture can be written to ``path``, and its comparison beside it.
-
-        Raises:
-            OptionError: one is a folder, can't be written, or Pillow can't tell from its name which format to write.
-        """
+        """Checks that a picture can be written to ``path``, and its comparison beside it."""
         from PIL import Image
 
-        for file in [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]:
+        for file in _with_comparison(path, compare):
             require_writable(file, "--output")
         if path.suffix.lower() not in Image.registered_extensions():
             raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes pictures")
@@ -68,10 +62,10 @@ class Pictures:
         """Writes NAME-plain and NAME-compare beside the picture NAME, and returns their paths."""
         from dit_accel.tools.strips import comparison_strip
 
-        beside = {"plain": plain, "compare": comparison_strip(plain, fast, labels)}
-        for kind, picture in beside.items():
-            picture.save(_beside(path, kind))
-        return [_beside(path, kind) for kind in beside]
+        _, *beside = _with_comparison(path)
+        for picture, file in zip((plain, comparison_strip(plain, fast, labels)), beside, strict=True):
+            picture.save(file)
+        return beside
 
     def quality(self, plain: list[Image.Image], fast: list[Image.Image]) -> dict[str, Any]:
         """``psnr_db`` (None where identical) over all pictures, ``ssim`` as their mean, and ``identical``."""
@@ -89,27 +83,24 @@ class Clips:
         self.fps = fps
 
     def require_output(self, path: Path, *, compare: bool) -> None:
-        """Checks that a clip can be written to ``path``, and its comparison beside it in the same form.
+        """Checks that a clip can be written to ``path``, and its comparison beside it in the same form."""
+        from dit_accel.tools.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
 
-        Raises:
-            OptionError: the suffix is no clip's, one can't be written, or a folder holds more than frames.
-            UnsupportedError: it is an mp4, and imageio-ffmpeg is missing.
-        """
-        from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
-
-        folder = is_folder_of_frames(path)
-        if not folder and path.suffix.lower() not in FILE_SUFFIXES:
+        is_folder = is_folder_of_frames(path)
+        if not is_folder and path.suffix.lower() not in FILE_SUFFIXES:
             raise OptionError(
                 "--output",
                 f"{path} must end in {' or '.join(FILE_SUFFIXES)}, or be a folder of frames (a name without "
                 "suffix): this model makes video",
             )
-        require_codec(path, "--output", folder=folder)
-        for clip in [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]:
-            if folder:
-                _require_folder_of_frames(clip)
-            else:
-                require_writable(clip, "--output")
+        require_codec(path, "--output", folder=is_folder)
+        for clip in _with_comparison(path, compare):
+            if is_folder and clip.is_file():
+                raise OptionError("--output", f"{clip} is no folder that frames can be written into; name a new one")
+            if is_folder and (foreign := foreign_files(clip)):
+                holds = f"folder {clip} holds more than frames of a clip ({foreign[0]})"
+                raise OptionError("--output", f"{holds}; name another or a new one")
+            require_writable(clip / "0000.png" if is_folder and clip.is_dir() else clip, "--output")
         if compare:
             require_writable(_strip(path), "--output")
 
@@ -123,11 +114,11 @@ class Clips:
         from dit_accel.tools.strips import comparison_clip, frame_strip
         from dit_accel.tools.video import is_folder_of_frames, write_clip
 
-        beside = {"plain": plain, "compare": comparison_clip(plain, fast, labels)}
-        for kind, clip in beside.items():
-            write_clip(clip, _beside(path, kind), self.fps, folder=is_folder_of_frames(path))
+        _, *beside = _with_comparison(path)
+        for clip, file in zip((plain, comparison_clip(plain, fast, labels)), beside, strict=True):
+            write_clip(clip, file, self.fps, folder=is_folder_of_frames(path))
         frame_strip(plain, fast, labels).save(_strip(path))
-        return [*(_beside(path, kind) for kind in beside), _strip(path)]
+        return [*beside, _strip(path)]
 
     def quality(self, plain: list[np.ndarray], fast: list[np.ndarray]) -> dict[str, Any]:
         """As that of :class:`Pictures`, over the frames of all clips."""
@@ -137,20 +128,14 @@ class Clips:
 
 
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
-    """What a pipeline makes.
-
-    Args:
-        pipe: a diffusers pipeline.
-        model_fps: frames a second that the model says it was trained on.
-        fps: what the user asked for.
-
-    Raises:
-        OptionError: ``fps`` was given for a pipeline of pictures.
-    """
+    """What a pipeline makes; clips with the frame rate that was asked for, else the model's own, else its family's."""
     from dit_accel.pipeline import makes_video
 
     if makes_video(pipe):
-        return Clips(fps or model_fps or _family_fps(pipe))
+        family = next((family for family in FRAMES_A_SECOND if type(pipe).__name__.startswith(family)), None)
+        if pipe.config.get("expand_timesteps"):  # Wan 2.2 TI2V 5B, unlike its siblings
+            family = None
+        return Clips(fps or model_fps or FRAMES_A_SECOND.get(family, USUAL_FRAMES_A_SECOND))
     if fps is not None:
         raise OptionError("--fps", f"{type(pipe).__name__} makes pictures, which have no frames")
     return Pictures()
@@ -161,32 +146,17 @@ def numbered(path: Path, index: int, count: int) -> Path:
     return path if count == 1 else _beside(path, str(index))
 
 
-def _family_fps(pipe: Any) -> float:
-    if pipe.config.get("expand_timesteps"):  # Wan 2.2 TI2V 5B, unlike its siblings
-        return USUAL_FRAMES_A_SECOND
-    name = type(pipe).__name__
-    return next((fps for family, fps in FRAMES_A_SECOND.items() if name.startswith(family)), USUAL_FRAMES_A_SECOND)
-
-
 def _beside(path: Path, kind: str) -> Path:
     return path.with_stem(f"{path.stem}-{kind}")
 
 
+def _with_comparison(path: Path, compare: bool = True) -> list[Path]:
+    """NAME, and where it is compared NAME-plain and NAME-compare."""
+    return [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]
+
+
 def _strip(path: Path) -> Path:
     return _beside(path, "strip").with_suffix(".png")
-
-
-def _require_folder_of_frames(path: Path) -> None:
-    from dit_accel.tools.video import foreign_files
-
-    if path.is_file():
-        raise OptionError("--output", f"{path} is no folder that frames can be written into; name a new one")
-    foreign = foreign_files(path)
-    if foreign:
-        raise OptionError(
-            "--output", f"folder {path} holds more than frames of a clip ({foreign[0]}); name another or a new one"
-        )
-    require_writable(path / "0000.png" if path.is_dir() else path, "--output")
 
 
 def _quality(plain: np.ndarray, fast: np.ndarray) -> dict[str, Any]:

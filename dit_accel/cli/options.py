@@ -1,4 +1,4 @@
-"""Options that several commands share, with their help texts."""
+"""Options that several commands share, with their help texts, and checks that raise an :class:`OptionError`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from dit_accel.errors import DitAccelError
 from dit_accel.tools.demo import DEFAULT_MODEL as DEFAULT_MODEL
+from dit_accel.tools.demo import model_preset
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -86,11 +87,7 @@ class OptionError(DitAccelError, ValueError):
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML.
-
-    Raises:
-        OptionError: a setting is not KEY=VALUE, or its value is not YAML.
-    """
+    """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML."""
     import yaml
 
     overrides = {}
@@ -103,6 +100,24 @@ def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
         except yaml.YAMLError:
             raise OptionError("--set", f"the value in {setting!r} is not YAML") from None
     return overrides
+
+
+def named_preset(
+    name: str | None, model: str, settings: list[str] | None, refusal: str = ""
+) -> tuple[str | None, dict[str, Any]]:
+    """Name of the preset asked for, else the one that the model is meant to run with, if any; and its overrides.
+
+    Both are checked: a misspelt preset should not wait for the model to load.
+
+    Args:
+        refusal: why the command can't run plain, with ``none``; empty = it can.
+    """
+    name, overrides = name or model_preset(model), parse_overrides(settings)
+    if name == "none" and refusal:
+        raise OptionError("--preset", refusal)
+    if name not in (None, "none"):
+        choose_preset(name, overrides)
+    return name, overrides
 
 
 def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None) -> Preset:
@@ -123,11 +138,7 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of a file that say something.
-
-    Raises:
-        OptionError: the file is missing or is no text.
-    """
+    """The lines of a file that say something."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -136,11 +147,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Checks, before anything is computed, that the file ``path`` can be written.
-
-    Raises:
-        OptionError: it is a folder, or its folder does not exist or is read-only.
-    """
+    """Checks, before anything is computed, that the file ``path`` can be written."""
     folder = path.resolve().parent
     if path.is_dir():
         raise OptionError(option, f"{path} is a folder; give the name of a file")

@@ -1,4 +1,7 @@
-"""Pipelines as the commands need them: loaded, called with what the user gave, and timed."""
+"""Pipelines as the commands need them: loaded, called with what the user gave, and timed.
+
+What an option can't do here raises an ``OptionError``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +42,7 @@ class Output:
 
 
 def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
-    """The pipeline, in place and ready to call; silent where the console is.
-
-    Raises:
-        OptionError: no such model or device, or offload without a GPU.
-    """
+    """The pipeline, in place and ready to call; silent where the console is."""
     source = _resolve_model(model)
     with console.status("importing diffusers"):
         import torch
@@ -83,10 +83,6 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
 
     Args:
         options: option name without dashes in front (``"num-images"``) to its value; None = not given.
-
-    Raises:
-        OptionError: an option was given that the pipeline does not take or that would do nothing, several clips were
-            asked for, or a picture that the pipeline needs was not given.
     """
     from dit_accel.pipeline import makes_video
 
@@ -96,25 +92,16 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
     given = {name: value for name, value in options.items() if value is not None}
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
-    keys = {
-        "prompt": "prompt",
-        "negative-prompt": "negative_prompt",
-        "steps": "num_inference_steps",
-        "height": "height",
-        "width": "width",
-        "num-frames": "num_frames",
-        "guidance": scale,
-        "image": "image",
-        "num-images": "num_images_per_prompt",
-    }
+    keys = {"steps": "num_inference_steps", "guidance": scale, "num-images": "num_images_per_prompt"}
     if makes_video(pipe) and given.pop("num-images", 1) > 1:  # few of diffusers' can make several, and some say nothing
         raise OptionError("--num-images", f"{type(pipe).__name__} makes one clip a run; run again with another --seed")
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():
-        if keys[name] not in parameters:
-            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {keys[name]}")
-        arguments[keys[name]] = value
+        key = keys.get(name, name.replace("-", "_"))
+        if key not in parameters:
+            raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {key}")
+        arguments[key] = value
     if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise OptionError(
             "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
@@ -129,14 +116,12 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
     return arguments
 
 
-def read_image(path: Path) -> Image.Image:
-    """An RGB picture from a file.
-
-    Raises:
-        OptionError: the file is missing or is no picture.
-    """
+def read_image(path: Path | None) -> Image.Image | None:
+    """An RGB picture from a file, if one was given."""
     from PIL import Image, UnidentifiedImageError
 
+    if path is None:
+        return None
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -149,23 +134,23 @@ def read_image(path: Path) -> Image.Image:
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
     """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
 
-    Raises:
-        UnsupportedError: the pipeline's own check of its inputs refused them.
-        typer.Exit: the device's memory did not suffice (code 1, with advice).
+    Raises what :func:`explained_failures` makes of its failures.
     """
     import torch
 
     from dit_accel.pipeline import makes_video
+    from dit_accel.tools.timing import transformer_clock
     from dit_accel.tools.video import as_clip
 
     generator = torch.Generator("cpu").manual_seed(seed)
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
-    with explained_failures(type(pipe)), _loop_timer(pipe) as loop_seconds:
+    with explained_failures(type(pipe)), transformer_clock(pipe) as clock:
         started = time.perf_counter()
         made = pipe(**arguments, **form, generator=generator)
         seconds = time.perf_counter() - started
-        return Output([as_clip(frames) for frames in made.frames] if video else made.images, seconds, loop_seconds())
+    results = [as_clip(frames) for frames in made.frames] if video else made.images
+    return Output(results, seconds, clock.loop_seconds)
 
 
 @contextlib.contextmanager
@@ -191,33 +176,18 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loop_timer(pipe: Any) -> Iterator[Callable[[], float]]:
-    """Times from the start of a transformer's first call to the end of the last; yields a function that gives seconds.
+def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Callable[..., None]]:
+    """One bar for many runs; yields a function that takes what :meth:`rich.progress.Progress.update` does.
 
-    On CUDA the GPU's own clock is read, so that timing adds no synchronisation to the loop.
+    Args:
+        begun: what goes on at first.
+        unit: what is counted.
     """
-    from dit_accel.loop.timing import gpu_stopwatch, stopwatch
-    from dit_accel.models import denoisers
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    device = pipe._execution_device
-    stops: list[Callable[[], Callable[[], float]]] = []
-    readings: list[Callable[[], float]] = []
-
-    def enter(*_: Any) -> None:
-        if not stops:
-            stops.append(gpu_stopwatch(device) if device.type == "cuda" else stopwatch())
-
-    def leave(*_: Any) -> None:
-        readings.append(stops[0]())
-
-    handles = []
-    for module in denoisers(pipe).values():
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield lambda: readings[-1]()
-    finally:
-        for handle in handles:
-            handle.remove()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
+        yield partial(bar.update, bar.add_task(begun, total=None))
 
 
 def _resolve_model(model: str) -> str:
@@ -245,12 +215,8 @@ def _resolve_device(device: str | None) -> torch.device:
     except RuntimeError:
         raise OptionError("--device", f"{device!r} is no device; use cuda, cuda:1, mps or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
-        cause = (
-            f"torch {torch.__version__} finds no GPU"
-            if torch.version.cuda
-            else f"torch {torch.__version__} is a CPU build"
-        )
-        raise OptionError("--device", f"CUDA is not available: {cause}; use --device cpu")
+        cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
+        raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
     if place.type == "mps" and not torch.backends.mps.is_available():

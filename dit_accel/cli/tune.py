@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
-from dit_accel.tools.demo import model_preset, tuning_prompts
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, progress_bar, read_image
+from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.tools.tune import Progress, TuneResult
+    from dit_accel.tools.tune import TuneResult
 
 
 def command(
@@ -84,22 +82,18 @@ def command(
         raise options.OptionError("--output", f"{output} is the preset to start from, which it would replace")
     options.require_writable(output, "--output")
     require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
-    overrides = options.parse_overrides(settings)
-    preset = preset or model_preset(model)
-    if preset == "none":
-        raise options.OptionError("--preset", "a plain run has no thresholds; choose a preset")
-    if preset is not None:
-        options.choose_preset(preset, overrides)  # a misspelt preset should not wait for the model to load
+    plain = "a plain run has no thresholds; choose a preset"
+    preset, overrides = options.named_preset(preset, model, settings, plain)
     listed = tuning_prompts(model) if prompts is None else options.read_prompts(prompts)
     split_prompts(listed, tuning_count, held_out_count)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    given["image"] = read_image(image) if image else None
+    given["image"] = read_image(image)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     arguments = call_arguments(pipe, model, given)
     base = preset or options.choose_preset(None, {}, pipe).name
     pipe.set_progress_bar_config(disable=True)  # one bar for the whole tuning
-    with explained_failures(type(pipe)), _progress_bar(console) as progress:
+    with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as update:
         result = tune(
             pipe,
             base,
@@ -112,7 +106,7 @@ def command(
             seed=seed,
             evaluations=evaluations,
             state=output.with_name(f"{output.stem}-tuning"),
-            progress=progress,
+            progress=lambda what, made, expected: update(description=what, completed=made, total=expected),
             **overrides,
         )
     plot = output.with_suffix(".png")
@@ -127,17 +121,6 @@ def command(
             err=True,
         )
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress_bar(console: Console) -> Iterator[Progress]:
-    """A bar over the runs that a tuning may need at most; it says what goes on."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), "runs at most", TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("tuning", total=None)
-        yield lambda what, made, expected: bar.update(task, description=what, completed=made, total=expected)
 
 
 def _print_summary(console: Console, result: TuneResult) -> None:

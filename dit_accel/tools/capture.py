@@ -10,6 +10,7 @@ with AttentionTap(pipe, visit):
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,8 +93,7 @@ class AttentionTap:
         self._visit = visit
         self._block = block
         self._clock = SchedulerClock(lambda: pipe.scheduler) if is_pipeline else _ChangeClock()
-        self._handles: list[Any] = []
-        self._tapped: list[torch.nn.Module] = []
+        self._undo = ExitStack()
         self._step = 0
         self._tokens: Tokens | None = None  # of the transformer call in progress
 
@@ -108,34 +108,28 @@ class AttentionTap:
             raise UnsupportedError("an AttentionTap needs a plain pipeline, got an accelerated one: restore it first")
         for name, transformer in self._transformers.items():
             family = self._families[name]
-            begin, end = self._call_hooks(family, transformer)
-            self._handles.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
-            self._handles.append(transformer.register_forward_hook(end, always_call=True))
+            begin = partial(self._begin, family, parameter_names(transformer))
+            self._undo.callback(transformer.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            self._undo.callback(transformer.register_forward_hook(self._end, always_call=True).remove)
             apart = family.first_frame_apart(transformer)
             for each in family.all_attentions(transformer, name):
                 attend, length = partial(self._attend, each, apart), partial(self._length, each.sees_text)
                 register_hook(each.module, AttentionHook(length, attend, partial(_refuse, each.site)), TAP_HOOK)
-                self._tapped.append(each.module)
+                self._undo.callback(remove_hook, each.module, TAP_HOOK)
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        while self._tapped:
-            remove_hook(self._tapped.pop(), TAP_HOOK)
+        self._undo.close()
 
-    def _call_hooks(self, family: Family, transformer: torch.nn.Module) -> tuple[Callable, Callable]:
-        names = parameter_names(transformer)
+    def _begin(
+        self, family: Family, names: list[str], model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._step = self._clock.read(arguments["timestep"]).step
+        self._tokens = family.tokens(model, arguments)
 
-        def begin(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-            self._step = self._clock.read(arguments["timestep"]).step
-            self._tokens = family.tokens(model, arguments)
-
-        def end(*_: Any) -> None:
-            self._tokens = None
-
-        return begin, end
+    def _end(self, *_: Any) -> None:
+        self._tokens = None
 
     def _length(self, sees_text: bool) -> int | None:
         return None if self._tokens is None else self._tokens.layout(self._block, text=sees_text).tokens

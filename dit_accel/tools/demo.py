@@ -28,14 +28,12 @@ def demo_arguments(folder: Path) -> dict[str, Any]:
 
 def model_fps(name: str) -> float | None:
     """Frames a second of the clips that a shipped model was trained on; None if there is none, or it does not say."""
-    folder = demo_path(name)
-    return _facts(folder).get("fps") if folder else None
+    return _facts(demo_path(name)).get("fps")
 
 
 def model_preset(name: str) -> str | None:
     """The preset that a shipped model is meant to run with; None if there is none, or it does not say."""
-    folder = demo_path(name)
-    return _facts(folder).get("preset") if folder else None
+    return _facts(demo_path(name)).get("preset")
 
 
 def tuning_prompts(name: str) -> list[str]:
@@ -44,6 +42,6 @@ def tuning_prompts(name: str) -> list[str]:
     return (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    file = folder / "demo.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _facts(folder: Path | None) -> dict[str, Any]:
+    file = folder and folder / "demo.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}

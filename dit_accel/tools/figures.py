@@ -31,6 +31,7 @@ SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E0
 SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
+SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of maps
 MOST_LABELS = 12  # lines of a legend
 
 
@@ -72,7 +73,9 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
         errors.plot(*zip(*probed.items(), strict=True), **style, label="attention of the worst block (probe)")
         errors.legend(frameon=False, loc="best", fontsize=8)
     if not judged and not probed:
-        _note(errors, "no forecast was judged in this run")
+        note = "no forecast was judged in this run"
+        errors.text(0.5, 0.5, note, transform=errors.transAxes, ha="center", va="center", color=GREY)
+        errors.set_yticks([])
     if any(error > 0 for error in (*judged.values(), *probed.values())):
         _log_scale(errors)
     errors.set_ylabel("measured error\n(relative L2)")
@@ -90,7 +93,7 @@ def density_figure(report: RunReport, path: str | Path) -> None:
     height = float(np.clip(1.6 + 0.2 * len(report.layers), 2.6, 12.0))
     figure = new_figure(9.0, height)
     axes = figure.subplots()
-    image = axes.imshow(density, aspect="auto", cmap="cividis", vmin=0.0, vmax=1.0, interpolation="nearest")
+    image = axes.imshow(density, aspect="auto", **SHARES)
     every = -(-len(report.layers) // 50)
     axes.set_yticks(range(0, len(report.layers), every), report.layers[::every], fontsize=8 if height > 4 else 9)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -162,15 +165,7 @@ def symbol_map(
     plain.imshow(picture, extent=extent)
     plain.set_title("picture", loc="left")
     painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
-    image = painted.imshow(
-        tokens,
-        extent=extent,
-        cmap="cividis",
-        vmin=0,
-        vmax=1,
-        alpha=0.65,
-        interpolation="nearest",
-    )
+    image = painted.imshow(tokens, extent=extent, alpha=0.65, **SHARES)
     painted.set_title(f"{title}: {tokens.mean():.0%} computed", loc="left")
     for axes in (plain, painted):
         axes.set_axis_off()
@@ -339,8 +334,3 @@ def _log_scale(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _note(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
-    axes.set_yticks([])

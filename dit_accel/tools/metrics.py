@@ -1,4 +1,4 @@
-"""How far two outputs are apart: PSNR and SSIM of pictures and clips, relative error of latents.
+"""How far two outputs are apart: PSNR, SSIM and LPIPS of pictures and clips, relative error of latents.
 
 Pictures are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
@@ -9,6 +9,9 @@ never more than one frame of a clip at a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +28,7 @@ LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
 SSIM_WINDOW = 11
 SSIM_SIGMA = 1.5
 SSIM_K1, SSIM_K2 = 0.01, 0.03
+LPIPS_BACKBONE = "alexnet-owt-7be5be79.pth"  # torchvision's, which lpips builds on
 
 
 def psnr(a: Picture, b: Picture) -> float:
@@ -90,6 +94,29 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
         return 0.0
     norm = float(np.linalg.norm(second))
     return math.inf if norm == 0.0 else distance / norm
+
+
+def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float] | str:
+    """Mean LPIPS (AlexNet) of two clips' frames, float ``[frames, 3, height, width]`` in 0..1; or why there is none.
+
+    Nothing is downloaded: the package ``lpips`` and its network's weights must be on this machine.
+    """
+    if find_spec("lpips") is None:
+        return "the package lpips is not installed"
+    import torch
+
+    weights = Path(torch.hub.get_dir(), "checkpoints", LPIPS_BACKBONE)
+    if not weights.is_file():
+        return f"AlexNet's weights are not in {weights.parent}"
+    import lpips
+
+    network = lpips.LPIPS(net="alex", verbose=False).to(device)
+
+    @torch.no_grad()
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return network(a.to(device), b.to(device), normalize=True).mean().item()
+
+    return distance
 
 
 def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:

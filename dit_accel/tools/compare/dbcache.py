@@ -9,36 +9,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from dit_accel.tools.compare.methods import Method, Subject
+from dit_accel.tools.compare.methods import Method, Peer, Subject
 
 # Warm-up and threshold.
 _SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
 MASKS = ("slow", "medium", "fast", "ultra")
 
 
-def dbcache(steps: int) -> list[Method]:
-    return [_method("DBCache (cache-dit)", warmup=w, threshold=t) for w, t in _SETTINGS]
-
-
-def dbcache_taylorseer(steps: int) -> list[Method]:
-    series = "DBCache + TaylorSeer (cache-dit)"
-    return [_method(series, warmup=w, threshold=t, order=1) for w, t in _SETTINGS]
-
-
-def step_masks(steps: int) -> list[Method]:
-    """Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
-
-    Under policy ``dynamic`` some of the masked steps compute all the same.
-    """
-    series = partial(_method, "SCM + TaylorSeer (cache-dit)", order=1)
-    return [
-        *(series(warmup=8, mask=mask, policy="static") for mask in MASKS),
-        *(series(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
-        *(series(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
-    ]
-
-
-def why_not_cached(pipe: Any) -> str | None:
+def _why_not(pipe: Any) -> str | None:
     """Why cache-dit can't run on a pipeline, or None."""
     if find_spec("cache_dit") is None:
         return "cache-dit is not installed"
@@ -99,3 +77,25 @@ def _quieten() -> None:
     for name in logging.root.manager.loggerDict:
         if name.lower().startswith(("cache_dit", "cache-dit")):
             logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _peer(methods: list[Method]) -> Peer:
+    return Peer(lambda steps: methods, _why_not)
+
+
+_scm = partial(_method, "SCM + TaylorSeer (cache-dit)", order=1)
+DBCACHES = {
+    "dbcache": _peer([_method("DBCache (cache-dit)", warmup=w, threshold=t) for w, t in _SETTINGS]),
+    "dbcache-taylorseer": _peer(
+        [_method("DBCache + TaylorSeer (cache-dit)", warmup=w, threshold=t, order=1) for w, t in _SETTINGS]
+    ),
+    # Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
+    # Under policy `dynamic` some of the masked steps compute all the same.
+    "scm": _peer(
+        [
+            *(_scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
+            *(_scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),
+            *(_scm(warmup=3, interval=interval, policy="static") for interval in (3, 4, 6, 10)),
+        ]
+    ),
+}

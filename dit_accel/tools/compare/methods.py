@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dit_accel.models.families import family_of
 from dit_accel.pipeline import accelerated, preset_for
@@ -21,21 +20,13 @@ TARGETS = (0.1, 0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.6, 2.5, 4.0, 6.0)  # times ta
 
 @dataclass
 class Subject:
-    """A pipeline as methods get it.
+    """A pipeline as methods get it."""
 
-    Args:
-        pipe: plain; it is another one after a reload.
-        steps: denoising steps of a plain run.
-        branches: transformer calls a step, 2 where guidance calls it once with and once without the prompt.
-        tuning_run: runs the pipeline on a prompt that no figure is taken from, for methods that need calibration.
-        calibrations: what these found, by method.
-    """
-
-    pipe: Any
-    steps: int
-    branches: int
-    tuning_run: Callable[[], Any]
-    calibrations: dict[str, Any] = field(default_factory=dict)
+    pipe: Any  # plain; it is another one after a reload
+    steps: int  # of a plain run
+    branches: int  # transformer calls a step, 2 where guidance calls it once with and once without the prompt
+    tuning_run: Callable[[], Any]  # on a prompt that no figure is taken from, for methods that need calibration
+    calibrations: dict[str, Any] = field(default_factory=dict)  # what these found, by method
 
 
 @dataclass(frozen=True)
@@ -64,6 +55,13 @@ class Method:
     def ours(self) -> bool:
         """Whether it is our closed loop; fixed schedules that run on our engine count as rivals."""
         return self.series == OURS
+
+
+class Peer(NamedTuple):
+    """One way to make a pipeline faster that is not ours."""
+
+    methods: Callable[[int], list[Method]]  # its settings for runs of so many steps
+    why_not: Callable[[Any], str | None]  # why it can't run on a pipeline here, or None
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:
@@ -123,14 +121,14 @@ def _series(preset: Preset) -> str:
 
 def _of_preset(series: str, name: str, preset: Preset) -> Method:
     @contextmanager
-    def put_on(subject: Subject, preset: Preset) -> Iterator[dict[str, Any]]:
+    def put_on(subject: Subject) -> Iterator[dict[str, Any]]:
         with accelerated(subject.pipe, preset):
             yield {}
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
     reports_work = preset.forecast.level != "output" or leaves_tiles_out
     former = tuple(_digest(preset, model=family) for family in FUSED_FAMILIES) if preset.model == "any" else ()
-    return Method(series, name, partial(put_on, preset=preset), reports_work, _digest(preset), former)
+    return Method(series, name, put_on, reports_work, _digest(preset), former)
 
 
 def _digest(preset: Preset, **changes: str) -> str:

@@ -39,27 +39,35 @@ def margins(rows: Sequence[Row]) -> list[Row]:
     """Each of our settings' lead in dB over the best of the others' frontiers at its own computed fraction, None where
     no other is as cheap.
     """
-    series = {row["series"] for row in rows if not row["ours"]}
-    rivals = [frontier(row for row in rows if row["series"] == name and not row["ours"]) for name in sorted(series)]
+    rivals = _frontiers(row for row in rows if not row["ours"]).values()
     leads = []
     for row in measured(rows):
         if row["ours"]:
-            levels = [level for points in rivals if (level := at(points, row["computed_fraction"])) is not None]
-            lead = row["psnr_db"] - max(levels) if levels else None
-            leads.append({"name": row["name"], "rival_db": max(levels, default=None), "lead_db": lead})
+            rival = _best_at(rivals, row["computed_fraction"])
+            lead = None if rival is None else row["psnr_db"] - rival
+            leads.append({"name": row["name"], "rival_db": rival, "lead_db": lead})
     return leads
 
 
 def frontier_table(rows: Sequence[Row]) -> dict[str, Any]:
     """PSNR of each series' frontier at `FRACTIONS`, and our lead over the best of the others there; None = none."""
-    frontiers = {series: frontier(row for row in rows if row["series"] == series) for series in _series(rows)}
+    frontiers = _frontiers(rows)
     levels = {series: [at(points, fraction) for fraction in FRACTIONS] for series, points in frontiers.items()}
-    leads = []
-    for place in range(len(FRACTIONS)):
-        rivals = [line[place] for series, line in levels.items() if series != OURS and line[place] is not None]
-        own = levels.get(OURS, [None] * len(FRACTIONS))[place]
-        leads.append(own - max(rivals) if own is not None and rivals else None)
+    rivals = [points for series, points in frontiers.items() if series != OURS]
+    pairs = [(at(frontiers.get(OURS, []), fraction), _best_at(rivals, fraction)) for fraction in FRACTIONS]
+    leads = [None if own is None or rival is None else own - rival for own, rival in pairs]
     return {"fractions": list(FRACTIONS), "psnr_db": levels, "lead_db": leads}
+
+
+def _frontiers(rows: Iterable[Row]) -> dict[str, list[tuple[float, float]]]:
+    """By series, ours first."""
+    rows = list(rows)
+    return {series: frontier(row for row in rows if row["series"] == series) for series in _series(rows)}
+
+
+def _best_at(frontiers: Iterable[Sequence[tuple[float, float]]], fraction: float) -> float | None:
+    """The highest PSNR of some frontiers at a computed fraction."""
+    return max((level for points in frontiers if (level := at(points, fraction)) is not None), default=None)
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

@@ -6,21 +6,20 @@ import gc
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.timing import gpu_stopwatch, stopwatch
 from dit_accel.models import denoisers
-from dit_accel.tools.compare.lpips import lpips_distance
 from dit_accel.tools.compare.methods import Method, Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.work import WorkCounter
-from dit_accel.tools.metrics import clip_ssim, latent_error, psnr
+from dit_accel.tools.metrics import clip_ssim, latent_error, lpips_distance, psnr
+from dit_accel.tools.timing import transformer_clock
 from dit_accel.tools.tune.runs import IDENTICAL, run_pipeline
 
 PROOF_STEPS = 3  # steps of the plain run that are repeated after each method
@@ -131,15 +130,11 @@ class Bench:
 
     def time_plain(self) -> float:
         """The same of the plain run."""
-        return self._clocked("plain", {})
+        return self._timed(Method("plain", "plain", lambda subject: nullcontext({})))
 
     def _timed(self, method: Method) -> float:
-        with method.put_on(self.subject) as changes:
-            return self._clocked(method.name, changes)
-
-    def _clocked(self, what: str, changes: dict[str, Any]) -> float:
-        with transformer_clock(self.pipe) as clock:
-            self._run(self._prompts[0], what, **changes)
+        with method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
+            self._run(self._prompts[0], method.name, **changes)
         return clock.seconds
 
     def _compared(self, method: Method, prompt: Prompt, plain: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -195,15 +190,9 @@ class Bench:
             return tensors
 
         prompt = self._prompts[0]
-        generator = torch.Generator("cpu").manual_seed(prompt.seed)
+        own = {"prompt": prompt.prompt, "generator": torch.Generator("cpu").manual_seed(prompt.seed)}
         self._begin("proof")
-        self.pipe(
-            **self._arguments,
-            prompt=prompt.prompt,
-            generator=generator,
-            output_type="latent",
-            callback_on_step_end=keep,
-        )
+        self.pipe(**self._arguments, **own, output_type="latent", callback_on_step_end=keep)
         return latents[0].float().cpu()
 
     def _run(self, prompt: Prompt, what: str, **changes: Any) -> dict[str, torch.Tensor]:
@@ -212,38 +201,3 @@ class Bench:
 
     def _tuning_run(self) -> None:
         self._run(self._tuning_prompt, "calibration")
-
-
-class _Clock:
-    """Calls of the transformers, and the seconds inside them."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.readings: list[Callable[[], float]] = []
-
-    @property
-    def seconds(self) -> float:
-        return sum(read() for read in self.readings)
-
-
-@contextmanager
-def transformer_clock(pipe: Any) -> Iterator[_Clock]:
-    """Times every call of the pipeline's transformers, whatever has replaced their forwards."""
-    clock = _Clock()
-    stops: list[Callable[[], Callable[[], float]]] = []
-
-    def enter(*_: Any) -> None:
-        stops.append(gpu_stopwatch(pipe.device) if pipe.device.type == "cuda" else stopwatch())
-
-    def leave(*_: Any) -> None:
-        clock.calls += 1
-        clock.readings.append(stops.pop()())
-
-    handles = []
-    for module in denoisers(pipe).values():
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield clock
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,32 +11,9 @@ import diffusers
 import numpy as np
 import torch
 
-from dit_accel.tools.compare.methods import Method, Subject
+from dit_accel.tools.compare.methods import Method, Peer, Subject
 
 SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
-
-
-def fewer_steps(steps: int) -> list[Method]:
-    """The model's own solver with so many of ``steps``."""
-    return [Method("fewer steps", f"{count} steps", partial(_fewer, count=count)) for count in _counts(steps)]
-
-
-def fewer_steps_solved(solver: str, steps: int) -> list[Method]:
-    """One of `SOLVERS` with so many of ``steps``, and with all of them.
-
-    That last one is near the picture that it converges to, which is not quite the plain one: others come closer to that
-    only where their error resembles Euler's.
-    """
-    return [
-        Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
-        for count in (*_counts(steps), steps)
-    ]
-
-
-def why_not_solvable(pipe: Any) -> str | None:
-    """Why solvers of flow models can't run a pipeline, or None."""
-    name = type(pipe.scheduler).__name__
-    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not Euler's of flow matching"
 
 
 class _FlowSchedule:
@@ -75,13 +52,33 @@ SOLVERS = {"DPM++ 2M": _DPM, "UniPC": _UniPC}
 SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 
 
-def _counts(steps: int) -> list[int]:
-    return sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+def fewer_steps(solver: str | None, steps: int) -> list[Method]:
+    """The model's own solver with so many of ``steps``, or one of `SOLVERS`, with all of them too.
+
+    That last one is near the picture that it converges to, which is not quite the plain one: others come closer to that
+    only where their error resembles Euler's.
+    """
+    counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+    if solver is None:
+        changes = {f"{count} steps": {"num_inference_steps": count} for count in counts}
+        return [Method("fewer steps", name, lambda _, each=each: nullcontext(each)) for name, each in changes.items()]
+    return [
+        Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
+        for count in (*counts, steps)
+    ]
 
 
-@contextmanager
-def _fewer(subject: Subject, count: int) -> Iterator[dict[str, Any]]:
-    yield {"num_inference_steps": count}
+def _why_not(pipe: Any) -> str | None:
+    """Why solvers of flow models can't run a pipeline, or None."""
+    name = type(pipe.scheduler).__name__
+    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not Euler's of flow matching"
+
+
+FEWER_STEPS = {
+    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None),
+    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not),
+    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not),
+}
 
 
 @contextmanager

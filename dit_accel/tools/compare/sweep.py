@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from dit_accel.presets import name_of_today
 from dit_accel.tools.compare.methods import Method
 from dit_accel.tools.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.compare.runs import Bench
-from dit_accel.tools.tune.runs import difference_of
+from dit_accel.tools.tune.runs import difference_of, write_whole
 
 
 class Sweep:
@@ -94,9 +93,7 @@ class Sweep:
         return [self._file, markdown, *drawn]
 
     def _save(self) -> None:
-        part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, self._file)
+        write_whole(self._file, json.dumps(self.document, indent=1) + "\n")
 
 
 def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dit_accel.tools.timing import removed_after
+
 See = Callable[[str, Any, Any], None]  # a leaf's name, its input and its output
 LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -71,10 +73,8 @@ class WorkCounter:
             latest.clear()
 
         handles = [block.register_forward_hook(leave_block) for block in self._blocks.values()]
-        with self._watched(see), _AttentionMeter(attended):
+        with removed_after(handles), self._watched(see), _AttentionMeter(attended):
             yield
-        for handle in handles:
-            handle.remove()
         self._cost = {name: spent[name] / taken[name] for name in taken}
         self.plain_flops = float(spent.total())
 

@@ -34,7 +34,7 @@ _PIPELINES = {
         flux.control_inputs,
     ),
     "flux-kontext": (partial(flux.build, "FluxKontextPipeline"), flux.kontext_inputs),
-    "flux-controlnet": (flux.build_controlnet, flux.control_inputs),
+    "flux-controlnet": (partial(flux.build, "FluxControlNetPipeline", controlnet=True), flux.control_inputs),
     "flux-img2img": (partial(flux.build, "FluxImg2ImgPipeline"), flux.img2img_inputs),
     "flux-ip-adapter": (flux.build_ip_adapter, flux.ip_adapter_inputs),
     "sd3": (families.build_sd3, flux.inputs),
@@ -45,8 +45,7 @@ _PIPELINES = {
     "qwen-image": (families.build_qwen_image, families.qwen_image_inputs),
     "wan": (wan.build, wan.inputs),
     "wan-i2v": (partial(wan.build, picture=True), wan.picture_inputs),
-    # The transformer takes the last 512 tokens for text and those before them for the picture's.
-    "wan-i2v-clip": (partial(wan.build, picture=True, image_encoder=True), partial(wan.picture_inputs, tokens=512)),
+    "wan-i2v-clip": (partial(wan.build, picture=True, image_encoder=True), wan.encoded_picture_inputs),
     "wan22": (partial(wan.build, experts=2), wan.inputs),
     "wan22-i2v": (partial(wan.build, picture=True, experts=2), wan.picture_inputs),
     "wan22-5b": (partial(wan.build, expand_timesteps=True), wan.inputs),

@@ -7,10 +7,10 @@ and the first block holds text and picture.
 
 import torch
 
-from dit_accel.tools.testing import text
+from dit_accel.tools.testing import encoders
+from dit_accel.tools.testing.inputs import call_with, left_half, random_tensor
 
 HEIGHT, WIDTH = 96, 88  # pixels
-TEXT_TOKENS = 37
 LATENT_CHANNELS = 4
 VAE_FACTOR = 4  # pixels along a side of one latent; a token packs 2×2 latents
 TOKEN_CHANNELS = 4 * LATENT_CHANNELS
@@ -35,72 +35,63 @@ def image_vae():
     )
 
 
-def _attention_sizes(guidance: bool) -> dict:
-    """What the transformer and a control net have in common."""
-    return {
+def build(
+    pipeline: str = "FluxPipeline",
+    *,
+    in_channels: int = TOKEN_CHANNELS,
+    guidance: bool = True,
+    controlnet: bool = False,
+):
+    """A pipeline of the named diffusers class.
+
+    Args:
+        in_channels: of the transformer.
+        guidance: with the distilled guidance embedding of FLUX.1-dev.
+        controlnet: with a control net of one block of each kind.
+    """
+    import diffusers
+
+    sizes = {
         "attention_head_dim": 32,
         "num_attention_heads": 3,
-        "joint_attention_dim": text.FEATURES,
-        "pooled_projection_dim": text.FEATURES,
+        "joint_attention_dim": encoders.FEATURES,
+        "pooled_projection_dim": encoders.FEATURES,
         "guidance_embeds": guidance,
         "axes_dims_rope": (8, 12, 12),
     }
-
-
-def _components(*, in_channels: int = TOKEN_CHANNELS, guidance: bool = True) -> dict:
-    """The modules that every FLUX pipeline has; `guidance` is the distilled guidance embedding of FLUX.1-dev."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-
-    return {
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
-        "vae": image_vae(),
-        "text_encoder": text.clip_text_encoder(),
-        "tokenizer": text.clip_tokenizer(),
-        "text_encoder_2": text.t5_text_encoder(),
-        "tokenizer_2": text.t5_tokenizer(),
-        "transformer": FluxTransformer2DModel(
-            in_channels=in_channels,
-            out_channels=TOKEN_CHANNELS,
-            num_layers=2,
-            num_single_layers=2,
-            **_attention_sizes(guidance),
+    net = {}
+    if controlnet:
+        net["controlnet"] = diffusers.FluxControlNetModel(
+            **sizes, in_channels=TOKEN_CHANNELS, num_layers=1, num_single_layers=1
+        )
+    return getattr(diffusers, pipeline)(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance
         ),
-    }
-
-
-def build(pipeline_class: str = "FluxPipeline", **options):
-    """A pipeline of the named diffusers class with the shared modules; `options` go to them."""
-    import diffusers
-
-    return getattr(diffusers, pipeline_class)(**_components(**options))
-
-
-def build_controlnet():
-    """`FluxControlNetPipeline` with a control net of one block of each kind."""
-    from diffusers import FluxControlNetModel, FluxControlNetPipeline
-
-    controlnet = FluxControlNetModel(
-        in_channels=TOKEN_CHANNELS, num_layers=1, num_single_layers=1, **_attention_sizes(True)
+        vae=image_vae(),
+        **encoders.clip(),
+        **encoders.t5("_2"),
+        transformer=diffusers.FluxTransformer2DModel(
+            **sizes, in_channels=in_channels, out_channels=TOKEN_CHANNELS, num_layers=2, num_single_layers=2
+        ),
+        **net,
     )
-    return FluxControlNetPipeline(**_components(), controlnet=controlnet)
 
 
 def build_ip_adapter():
     """`FluxPipeline` with an IP-Adapter loaded; it takes picture embeddings, as it has no image encoder."""
-    from diffusers import FluxPipeline
-
-    pipe = FluxPipeline(**_components())
+    pipe = build()
     inner, tokens = pipe.transformer.inner_dim, 4
     projection = {
-        "proj.weight": torch.zeros(tokens * text.FEATURES, IMAGE_EMBEDDING),
-        "proj.bias": torch.zeros(tokens * text.FEATURES),
-        "norm.weight": torch.ones(text.FEATURES),
-        "norm.bias": torch.zeros(text.FEATURES),
+        "proj.weight": torch.zeros(tokens * encoders.FEATURES, IMAGE_EMBEDDING),
+        "proj.bias": torch.zeros(tokens * encoders.FEATURES),
+        "norm.weight": torch.ones(encoders.FEATURES),
+        "norm.bias": torch.zeros(encoders.FEATURES),
     }
     attention = {}
     for site in range(len(pipe.transformer.transformer_blocks)):
         for name in ("to_k_ip", "to_v_ip"):
-            attention[f"{site}.{name}.weight"] = torch.zeros(inner, text.FEATURES)
+            attention[f"{site}.{name}.weight"] = torch.zeros(inner, encoders.FEATURES)
             attention[f"{site}.{name}.bias"] = torch.zeros(inner)
     pipe.load_ip_adapter(
         {"image_proj": projection, "ip_adapter": attention},
@@ -110,49 +101,25 @@ def build_ip_adapter():
     return pipe
 
 
-def inputs(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
-    """What every FLUX pipeline is called with: the size in pixels and the number of text tokens."""
-    return {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS}
-
-
-def _with_picture(argument: str, **extra):
-    """Inputs that add a random picture `[1, 3, height, width]` in [0, 1] under the name `argument`."""
-
-    def picture_inputs(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
-        picture = torch.rand(1, 3, height, width, generator=generator)
-        return {**inputs(generator, height=height, width=width), argument: picture, **extra}
-
-    return picture_inputs
-
-
-control_inputs = _with_picture("control_image")
+inputs = call_with(HEIGHT, WIDTH)
+control_inputs = call_with(HEIGHT, WIDTH, control_image=random_tensor)
 # A strength below 1 skips the first steps: 4 steps asked for are 3 steps run.
-img2img_inputs = _with_picture("image", strength=0.75)
+img2img_inputs = call_with(HEIGHT, WIDTH, image=random_tensor, strength=0.75)
+fill_inputs = call_with(HEIGHT, WIDTH, image=random_tensor, mask_image=left_half)
+kontext_inputs = call_with(
+    HEIGHT,
+    WIDTH,
+    image=lambda generator, *_: random_tensor(generator, 48, 64),  # smaller than the result
+    max_area=lambda _, height, width: height * width,
+    _auto_resize=False,  # it would blow the picture up to about a megapixel
+)
 
 
-def kontext_inputs(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
-    """A reference picture smaller than the result; `_auto_resize` would blow it up to about a megapixel."""
-    reference = torch.rand(1, 3, 48, 64, generator=generator)
-    shared = inputs(generator, height=height, width=width)
-    return {**shared, "image": reference, "max_area": height * width, "_auto_resize": False}
-
-
-def fill_inputs(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
-    """A picture and a mask `[1, 1, height, width]` of ones where its left half is to be painted anew."""
-    mask = torch.zeros(1, 1, height, width)
-    mask[..., : width // 2] = 1.0
-    shared = _with_picture("image")(generator, height=height, width=width)
-    return {**shared, "mask_image": mask}
-
-
-def ip_adapter_inputs(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
+def ip_adapter_inputs(generator: torch.Generator, **size: int) -> dict:
     """Embeddings for the prompt and, as the pipeline would else run the missing image encoder, for its negative."""
     positive, negative = torch.randn(2, 1, 1, IMAGE_EMBEDDING, generator=generator)
-    return {
-        **inputs(generator, height=height, width=width),
-        "ip_adapter_image_embeds": [positive],
-        "negative_ip_adapter_image_embeds": [negative],
-    }
+    embeddings = {"ip_adapter_image_embeds": [positive], "negative_ip_adapter_image_embeds": [negative]}
+    return {**inputs(generator, **size), **embeddings}
 
 
 def tiny_flux_lora(pipe, *, rank: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:

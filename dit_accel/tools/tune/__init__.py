@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, re
 from dit_accel.presets import Preset, default_preset, load_preset
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.tune import calibration
-from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, Setting, axes_of, overrides_of
+from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, Axis, Setting, axes_of, overrides_of
 from dit_accel.tools.tune.result import Evaluation, Target, TuneResult, computed_fraction
 from dit_accel.tools.tune.runs import Runs, Store
 from dit_accel.tools.tune.search import Score, Search
@@ -99,58 +100,48 @@ def tune(
     target = Target.of(target_psnr, target_error)
     preset = default_preset(preset, is_video=makes_video(pipe))
     base = None if isinstance(preset, Preset) else preset
-    tuner = _Tuner(pipe, load_preset(preset, **overrides), base, overrides, target, dict(arguments or {}))
-    tuning, held_out = split_prompts(prompts, tuning_prompts, held_out_prompts)
+    preset = load_preset(preset, **overrides)
+    parameter = inspect.signature(pipe.__call__).parameters.get("num_inference_steps")
+    arguments = {"num_inference_steps": parameter and parameter.default, **(arguments or {})}
+    by_layer = "skip" in preset.effective() and preset.skip.skips
+    axes = axes_of(preset, by_layer=by_layer)
+    split = split_prompts(prompts, tuning_prompts, held_out_prompts)
+    tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)
     earlier = vars(pipe).get("dit_accel")
-    with accelerated(pipe, tuner.preset):
+    with accelerated(pipe, preset):
         pass  # raises now, and not after plain runs of minutes, if the preset does not fit the pipeline
     restore_pipeline(pipe)
     try:
-        return tuner.run(tuning, held_out, seed, evaluations, state and Path(state), progress)
+        return tuner.run(axes, evaluations, state and Path(state), progress)
     finally:
         if earlier is not None:
             accelerate_pipeline(pipe, earlier.preset)
 
 
+@dataclass
 class _Tuner:
     """One tuning."""
 
-    def __init__(
-        self,
-        pipe: Any,
-        preset: Preset,
-        base: str | Path | None,
-        overrides: dict[str, Any],
-        target: Target,
-        arguments: dict[str, Any],
-    ) -> None:
-        self.preset = preset
-        self._pipe = pipe
-        self._base = base
-        self._overrides = overrides
-        self._target = target
-        default = inspect.signature(pipe.__call__).parameters.get("num_inference_steps")
-        self._arguments = {"num_inference_steps": default and default.default, **arguments}
-        self._by_layer = "skip" in preset.effective() and preset.skip.skips
-        self._axes = axes_of(preset, by_layer=self._by_layer)
-        self._curves: calibration.Curves = {}
+    pipe: Any
+    preset: Preset
+    base: str | Path | None
+    overrides: dict[str, Any]
+    target: Target
+    arguments: dict[str, Any]
+    tuning: list[str]
+    held_out: list[str]
+    seed: int
+    by_layer: bool
+    curves: calibration.Curves = field(default_factory=dict)
 
-    def run(
-        self,
-        tuning: list[str],
-        held_out: list[str],
-        seed: int,
-        evaluations: int,
-        folder: Path | None,
-        progress: Progress | None,
-    ) -> TuneResult:
+    def run(self, axes: Sequence[Axis], evaluations: int, folder: Path | None, progress: Progress | None) -> TuneResult:
         """Plain runs, layers, then searches and confirmations until one of these meets the target."""
-        prompts = [*tuning, *held_out]
-        store = Store(folder, self._request(tuning, held_out, seed))
-        told = _Told(progress, 2 * len(prompts) + evaluations * len(tuning))
-        runs = Runs(self._pipe, self._arguments, prompts, seed, store, told.begin_run)
-        if self._by_layer:
-            self._calibrate(runs, store, len(tuning), told)
+        prompts, count = [*self.tuning, *self.held_out], len(self.tuning)
+        store = Store(folder, self._request())
+        told = _Told(progress, 2 * len(prompts) + evaluations * count)
+        runs = Runs(self.pipe, self.arguments, prompts, self.seed, store, told.begin_run)
+        if self.by_layer:
+            self._calibrate(runs, store, told)
         for index in range(len(prompts)):
             runs.plain(index)
 
@@ -161,53 +152,52 @@ class _Tuner:
             told.phase = "search"
 
             def evaluate(setting: Setting, caution: float = caution) -> Score:
-                evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(len(tuning))))
+                evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(count)))
                 tried[str(setting)] = evaluation
-                slack = self._target.slack(evaluation.figures, cautious=True)
+                slack = self.target.slack(evaluation.figures, cautious=True)
                 return Score(slack - caution, computed_fraction(evaluation.figures))
 
-            search = Search(self._axes, evaluate, evaluations)
+            search = Search(axes, evaluate, evaluations)
             found = search.run()
             setting = search.setting(found.places)
             told.phase = "confirmation"
-            confirmed = runs.figures(self._preset_of(setting), range(len(tuning), len(prompts)))
-            scores.append(Score(self._target.slack(confirmed), computed_fraction(confirmed)))
+            confirmed = runs.figures(self._preset_of(setting), range(count, len(prompts)))
+            scores.append(Score(self.target.slack(confirmed), computed_fraction(confirmed)))
             if scores[-1].meets or not found.score.meets:
                 break
-            caution += self._target.least - scores[-1].slack
-        name = self.preset.name if self._base is not None else "custom"
-        changes = {**self._overrides, **self._changes(setting), "description": f"{name}, tuned for {self._target}"}
+            caution += self.target.least - scores[-1].slack
+        name = self.preset.name if self.base is not None else "custom"
+        changes = {**self.overrides, **self._changes(setting), "description": f"{name}, tuned for {self.target}"}
         return TuneResult(
             preset=load_preset(self.preset, **changes),
-            base=self._base,
+            base=self.base,
             changes=changes,
-            target=self._target,
+            target=self.target,
             met=scores[-1].meets,
             setting=setting,
             held_out=confirmed,
             evaluations=list(tried.values()),
-            curves=self._curves,
-            chosen=self._chosen(setting) if self._by_layer else {},
+            curves=self.curves,
+            chosen=self._chosen(setting) if self.by_layer else {},
             circumstances={
                 "confirmations": str(len(scores)) + (", tightened in between" if len(scores) > 1 else ""),
-                **self._circumstances(runs.plain(0)["frames"].shape, seed),
+                **self._circumstances(runs.plain(0)["frames"].shape),
             },
         )
 
-    def _calibrate(self, runs: Runs, store: Store, prompts: int, told: _Told) -> None:
+    def _calibrate(self, runs: Runs, store: Store, told: _Told) -> None:
         """What single layers bear, from the plain runs of the tuning prompts."""
         if (stored := store.get("layers")) is None:
-            recorder = calibration.Recorder(self.preset, self._arguments["num_inference_steps"], prompts)
-            for index in range(prompts):
-                runs.plain(index, recorder.tap(self._pipe, index))
+            recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
+            for index in range(len(self.tuning)):
+                runs.plain(index, recorder.tap(self.pipe, index))
             recorder.require_every_block()
-            curves = {}
-            for block, candidates in calibration.measure(recorder, self.preset, self._pipe._execution_device):
-                curves[block] = candidates
-                told.tell(f"layer {len(curves)} of {len(recorder.samples)}")
-            stored = calibration.to_json(curves)
+            stored = {}
+            for block, candidates in calibration.measure(recorder, self.preset, self.pipe._execution_device):
+                stored[block] = [asdict(each) for each in candidates]
+                told.tell(f"layer {len(stored)} of {len(recorder.samples)}")
             store.put("layers", stored)
-        self._curves = calibration.from_json(stored)
+        self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
 
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))
@@ -215,22 +205,22 @@ class _Tuner:
     def _changes(self, setting: Setting) -> dict[str, Any]:
         """What a setting says, as keys of the preset."""
         changes = overrides_of(setting)
-        if self._by_layer:
+        if self.by_layer:
             changes["skip.layers"] = calibration.layers_of(self._chosen(setting))
         return changes
 
     def _chosen(self, setting: Setting) -> dict[str, calibration.Candidate | None]:
-        return calibration.choose(self._curves, setting[BOUND], setting.get(BOUND_RATIO, 1.0))
+        return calibration.choose(self.curves, setting[BOUND], setting.get(BOUND_RATIO, 1.0))
 
-    def _circumstances(self, shape: torch.Size, seed: int) -> dict[str, str]:
+    def _circumstances(self, shape: torch.Size) -> dict[str, str]:
         """What was measured on, for the header of the preset; ``shape`` is ``[frames, 3, height, width]``."""
-        origin = describe_run(self._pipe._execution_device)
+        origin = describe_run(self.pipe._execution_device)
         frames, _, height, width = shape
         return {
             "pipeline": self._name,
             "size": f"{width} x {height} pixels" + (f", {frames} frames" if frames > 1 else ""),
-            "steps": str(self._arguments["num_inference_steps"]),
-            "first seed": str(seed),
+            "steps": str(self.arguments["num_inference_steps"]),
+            "first seed": str(self.seed),
             "dtype": self._dtype,
             "device": origin["device"],
             "torch": origin["torch"],
@@ -239,52 +229,47 @@ class _Tuner:
     @property
     def _name(self) -> str:
         """Class of the pipeline, and what it was loaded from."""
-        origin = self._pipe.name_or_path
-        return type(self._pipe).__name__ + (f" of {Path(origin).name}" if origin else "")
+        origin = self.pipe.name_or_path
+        return type(self.pipe).__name__ + (f" of {Path(origin).name}" if origin else "")
 
     @property
     def _dtype(self) -> str:
-        transformer = next(iter(denoisers(self._pipe).values()))
+        transformer = next(iter(denoisers(self.pipe).values()))
         return str(transformer.dtype).removeprefix("torch.")
 
-    def _request(self, tuning: list[str], held_out: list[str], seed: int) -> dict[str, Any]:
+    def _request(self) -> dict[str, Any]:
         """All that figures depend on."""
         return {
             "version": __version__,
             "pipeline": self._name,
-            "model": str(self._pipe.name_or_path),
+            "model": str(self.pipe.name_or_path),
             "preset": self.preset.model_dump(mode="json"),
-            "target": str(self._target),
-            "arguments": {key: _as_json(value) for key, value in self._arguments.items()},
-            "prompts": tuning,
-            "held-out prompts": held_out,
-            "seed": seed,
+            "target": str(self.target),
+            "arguments": {key: _as_json(value) for key, value in self.arguments.items()},
+            "prompts": self.tuning,
+            "held-out prompts": self.held_out,
+            "seed": self.seed,
             "dtype": self._dtype,
-            "device": torch.device(self._pipe._execution_device).type,
+            "device": torch.device(self.pipe._execution_device).type,
         }
 
 
+@dataclass
 class _Told:
-    """Tells a callback how far a tuning is.
+    """Tells a callback how far a tuning is."""
 
-    Args:
-        progress: None = nobody listens.
-        expected: runs that there will be at most, unless the search has to be tightened.
-    """
-
-    def __init__(self, progress: Progress | None, expected: int) -> None:
-        self.phase = "plain runs"
-        self._progress = progress
-        self._expected = expected
-        self._made = 0
+    progress: Progress | None
+    expected: int  # runs that there will be at most, unless the search has to be tightened
+    phase: str = "plain runs"
+    made: int = 0
 
     def begin_run(self) -> None:
         self.tell(self.phase)
-        self._made += 1
+        self.made += 1
 
     def tell(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(what, self._made, max(self._expected, self._made + 1))
+        if self.progress is not None:
+            self.progress(what, self.made, max(self.expected, self.made + 1))
 
 
 def _as_json(value: Any) -> Any:

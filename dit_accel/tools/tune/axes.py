@@ -23,19 +23,12 @@ BOUND, BOUND_RATIO = "l1", "l2 / l1"  # not keys of a preset: they choose the th
 
 @dataclass(frozen=True)
 class Axis:
-    """One threshold and its values.
+    """One threshold and its values."""
 
-    Args:
-        key: dotted key of a preset, or one of `BOUND` and `BOUND_RATIO`.
-        values: from the closest to the cheapest, where they have such an order.
-        start: index of the value to begin with.
-        closest_first: whether they have.
-    """
-
-    key: str
-    values: tuple[float, ...]
-    start: int
-    closest_first: bool = True
+    key: str  # dotted key of a preset, or one of `BOUND` and `BOUND_RATIO`
+    values: tuple[float, ...]  # from the closest to the cheapest, where they have such an order
+    start: int  # index of the value to begin with
+    closest_first: bool = True  # whether they have
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < len(self.values)

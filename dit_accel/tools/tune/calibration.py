@@ -12,7 +12,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,17 +45,11 @@ MEMORY = 4 * 2**30  # bytes of recorded tensors; of each attention as many heads
 
 @dataclass(frozen=True)
 class Candidate:
-    """Thresholds for one layer and what they do there, means over the recorded steps.
+    """Thresholds for one layer and what they do there, means over the recorded steps."""
 
-    Args:
-        changes: keys of section ``skip``.
-        error: relative L1 of the attention's output.
-        sparsity: share of the attention that is left out, before pv_threshold.
-    """
-
-    changes: dict[str, Any]
-    error: float
-    sparsity: float
+    changes: dict[str, Any]  # keys of section `skip`
+    error: float  # relative L1 of the attention's output
+    sparsity: float  # share of the attention that is left out, before pv_threshold
 
     @property
     def skips_values(self) -> bool:
@@ -97,13 +91,12 @@ class Recorder:
         self._chosen = [set(places[prompt::prompts]) for prompt in range(prompts)]
         self._share = count  # samples of a block
         self._wanted: set[int] = set()
-        self._names: list[str] = []
-        self._blocks = 1
+        self._blocks: list[str] = []
 
     def tap(self, pipe: Any, prompt: int) -> AttentionTap:
         """The tap for the plain run of one prompt."""
         tap = AttentionTap(pipe, self._visit, block=self._preset.blocks.size)
-        self._wanted, self._blocks, self._names = set(self._chosen[prompt]), len(tap.blocks), tap.blocks
+        self._wanted, self._blocks = set(self._chosen[prompt]), tap.blocks
         self._seen: set[tuple[str, int]] = set()
         return tap
 
@@ -113,7 +106,7 @@ class Recorder:
         Raises:
             TuningError: one was not.
         """
-        skipping = [block for block in self._names if self._preset.skip.at(block).policy != "none"]
+        skipping = [block for block in self._blocks if self._preset.skip.at(block).policy != "none"]
         missing = [block for block in skipping if block not in self.samples]
         if missing:
             steps = sorted(set().union(*self._chosen))
@@ -129,7 +122,7 @@ class Recorder:
             return
         self._seen.add((site.block, site.step))
         heads = q.shape[2]
-        each = 3 * q[:, :, 0].numel() * q.element_size() * self._share * self._blocks
+        each = 3 * q[:, :, 0].numel() * q.element_size() * self._share * len(self._blocks)
         kept = max(1, min(heads, self._memory // each))
         taken = len(self.samples[site.block])
         chosen = (torch.arange(kept) + taken * kept) % heads  # others in the next sample
@@ -170,14 +163,6 @@ def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None
 def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
     """The choice as ``skip.layers``."""
     return {block: {"policy": "none"} if each is None else dict(each.changes) for block, each in chosen.items()}
-
-
-def to_json(curves: Curves) -> dict[str, list[dict[str, Any]]]:
-    return {block: [asdict(each) for each in candidates] for block, candidates in curves.items()}
-
-
-def from_json(values: dict[str, list[dict[str, Any]]]) -> Curves:
-    return {block: [Candidate(**each) for each in candidates] for block, candidates in values.items()}
 
 
 def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> list[Candidate]:

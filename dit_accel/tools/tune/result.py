@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import statistics
 from collections.abc import Sequence
@@ -14,21 +13,17 @@ import yaml
 
 from dit_accel.errors import TuningError
 from dit_accel.presets import Preset
+from dit_accel.presets.keywords import nested
 from dit_accel.tools.tune.axes import BOUND, Setting
 from dit_accel.tools.tune.calibration import Candidate, Curves
-from dit_accel.tools.tune.runs import Figures
+from dit_accel.tools.tune.runs import Figures, write_whole
 
 
 @dataclass(frozen=True)
 class Target:
-    """The quality that a mean over prompts must have.
+    """The quality that a mean over prompts must have."""
 
-    Args:
-        metric: a figure of a run: psnr, of which more is better, or latent_error, of which less is.
-        value: what it must reach.
-    """
-
-    metric: str
+    metric: str  # a figure of a run: psnr, of which more is better, or latent_error, of which less is
     value: float
 
     @classmethod
@@ -135,9 +130,7 @@ class TuneResult:
             verdict = f"MISSES its target, {self.target}: the closest that dit-accel tune has found."
         lines = [f"# {verdict}", *(f"# {key:{width}}  {value}" for key, value in facts.items())]
         text = "\n".join(lines) + "\n" + yaml.safe_dump(self._values(path), sort_keys=False, allow_unicode=True)
-        part = path.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, text)
 
     def plot(self, path: str | Path) -> None:
         """Writes what the search tried and, where layers have thresholds, each layer's error against its sparsity."""
@@ -171,11 +164,4 @@ class TuneResult:
         base = str(self.base)
         if isinstance(self.base, Path) or base.endswith((".yaml", ".yml")):
             base = os.path.relpath(self.base, path.resolve().parent)
-        values: dict[str, Any] = {"base": base, "description": self.changes["description"]}
-        for key, value in copy.deepcopy(self.changes).items():
-            *sections, name = key.split(".")
-            inner = values
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[name] = value
-        return values
+        return {"base": base, "description": self.changes["description"], **nested(self.changes)}

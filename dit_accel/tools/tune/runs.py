@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from dit_accel.errors import TuningError
 from dit_accel.kernels import lower
@@ -27,19 +27,12 @@ IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in 
 
 @dataclass(frozen=True)
 class Figures:
-    """One accelerated run beside the plain one.
+    """One accelerated run beside the plain one."""
 
-    Args:
-        psnr: dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`.
-        latent_error: relative L2 error of the last latents.
-        computed_fraction: FLOPs that the blocks did over those of the plain run.
-        tile_sparsity: share of attention tiles that the latest masks leave out of rows that compute, over all blocks.
-    """
-
-    psnr: float
-    latent_error: float
-    computed_fraction: float
-    tile_sparsity: float
+    psnr: float  # dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`
+    latent_error: float  # relative L2 error of the last latents
+    computed_fraction: float  # FLOPs that the blocks did over those of the plain run
+    tile_sparsity: float  # share of tiles that the latest masks leave out of rows that compute, over all blocks
 
 
 class Store:
@@ -61,7 +54,11 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file():
             self._values = json.loads(self._file.read_text(encoding="utf-8"))
-            _require_same(self._values["request"], request, folder)
+            if (difference := difference_of(self._values["request"], request)) is not None:
+                raise TuningError(
+                    f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, "
+                    "name another output, or remove the folder"
+                )
         self._save()
 
     def get(self, name: str) -> Any:
@@ -79,10 +76,8 @@ class Store:
 
     def put_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         if self._folder is not None:
-            file = self._folder / f"{name}.safetensors"
-            part = file.with_suffix(".part")
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
-            os.replace(part, file)
+            contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            write_whole(self._folder / f"{name}.safetensors", save(contiguous))
 
     @property
     def _file(self) -> Path:
@@ -90,39 +85,27 @@ class Store:
 
     def _save(self) -> None:
         if self._folder is not None:
-            part = self._file.with_suffix(".part")
-            part.write_text(json.dumps(self._values, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self._file)
+            write_whole(self._file, json.dumps(self._values, indent=1) + "\n")
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, which appears whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(part, path)
+
+
+@dataclass
 class Runs:
-    """Runs of one pipeline on fixed prompts, by their index.
+    """Runs of one pipeline on fixed prompts, by their index."""
 
-    Args:
-        pipe: the pipeline, plain.
-        arguments: of its call, without prompt and generator.
-        prompts: one a run.
-        seed: of the first prompt's noise; each further prompt has the next.
-        store: keeps what was found.
-        begin: called before each run that is made.
-    """
-
-    def __init__(
-        self,
-        pipe: Any,
-        arguments: dict[str, Any],
-        prompts: list[str],
-        seed: int,
-        store: Store,
-        begin: Callable[[], None],
-    ) -> None:
-        self._pipe = pipe
-        self._arguments = arguments
-        self._prompts = prompts
-        self._seed = seed
-        self._store = store
-        self._begin = begin
-        self._plain: dict[int, dict[str, torch.Tensor]] = {}
+    pipe: Any  # plain
+    arguments: dict[str, Any]  # of its call, without prompt and generator
+    prompts: list[str]  # one a run
+    seed: int  # of the first prompt's noise; each further prompt has the next
+    store: Store
+    begin: Callable[[], None]  # called before each run that is made
+    _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
     def plain(self, index: int, tap: AttentionTap | None = None) -> dict[str, torch.Tensor]:
         """``latents`` float32 and ``frames`` uint8 ``[frames, 3, height, width]`` of the plain run.
@@ -130,28 +113,29 @@ class Runs:
         Args:
             tap: on while it runs; the run is made anew for it.
         """
-        if tap is None and index not in self._plain:
-            stored = self._store.get_tensors(_plain_name(index))
-            if stored is not None:
-                self._plain[index] = stored
-        if tap is not None or index not in self._plain:
+        name = f"plain-{index:02d}"
+        known = None if tap else self._plain.get(index) or self.store.get_tensors(name)
+        if known is None:
             with tap or nullcontext():
-                self._plain[index] = self._call(index)
-            self._store.put_tensors(_plain_name(index), self._plain[index])
-        return self._plain[index]
+                known = self._call(index)
+            self.store.put_tensors(name, known)
+        self._plain[index] = known
+        return known
 
     def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
         """Figures of the preset's runs on these prompts."""
         return [self._measured(preset, index) for index in indices]
 
     def _measured(self, preset: Preset, index: int) -> Figures:
-        known = self._store.get("runs") or {}
-        key = f"{_digest(preset)} {index}"
+        known = self.store.get("runs") or {}
+        values = preset.model_dump(mode="json", exclude={"description"})
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        key = f"{digest} {index}"
         if key not in known:
             plain = self.plain(index)
-            with accelerated(self._pipe, preset):
+            with accelerated(self.pipe, preset):
                 made = self._call(index)
-                acceleration = self._pipe.dit_accel
+                acceleration = self.pipe.dit_accel
                 report, symbols = acceleration.report(), acceleration.symbols()
             sparsity = sum(left_out(lower(each)) for each in symbols.values()) / len(report.layers)
             figures = Figures(
@@ -161,12 +145,12 @@ class Runs:
                 tile_sparsity=sparsity,
             )
             known[key] = asdict(figures)
-            self._store.put("runs", known)
+            self.store.put("runs", known)
         return Figures(**known[key])
 
     def _call(self, index: int) -> dict[str, torch.Tensor]:
-        self._begin()
-        made = run_pipeline(self._pipe, self._arguments, self._prompts[index], self._seed + index)
+        self.begin()
+        made = run_pipeline(self.pipe, self.arguments, self.prompts[index], self.seed + index)
         frames = (255 * made["frames"].clamp(0, 1)).round().to(torch.uint8)
         return {"latents": made["latents"], "frames": frames}
 
@@ -198,24 +182,6 @@ def left_out(plan: AttentionPlan) -> float:
     if plan.slices is not None:
         kept = kept + plan.slices.count.sum() / (rows * plan.tokens)
     return 1 - kept.item()
-
-
-def _plain_name(index: int) -> str:
-    return f"plain-{index:02d}"
-
-
-def _digest(preset: Preset) -> str:
-    """The same for presets that do the same."""
-    values = preset.model_dump(mode="json", exclude={"description"})
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _require_same(found: dict[str, Any], request: dict[str, Any], folder: Path) -> None:
-    if (difference := difference_of(found, request)) is not None:
-        raise TuningError(
-            f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, name "
-            "another output, or remove the folder"
-        )
 
 
 def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:

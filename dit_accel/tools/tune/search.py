@@ -17,15 +17,10 @@ LEAST_GAIN = 0.002  # of the computed fraction, for which it is worth to leave t
 
 @dataclass(frozen=True)
 class Score:
-    """What one setting gives.
+    """What one setting gives."""
 
-    Args:
-        slack: how far it is on the right side of the target, in the target's unit; negative = it misses it.
-        cost: computed fraction of the blocks' FLOPs.
-    """
-
-    slack: float
-    cost: float
+    slack: float  # how far it is on the right side of the target, in the target's unit; negative = it misses it
+    cost: float  # computed fraction of the blocks' FLOPs
 
     @property
     def is_close(self) -> bool:
@@ -92,13 +87,8 @@ class Search:
         places = tuple(axis.start for axis in self._axes)
         while True:
             best = self._fit(places, limit=float("inf"))
-            closer = (
-                places[0],
-                *(
-                    place // 2 if axis.closest_first else place
-                    for axis, place in zip(self._axes[1:], places[1:], strict=True)
-                ),
-            )
+            others = zip(self._axes[1:], places[1:], strict=True)
+            closer = (places[0], *(place // 2 if axis.closest_first else place for axis, place in others))
             if best is not None or closer == places or self._left == 0:
                 return best
             places = closer

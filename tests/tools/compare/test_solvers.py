@@ -42,7 +42,7 @@ def test_noise_levels_are_the_pipelines_own(name, config, solver):
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**config)
     for steps in (10, 20):
         sigmas, timesteps = schedule(pipe, name, steps=steps)
-        method = solvers.fewer_steps_solved(solver, steps)[-1]
+        method = solvers.fewer_steps(solver, steps)[-1]
         with method.put_on(Subject(pipe, steps, 1, None)) as changes:
             assert isinstance(pipe.scheduler, solvers.SOLVERS[solver])
             solved = schedule(pipe, name, **changes)
@@ -56,7 +56,7 @@ def test_noise_levels_are_even_before_the_shift_where_the_pipeline_has_no_wish(s
     """As the solver itself would choose them, and not with the leap to 0 that Euler's end in."""
     pipe = tiny_pipeline("wan")
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**STATIC)
-    with solvers.fewer_steps_solved(solver, 10)[-1].put_on(Subject(pipe, 10, 1, None)) as changes:
+    with solvers.fewer_steps(solver, 10)[-1].put_on(Subject(pipe, 10, 1, None)) as changes:
         sigmas, timesteps = schedule(pipe, "wan", **changes)
     even = torch.linspace(1.0, 0.0, 11)
     torch.testing.assert_close(sigmas, 7 * even / (1 + 6 * even), rtol=0, atol=1e-4)

@@ -3,6 +3,7 @@
 import functools
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +146,13 @@ def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
     assert all(figures[key] in header for key in ("computed fraction", "PSNR", "latent error"))
     assert "confirmed on prompts that the search never saw" in header
     assert all(f"{key}  " in header for key in ("size", "steps", "device", "torch"))
+
+
+def test_overrides_are_written_in_their_sections(tmp_path):
+    """A plain keyword of the caller's is a key of its section in the file, which loads."""
+    result = usual_result()
+    replace(result, changes={**result.changes, "order": 2}).write(tmp_path / "mine.yaml")
+    assert load_preset(tmp_path / "mine.yaml").forecast.order == 2
 
 
 @pytest.mark.parametrize("after", [2, 7])

@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from dit_accel.tools.compare import lpips as page
+from dit_accel.tools import metrics as page
 
 
 def test_without_package_or_weights_the_reason_is_told(monkeypatch, tmp_path):
@@ -26,7 +26,7 @@ def test_with_both_frames_are_judged(monkeypatch, tmp_path):
             return (a - b).abs().mean((1, 2, 3))
 
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / page.BACKBONE).touch()
+    (tmp_path / "checkpoints" / page.LPIPS_BACKBONE).touch()
     monkeypatch.setattr(page, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=lambda net, verbose: Network()))

@@ -1,0 +1,47 @@
+"""What tiny pipelines are called with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TEXT_TOKENS = 37
+
+
+def call_with(height: int, width: int, **arguments: Any) -> Callable[..., dict]:
+    """A function that makes arguments of a call: its size in pixels, by default this, the number of tokens, and more.
+
+    Args:
+        arguments: values, or functions of generator, height and width that make them; None = the pipeline takes no
+            argument of that name.
+    """
+
+    def inputs(generator: torch.Generator, *, height: int = height, width: int = width) -> dict:
+        made = {
+            name: value(generator, height, width) if callable(value) else value for name, value in arguments.items()
+        }
+        made = {"height": height, "width": width, "max_sequence_length": TEXT_TOKENS, **made}
+        return {name: value for name, value in made.items() if value is not None}
+
+    return inputs
+
+
+def random_tensor(generator: torch.Generator, height: int, width: int) -> torch.Tensor:
+    """A picture `[1, 3, height, width]` in [0, 1]."""
+    return torch.rand(1, 3, height, width, generator=generator)
+
+
+def random_picture(generator: torch.Generator, height: int, width: int):
+    """A PIL picture of patches of 8×8 pixels in random colours, which an encoder's coarse view can tell apart."""
+    from PIL import Image
+
+    patches = torch.randint(256, (-(-height // 8), -(-width // 8), 3), generator=generator, dtype=torch.uint8)
+    pixels = patches.repeat_interleave(8, 0).repeat_interleave(8, 1)[:height, :width]
+    return Image.fromarray(pixels.numpy())
+
+
+def left_half(generator: torch.Generator, height: int, width: int) -> torch.Tensor:
+    """A mask `[1, 1, height, width]` of ones in the left half of the picture, which is to be painted anew."""
+    mask = torch.zeros(1, 1, height, width)
+    mask[..., : width // 2] = 1.0
+    return mask
