@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
-from dit_accel.kernels.attention import attention, require_arguments, triton_limit
+from dit_accel.kernels.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_same, require_shape, require_unit_stride
+from dit_accel.kernels.checks import require_like, require_typed, triton_limit
 from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -61,7 +61,7 @@ def attention_backward(
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
-    chosen = resolve_backend(backend, q, {"triton": triton_limit(q, plan, None)})
+    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton":
         from dit_accel.kernels._triton.attention_backward import attention_backward as implementation
@@ -160,14 +160,9 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
         raise UnsupportedError("plan must have no slices where gradients are wanted; use a policy of whole tiles")
     _require_one_key_head_each(q, k)
     for name, x in (("o", o), ("do", do)):
-        require_shape(name, x, tuple(q.shape))
-        require_same(name, x, "q", q)
-        require_unit_stride(name, x)
+        require_like(name, x, tuple(q.shape), "q", q)
     batch, tokens, heads, _ = q.shape
-    require_shape("lse", lse, (batch, heads, tokens))
-    require_dtype("lse", lse, (torch.float32,))
-    if lse.device != q.device:
-        raise ShapeError(f"lse must be on q's device {q.device}, got {lse.device}")
+    require_typed("lse", lse, (batch, heads, tokens), torch.float32, "q", q)
 
 
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:

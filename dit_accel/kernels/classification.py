@@ -11,7 +11,7 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.checks import require_dtype, require_shape, require_typed
 from dit_accel.kernels.constants import SHARE_BITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -54,9 +54,7 @@ def classify_tiles(
     require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
     require_dtype("probabilities", probabilities, (torch.float32,))
     require_shares(critical, negligible)
-    if valid_blocks is not None:
-        require_shape("valid_blocks", valid_blocks, (batch,))
-        require_dtype("valid_blocks", valid_blocks, (torch.int32,))
+    require_typed("valid_blocks", valid_blocks, (batch,), torch.int32, "probabilities", probabilities)
     start, stop, _ = always.indices(blocks)
     units = round(critical * (1 << SHARE_BITS)), round(negligible * (1 << SHARE_BITS))
     if resolve_backend(backend, probabilities) == "reference":
@@ -81,12 +79,7 @@ def require_shares(critical: float, negligible: float) -> None:
 
 
 def _classify_reference(
-    probabilities: torch.Tensor,
-    critical_units: int,
-    negligible_units: int,
-    start: int,
-    stop: int,
-    valid_blocks: torch.Tensor | None,
+    probabilities, critical_units, negligible_units, start, stop, valid_blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, _, blocks, _ = probabilities.shape
     column = torch.arange(blocks, device=probabilities.device)

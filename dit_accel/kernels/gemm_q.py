@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
+    require_floats,
+    require_like,
     require_plan,
-    require_same,
-    require_shape,
     require_stream,
+    require_typed,
     require_unit_stride,
-    triton_head_dim_limit,
+    triton_limit,
 )
 from dit_accel.kernels.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
@@ -106,7 +105,7 @@ def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[st
 
     return {
         "cuda": limit(x, weight, bias, plan, offset, norm_weight, rope, stream),
-        "triton": triton_head_dim_limit(stream.shape[-1]),
+        "triton": triton_limit(stream.shape[-1]),
     }
 
 
@@ -117,33 +116,20 @@ def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:
     """Checks all arguments and returns the head dimension."""
-    require_shape("x", x, ("B", "S", "C"))
-    require_dtype("x", x, FLOAT_DTYPES)
+    require_floats("x", x, ("B", "S", "C"))
     require_plan(plan, "x", x)
-    require_shape("weight", weight, ("H * D", x.shape[-1]))
+    require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
     if weight.shape[0] == 0 or weight.shape[0] % plan.heads:
         raise ShapeError(f"weight must have a multiple of the plan's {plan.heads} heads as rows, got {weight.shape[0]}")
     head_dim = weight.shape[0] // plan.heads
     require_stream(plan, "x", x.shape[1], offset)
-    tensors = {"weight": weight, "bias": bias, "norm_weight": norm_weight, "out": out}
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-    if norm_weight is not None:
-        require_shape("norm_weight", norm_weight, (head_dim,))
-    if out is not None:
-        require_shape("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim))
-    require_unit_stride("x", x)
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            require_same(name, tensor, "x", x)
-            require_unit_stride(name, tensor)
+    require_like("bias", bias, (weight.shape[0],), "x", x)
+    require_like("norm_weight", norm_weight, (head_dim,), "x", x)
+    require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
     if rope is not None:
         if head_dim % 2:
             raise ShapeError(f"rope turns pairs, so head_dim must be even, got {head_dim}")
         for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
-            require_shape(name, table, (plan.tokens, head_dim))
-            require_dtype(name, table, (torch.float32,))
+            require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
             require_unit_stride(name, table)
-            if table.device != x.device:
-                raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")
     return head_dim

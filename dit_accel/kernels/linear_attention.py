@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
+    require_floats,
+    require_like,
     require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
+    require_typed,
+    require_whole_plan,
+    triton_limit,
 )
-from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -75,14 +73,11 @@ def linear_attention(
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
         raise ShapeError("accumulate adds to what out holds, and out is None; pass out")
-    if out is not None:
-        require_shape("out", out, tuple(q.shape))
-        require_same("out", out, "q", q)
-        require_unit_stride("out", out)
+    require_like("out", out, tuple(q.shape), "q", q)
     if projection is not None:
         require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
         projection = projection.to(q.device, q.dtype).contiguous()
-    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
@@ -147,30 +142,13 @@ def computing_rows(plan: AttentionPlan) -> torch.Tensor:
     return (plan.mask64[:, None] >> head[:, None] & 1).bool()
 
 
-def linear_limit(q: torch.Tensor, plan: AttentionPlan) -> str | None:
-    """What keeps the Triton kernels from the arguments, or None."""
-    if limit := triton_head_dim_limit(q.shape[-1]):
-        return limit
-    return None if plan.block in BLOCK_SIZES else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
-
-
 def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
-    require_shape("q", q, ("B", "S", "H", "D"))
-    require_dtype("q", q, FLOAT_DTYPES)
-    require_unit_stride("q", q)
+    require_floats("q", q, ("B", "S", "H", "D"))
     for name, x in (("k", k), ("v", v)):
-        require_shape(name, x, tuple(q.shape))
-        require_same(name, x, "q", q)
-        require_unit_stride(name, x)
-    require_plan(plan, "q", q, q.shape[2])
-    if plan.tokens != q.shape[1]:
-        raise ShapeError(f"plan must have q's {q.shape[1]} tokens, got {plan.tokens}; lower symbols of the same length")
+        require_like(name, x, tuple(q.shape), "q", q)
+    require_whole_plan(plan, q)
     if plan.linear_bits is None:
         raise ShapeError("plan must have linear_bits, got None; lower symbols that policy sla drew")
     if feature_map not in FEATURE_MAPS:
         raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
-    if kv_len is not None:
-        require_shape("kv_len", kv_len, (q.shape[0],))
-        require_dtype("kv_len", kv_len, (torch.int32,))
-        if kv_len.device != q.device:
-            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")
+    require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)

@@ -18,12 +18,11 @@ from __future__ import annotations
 import torch
 
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_same, require_shape, require_unit_stride
+from dit_accel.kernels.checks import require_like, triton_limit
 from dit_accel.kernels.linear_attention import (
     by_block,
     keys_and_values,
     linear_attention,
-    linear_limit,
     map_features,
     marginal_tiles,
     require_linear_arguments,
@@ -60,10 +59,8 @@ def linear_attention_backward(
         ShapeError, UnsupportedError, BackendError: as linear_attention.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
-    require_shape("do", do, tuple(q.shape))
-    require_same("do", do, "q", q)
-    require_unit_stride("do", do)
-    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    require_like("do", do, tuple(q.shape), "q", q)
+    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
         from dit_accel.kernels._triton.linear_attention_backward import linear_attention_backward as implementation

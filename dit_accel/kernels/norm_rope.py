@@ -14,11 +14,15 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import (
     FLOAT_DTYPES,
     forward_only,
+    require_device,
     require_dtype,
+    require_floats,
+    require_like,
     require_same,
     require_shape,
+    require_typed,
     require_unit_stride,
-    triton_head_dim_limit,
+    triton_limit,
 )
 
 
@@ -98,7 +102,7 @@ def _norm_rope(
         for x, weight, out in parts
     ]
     x = parts[0][0]
-    if resolve_backend(backend, x, {"triton": triton_head_dim_limit(x.shape[-1])}) == "triton":
+    if resolve_backend(backend, x, {"triton": triton_limit(x.shape[-1])}) == "triton":
         from dit_accel.kernels._triton.norm_rope import norm_rope_into
 
         norm_rope_into(parts, rope, eps)
@@ -108,9 +112,7 @@ def _norm_rope(
     return tuple(out for _, _, out in parts)
 
 
-def _norm_rope_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, rope: tuple[torch.Tensor, torch.Tensor] | None, eps: float
-) -> torch.Tensor:
+def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
     y = x.float()
     if weight is not None:
         normed = y if weight.shape[0] == x.shape[-1] else y.flatten(2)
@@ -124,13 +126,14 @@ def _norm_rope_reference(
 
 
 def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
-    require_shape(name, x, ("B", "S", "H", "D"))
-    require_dtype(name, x, FLOAT_DTYPES)
-    _require_heads_in_order(name, x)
-    if out is not None:
-        require_shape("out", out, tuple(x.shape))
-        require_same("out", out, name, x)
-        _require_heads_in_order("out", out)
+    require_floats(name, x, ("B", "S", "H", "D"))
+    require_like("out", out, tuple(x.shape), name, x)
+    for role, tensor in ((name, x), ("out", out)):
+        if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
+            raise ShapeError(
+                f"{role} must hold a token's heads side by side (stride {tensor.shape[3]}), got strides "
+                f"{list(tensor.stride())}; call .contiguous()"
+            )
     if weight is None:
         return
     heads, head_dim = x.shape[2:]
@@ -138,25 +141,11 @@ def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tenso
     require_unit_stride("weight", weight)
     if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
         raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
-    if weight.device != x.device:
-        raise ShapeError(f"weight must be on {name}'s device {x.device}, got {weight.device}")
-
-
-def _require_heads_in_order(name: str, x: torch.Tensor) -> None:
-    require_unit_stride(name, x)
-    _, _, heads, head_dim = x.shape
-    if heads > 1 and x.stride(2) != head_dim:
-        raise ShapeError(
-            f"{name} must hold a token's heads side by side (stride {head_dim}), got strides {list(x.stride())}; "
-            "call .contiguous()"
-        )
+    require_device("weight", weight, name, x)
 
 
 def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     _, tokens, _, head_dim = x.shape
     for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
-        require_shape(name, table, (tokens, head_dim))
-        require_dtype(name, table, (torch.float32,))
+        require_typed(name, table, (tokens, head_dim), torch.float32, "x", x)
         require_unit_stride(name, table)
-        if table.device != x.device:
-            raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")

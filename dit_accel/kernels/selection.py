@@ -11,7 +11,7 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape
+from dit_accel.kernels.checks import require_dtype, require_shape, require_typed
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -61,13 +61,7 @@ def select_tiles(
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
-        if blocks_kept is not None:
-            require_shape(name, blocks_kept, tuple(probabilities.shape[:3]))
-            require_dtype(name, blocks_kept, (torch.bool,))
-            if blocks_kept.device != probabilities.device:
-                raise ShapeError(
-                    f"{name} must be on probabilities's device {probabilities.device}, got {blocks_kept.device}"
-                )
+        require_typed(name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities)
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
@@ -138,15 +132,7 @@ def tau_units(tau: float) -> int:
     return round(tau * UNITS)
 
 
-def _select_tiles_reference(
-    probabilities: torch.Tensor,
-    tau: float | None,
-    top_k: float | None,
-    start: int,
-    stop: int,
-    rows: torch.Tensor | None,
-    columns: torch.Tensor | None,
-) -> torch.Tensor:
+def _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns) -> torch.Tensor:
     if columns is not None:
         probabilities = probabilities.masked_fill(columns[:, :, None], 0.0)
     if top_k is None:
@@ -170,9 +156,7 @@ def _select_tiles_reference(
     return pack_bits(tiles, backend="reference")
 
 
-def _select_rows_reference(
-    probabilities: torch.Tensor, tau: float, text: slice, vision: slice, units: int
-) -> torch.Tensor:
+def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Tensor:
     contribution = (probabilities[:, :, text, vision] * units).ceil().long().sum(2)  # [B, H, vision blocks]
     excess = probabilities[:, :, vision, text].expm1()  # [B, H, vision blocks, text blocks]
     sum_of_exponentials = excess.shape[2] + excess.sum(2, keepdim=True)

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_row
-from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
+from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import AttentionPlan
@@ -181,7 +181,7 @@ def attend(
             HAS_KV_LEN=kv_len is not None, LIST=triton.next_power_of_2(plan.blocks),
             HAS_PV_THRESHOLD=pv_threshold is not None,
             BLOCK=plan.block, ROWS=rows, HEAD_DIM=head_dim, SLOTS=SLOTS, FP8=fp8, HAS_LSE=lse is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", **config,
+            PRECISION=precision(out), **config,
         )  # fmt: skip
 
 
@@ -205,18 +205,7 @@ def values_as_matrix(
     return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], place)
 
 
-def attention_int8_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    pv_threshold: float | None,
-    qk_dtype: str,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
     quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
     if pv_threshold is None and runs_on_gluon(q, plan, qk_dtype):
         from dit_accel.kernels._triton.attention_int8_hopper import attend_on_hopper

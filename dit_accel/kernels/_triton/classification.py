@@ -6,7 +6,6 @@ tiles reach is found from the top bit down. Tiles above it are among the m; of t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -93,14 +92,7 @@ def _classify_tiles(
 
 
 def classify_tiles_into(
-    skip_bits: torch.Tensor,
-    linear_bits: torch.Tensor,
-    probabilities: torch.Tensor,
-    critical_units: int,
-    negligible_units: int,
-    first_always: int,
-    stop_always: int,
-    valid_blocks: torch.Tensor | None,
+    skip_bits, linear_bits, probabilities, critical_units, negligible_units, first_always, stop_always, valid_blocks
 ) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
     rows = batch * heads * blocks

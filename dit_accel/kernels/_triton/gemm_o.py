@@ -6,15 +6,12 @@ PARTS`` steps of ``K_TILE`` columns, so loads of the next head are in flight whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, set_bits
+from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, precision, set_bits
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -103,15 +100,7 @@ def _gemm_o(
         tl.store(out + cell, acc.to(out.dtype.element_ty), cell_valid)
 
 
-def update(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    history: Sequence[torch.Tensor],
-    previous: tuple[torch.Tensor, torch.Tensor] | None,
-    offset: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def update(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:
     out = o.new_empty(*o.shape[:2], weight.shape[0])
     stack = o.new_empty(1 + len(history), *out.shape)
     _launch(o, weight, bias, plan, stack[0], (), offset, out, REUSED=True, COMPUTED=True)
@@ -136,15 +125,7 @@ def update(
     return out, stack
 
 
-def dispatch_into(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    plan: AttentionPlan,
-    stack: torch.Tensor,
-    weights: Sequence[float],
-    offset: int,
-    out: torch.Tensor,
-) -> None:
+def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
     _launch(o, weight, None, plan, stack, tuple(map(float, weights)), offset, out, REUSED=False, COMPUTED=True)
 
 
@@ -169,6 +150,6 @@ def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_bef
             o, weight, bias, stack, stack_weights, out, plan.mask64, mask64_before, *o.stride()[:3], weight.stride(0),
             heads, plan.blocks, first_block, row_blocks, offset, length, columns, stack.stride(0),
             BLOCK=plan.block, HEAD_DIM=head_dim, HAS_BIAS=bias is not None, ENTRIES=len(stack_weights),
-            REBASE=mask64_before is not None, PRECISION="ieee" if o.dtype == torch.float32 else "tf32",
+            REBASE=mask64_before is not None, PRECISION=precision(o),
             **switches, **config,
         )  # fmt: skip

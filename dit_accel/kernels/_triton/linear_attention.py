@@ -272,17 +272,7 @@ def sum_features(marginal: torch.Tensor, feature_sums: torch.Tensor) -> torch.Te
     return out
 
 
-def linear_attention_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    feature_map: str,
-    projection: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-    out: torch.Tensor,
-    accumulate: bool,
-) -> None:
+def linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, accumulate) -> None:
     batch, tokens, _, head_dim = q.shape
     for group in head_groups(q, plan):
         row_sums = sum_states(k[:, :, group], v[:, :, group], plan, group, feature_map, kv_len)

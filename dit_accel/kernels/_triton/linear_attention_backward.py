@@ -31,7 +31,6 @@ from dit_accel.kernels._triton.linear_attention import (
     sum_features,
     sum_states,
 )
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -114,13 +113,7 @@ def _key_gradients(
 
 
 def linear_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    plan: AttentionPlan,
-    feature_map: str,
-    kv_len: torch.Tensor | None,
+    q, k, v, do, plan, feature_map, kv_len
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, tokens, _, head_dim = q.shape
     dq, dk, dv = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3))
