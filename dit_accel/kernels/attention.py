@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_floats, require_like, require_typed, require_whole_plan, triton_limit
-from dit_accel.kernels.quantize import attention_quantized, qk_dtype_limit, require_qk_dtype
+from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
 from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
 from dit_accel.kernels.symbols import AttentionPlan
@@ -102,11 +102,7 @@ def attention(
 
         attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     elif qk_dtype is not None:
-
-        def attend(q, k, v, out):
-            _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
-
-        attention_quantized(attend, q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
+        _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse)
     else:
         _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     if has_slices:
@@ -134,6 +130,16 @@ def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -
         out.copy_(_dense(q, k, v, scale))
     else:
         _attend_by_row(q, k, v, plan, scale, lengths, out, lse)
+
+
+def _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
+    """The rounding of probabilities to float8 is left out: it depends on the order of the tiles."""
+    simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
+    result = out.float()
+    _attention_reference(simulated.q, simulated.k, simulated.v, plan, scale, kv_len, pv_threshold, result, lse)
+    out.copy_(result)
+    if lse is not None:
+        lse.add_(torch.where(lse.isfinite(), simulated.shift * scale, 0.0))
 
 
 def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> None:

@@ -83,19 +83,6 @@ def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Ten
     return token[token < tokens]
 
 
-def attention_quantized(attend, q, k, v, plan, scale, kv_len, qk_dtype, out, lse) -> None:
-    """The reference: ``attend(q, k, v, out)``, which also writes ``lse``, over quantised tensors.
-
-    The rounding of probabilities to float8 is left out: it depends on the order of the tiles.
-    """
-    simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
-    result = out.float()
-    attend(simulated.q, simulated.k, simulated.v, result)
-    out.copy_(result)
-    if lse is not None:
-        lse.add_(torch.where(lse.isfinite(), simulated.shift * scale, 0.0))
-
-
 def simulate(q, k, v, plan, kv_len, qk_dtype) -> Simulated:
     """Quantise and go back to float32. Takes ``attention``'s arguments, checked."""
     batch, tokens, heads, _ = q.shape

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
 from dit_accel.kernels._cuda.common import BLOCK, THREADS, element_defines, hopper_kernel_limit, tensor_maps_limit
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters, why_not
 from dit_accel.kernels._cuda.tensor_map import tensor_map
+from dit_accel.kernels.constants import LOG2_E
 
 TILES = 7  # 2 of queries, 3 of keys and 2 of values
 SHARED_BEYOND_TILES = 3072
@@ -65,6 +65,6 @@ def _launch(name, q, k, plan, scale, kv_len, arguments) -> None:
     kernel(f"{name}.cu", name, q.device, defines).launch(
         (min(multiprocessors(q.device), MAX_PROGRAMS),),
         THREADS,
-        (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * math.log2(math.e)),
+        (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * LOG2_E),
         shared_bytes=TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES,
     )

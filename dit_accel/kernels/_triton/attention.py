@@ -18,8 +18,6 @@ program with three stages 512 TF.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -36,9 +34,9 @@ from dit_accel.kernels._triton.attention_steps import (
 from dit_accel.kernels._triton.launch import key_end_of, launch, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
-LOG2_E = math.log2(math.e)
 SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 

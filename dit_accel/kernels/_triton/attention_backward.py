@@ -14,8 +14,6 @@ mask. What a call does not use costs nothing: masks, ``kv_len`` and ragged tails
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +22,9 @@ from dit_accel.kernels._triton.attention_steps import masks_of, pairs_that_atten
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.transpose import transpose_lists
 
-LOG2_E = math.log2(math.e)
 TOKENS = 64  # queries or keys of a program
 LONG = 16
 

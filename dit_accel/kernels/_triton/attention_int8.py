@@ -13,23 +13,20 @@ In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their s
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_row
+from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
 LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
-LN_2 = tl.constexpr(0.6931471805599453)
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
-LOG2_E = math.log2(math.e)
 TMA_ALIGNMENT = 16  # bytes
 GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
 

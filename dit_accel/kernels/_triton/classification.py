@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import SHARE_BITS
 
 ELEMENTS = 2048  # of the map that a program holds, or one row
@@ -48,15 +49,6 @@ def _are_among_highest(pattern, threshold, wanted):
 
 
 @triton.jit
-def _store_bits(bits, mask, row, rows, row_bytes, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Packs bool [ROWS, TILES] into the rows' bytes."""
-    position = tl.arange(0, 8)[None, None, :]
-    packed = tl.sum(tl.reshape(mask.to(tl.int32), [ROWS, TILES // 8, 8]) << position, 2)
-    byte = tl.arange(0, TILES // 8)[None, :]
-    tl.store(bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
-
-
-@triton.jit
 def _share_of(count, units, BITS: tl.constexpr):
     return ((count.to(tl.int64) * units + (1 << BITS - 1)) >> BITS).to(tl.int32)
 
@@ -87,8 +79,8 @@ def _classify_tiles(
     is_marginal = _are_among_highest(pattern, lowest_kept, count - negligible) & (is_critical == 0)
     row_block = row % blocks
     is_whole = is_valid & (is_always | ((row_block >= first_always) & (row_block < stop_always)))
-    _store_bits(skip_bits, is_critical | is_whole, row, rows, row_bytes, ROWS, TILES)
-    _store_bits(linear_bits, is_marginal & (is_whole == 0), row, rows, row_bytes, ROWS, TILES)
+    store_bits(skip_bits, is_critical | is_whole, row, rows, row_bytes, ROWS, TILES)
+    store_bits(linear_bits, is_marginal & (is_whole == 0), row, rows, row_bytes, ROWS, TILES)
 
 
 def classify_tiles_into(

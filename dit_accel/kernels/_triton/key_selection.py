@@ -18,9 +18,8 @@ from dit_accel.kernels._triton.attention_steps import LOWEST, softmax_step
 from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.kernels.constants import BEST_SHARE
+from dit_accel.kernels.constants import BEST_SHARE, LOG2_E
 
-LOG2_E = math.log2(math.e)
 PROGRAMS = 1024  # up to about so many share out the keys
 MAX_SPLITS = 16
 

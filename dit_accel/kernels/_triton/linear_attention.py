@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -112,9 +112,7 @@ def _block_states(
     head = program % heads
     block = program // heads % blocks  # may lie behind the last: its state is 0
     batch = program // heads // blocks
-    stop = tokens
-    if HAS_LENGTHS:
-        stop = tl.minimum(tl.load(kv_len + batch), tokens)
+    stop = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
     dim = tl.arange(0, HEAD_DIM)
     state = tl.zeros([HEAD_DIM, HEAD_DIM], tl.float32)
     feature_sum = tl.zeros([HEAD_DIM], tl.float32)

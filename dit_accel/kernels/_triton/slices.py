@@ -11,17 +11,15 @@ A program takes the rows with most keys first, from a counter that all programs 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import LN_2, softmax_step
 from dit_accel.kernels._triton.launch import is_hopper_or_later, key_end_of, multiprocessors, on_device, precision
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
-LOG2_E = math.log2(math.e)
 SHORT_POSITIONS = 1 << 16  # tokens up to which a position takes 2 bytes
 BYTES = 512  # of a row's bits that are decoded at a time
 
