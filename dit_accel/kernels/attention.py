@@ -14,8 +14,6 @@ skip by warps (section 3.4), except that the sum leaves it out as well, so the w
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +21,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.checks import require_floats, require_like, require_typed, require_whole_plan, triton_limit
 from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
-from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -74,10 +72,7 @@ def attention(
         valid key is 0, with lse -inf. The lse of a reused row is -inf.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, ``scale`` is not positive, or ``pv_threshold`` is not
-            negative.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
@@ -177,10 +172,7 @@ def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> No
 def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
     """Rows of a head with the same tiles go through one dense attention over just those keys."""
     group = q.shape[2] // k.shape[2]
-    rows_of_tiles = defaultdict(list)
-    for b, h, row, tiles in rows_that_compute(plan):
-        rows_of_tiles[b, h, tiles].append(row)
-    for (b, h, tiles), rows in rows_of_tiles.items():
+    for b, h, rows, tiles in rows_alike(plan):
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
         keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
         query = take(q[b, :, h], queries)

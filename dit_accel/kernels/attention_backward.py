@@ -11,16 +11,13 @@ No gradient flows through the choice of the tiles. dQ sums along the plan's list
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-
 import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
 from dit_accel.kernels.checks import require_like, require_typed, triton_limit
-from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.kernels.regions import rows_alike, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -120,7 +117,7 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
     lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
     dq = q.new_zeros(q.shape)
     dk, dv = (q.new_zeros(q.shape, dtype=torch.float32) for _ in range(2))
-    for b, h, rows, tiles in _rows_alike(plan):
+    for b, h, rows, tiles in rows_alike(plan):
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
         keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
         query, gradient, output = (take(x[b, :, h], queries).float() for x in (q, do, o))
@@ -136,15 +133,6 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
         dk[b, keys, h] += score_gradient.T @ query * scale
         dv[b, keys, h] += probabilities.T @ gradient
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
-    """Batch entry, head, query blocks that share their tiles, and these; with masks inside tiles row by row."""
-    rows_of_tiles = defaultdict(list)
-    for b, h, row, tiles in rows_that_compute(plan):
-        rows_of_tiles[b, h, tuple(sorted(tiles)), None if plan.masks is None else row].append(row)
-    for (b, h, tiles, _), rows in rows_of_tiles.items():
-        yield b, h, rows, tiles
 
 
 def _pairs(plan: AttentionPlan, b: int, h: int, rows: list[int], tiles: tuple[int, ...]) -> torch.Tensor:

@@ -46,8 +46,7 @@ def classify_tiles(
         uint8 ``[B, H, T, ceil(T / 8)]`` each.
 
     Raises:
-        ShapeError: an argument is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     batch, heads, blocks, _ = probabilities.shape

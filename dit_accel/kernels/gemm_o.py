@@ -70,9 +70,7 @@ def gemm_o_update(
         entry per history entry.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     require_like("bias", bias, (weight.shape[0],), "o", o)
@@ -117,8 +115,7 @@ def gemm_o_dispatch(
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])

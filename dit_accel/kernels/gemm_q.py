@@ -64,9 +64,7 @@ def gemm_q(
         ``out``; rows that do not compute keep what it held.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
     batch, length, _ = x.shape

@@ -47,9 +47,7 @@ def select_keys(
         :class:`~dit_accel.kernels.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, or a number is out of its range.
-        UnsupportedError: the backend does not support the head dimension.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_floats("q", q, ("B", "Q", "H", "D"))
     batch, queries, heads, head_dim = q.shape

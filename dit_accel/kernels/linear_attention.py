@@ -67,8 +67,7 @@ def linear_attention(
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
             ``linear_bits``, or ``accumulate`` comes without ``out``.
-        UnsupportedError: the backend does not support the head dimension or the block size.
-        BackendError: ``backend`` can't run here.
+        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
@@ -85,7 +84,10 @@ def linear_attention(
 
         linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, accumulate)
         return out
-    numerator, denominator = weighted_values(q, k, v, plan, feature_map, kv_len)
+    features = map_features(by_block(q, plan), feature_map)  # [B, H, T, block, D]
+    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
+    sums, feature_sums = row_sums(key_features, values, marginal_tiles(plan).float())
+    numerator, denominator = features @ sums, features @ feature_sums[..., None]
     result = torch.where(denominator > 0, numerator / denominator, 0.0)  # [B, H, T, block, D]
     result = result.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2)
     if projection is not None:
@@ -97,15 +99,10 @@ def linear_attention(
     return out
 
 
-def weighted_values(q, k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: ``phi(Q) H`` float32 ``[B, H, T, block, D]`` and ``phi(Q) Z`` ``[B, H, T, block, 1]``."""
-    features = map_features(by_block(q, plan), feature_map)
-    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
-    marginal = marginal_tiles(plan).float()
+def row_sums(key_features, values, marginal) -> tuple[torch.Tensor, torch.Tensor]:
+    """H ``[B, H, T, D, D]`` and Z ``[B, H, T, D]`` of each row."""
     states = (key_features.transpose(-1, -2) @ values).flatten(3)  # h, [B, H, T, D * D]
-    sums = (marginal @ states).unflatten(3, (q.shape[-1], -1))  # H, [B, H, T, D, D]
-    feature_sums = marginal @ key_features.sum(3)  # Z, [B, H, T, D]
-    return features @ sums, features @ feature_sums[..., None]
+    return (marginal @ states).unflatten(3, (values.shape[-1], -1)), marginal @ key_features.sum(3)
 
 
 def keys_and_values(k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:

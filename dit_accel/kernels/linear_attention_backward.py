@@ -26,6 +26,7 @@ from dit_accel.kernels.linear_attention import (
     map_features,
     marginal_tiles,
     require_linear_arguments,
+    row_sums,
 )
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -112,9 +113,7 @@ def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
     marginal, head_dim = marginal_tiles(plan).float(), q.shape[-1]
     has_tiles = marginal.any(-1)[..., None, None]
     features, do = (torch.where(has_tiles, x, 0.0) for x in (features, do))  # no product: other rows may hold NaN
-    states = (key_features.transpose(-1, -2) @ values).flatten(3)
-    sums = (marginal @ states).unflatten(3, (head_dim, -1))
-    feature_sums = marginal @ key_features.sum(3)
+    sums, feature_sums = row_sums(key_features, values, marginal)
 
     denominator = features @ feature_sums[..., None]
     inverse = torch.where(denominator > 0, 1 / denominator, 0.0)

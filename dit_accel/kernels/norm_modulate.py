@@ -41,9 +41,7 @@ def norm_modulate(
         ``[B, S, C]`` like x.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the width.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     return _rows(x, None, None, scale, shift, eps, backend)[1]
 

@@ -29,8 +29,7 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         uint8 ``[..., ceil(n / 8)]``.
 
     Raises:
-        ShapeError: ``mask`` is not bool, or has no last axis.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_dtype("mask", mask, (torch.bool,))
     if mask.dim() == 0 or mask.shape[-1] == 0:
@@ -54,8 +53,7 @@ def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.T
         bool ``[..., n]``.
 
     Raises:
-        ShapeError: ``bits`` is not uint8, or its last axis does not hold n bits.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_dtype("bits", bits, (torch.uint8,))
     if n < 1 or bits.dim() == 0 or bits.shape[-1] != block_count(n, 8):

@@ -56,9 +56,7 @@ def pooled_map(
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_floats("q", q, ("B", "S", "H", "D"))
     require_like("k", k, tuple(q.shape), "q", q)

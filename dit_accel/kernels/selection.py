@@ -52,8 +52,7 @@ def select_tiles(
         uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
 
     Raises:
-        ShapeError: an argument is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
@@ -70,16 +69,8 @@ def select_tiles(
     batch, heads, blocks, _ = probabilities.shape
     skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
-    select_tiles_into(
-        skip_bits,
-        probabilities.contiguous(),
-        tau_units(tau if top_k is None else 1 - top_k),
-        start,
-        stop,
-        by_count=top_k is not None,
-        rows=rows,
-        columns=columns,
-    )
+    units = tau_units(tau if top_k is None else 1 - top_k)
+    select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, top_k is not None, rows, columns)
     return skip_bits
 
 
@@ -109,8 +100,7 @@ def select_rows(
         uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
 
     Raises:
-        ShapeError: ``probabilities`` or ``tau`` is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape

@@ -63,7 +63,7 @@ def _launch(name, q, k, plan, scale, kv_len, arguments) -> None:
     tokens, heads, head_dim = q.shape[1:]
     defines = *element_defines(q, head_dim), ("HAS_KV_LEN", int(kv_len is not None))
     kernel(f"{name}.cu", name, q.device, defines).launch(
-        (min(multiprocessors(q.device), MAX_PROGRAMS),),
+        min(multiprocessors(q.device), MAX_PROGRAMS),
         THREADS,
         (*arguments, heads, heads // k.shape[2], plan.blocks, tokens, scale * LOG2_E),
         shared_bytes=TILES * BLOCK * head_dim * 2 + SHARED_BEYOND_TILES,

@@ -77,7 +77,7 @@ def _launch(sources, weight, bias, plan, stack, weights, offset, out, previous=N
     maps = [tensor_map(source, (1, plan.block, 1, 64)) for source in sources]
     defines = (*element_defines(o, head_dim), ("DISPATCH", int(len(weights) > 0)))
     kernel("gemm_o.cu", "gemm_o", o.device, defines).launch(
-        (multiprocessors(o.device),),
+        multiprocessors(o.device),
         THREADS,
         (
             (TensorMap * MAX_SOURCES)(*maps, *[maps[0]] * (MAX_SOURCES - len(maps))),

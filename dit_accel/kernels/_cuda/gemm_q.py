@@ -51,7 +51,7 @@ def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stre
     )  # fmt: skip
     maps = tensor_map(x, (1, plan.block, 64)), tensor_map(weight, (head_dim, 64)), tensor_map(stream, (1, 64, 1, 64))
     kernel("gemm_q.cu", "gemm_q", x.device, element_defines(x, head_dim)).launch(
-        (multiprocessors(x.device),),
+        multiprocessors(x.device),
         THREADS,
         (*maps, plan.mask64, (ctypes.c_void_p * 4)(*fused), (ctypes.c_int * len(shape))(*shape), float(norm_eps)),
         shared_bytes=SHARED_BYTES,

@@ -145,16 +145,7 @@ def config_of(q: torch.Tensor, block: int, fp8: bool, by_tile: bool = False) -> 
     return {"KEY_TILE": key_tile or (block if by_tile else 64), "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
 
 
-def attend(
-    plan: AttentionPlan,
-    quantized: Quantized,
-    matrix: ValueMatrix,
-    config: dict[str, int],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    kv_len: torch.Tensor | None = None,
-    pv_threshold: float | None = None,
-) -> None:
+def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=None) -> None:
     head_dim, key_tile, rows = out.shape[-1], config["KEY_TILE"], 64
     fp8 = quantized.values is not None
     key_rows = quantized.keys.numel() // head_dim

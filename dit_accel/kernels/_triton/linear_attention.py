@@ -228,15 +228,7 @@ def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
         yield slice(first, min(first + size, plan.heads))
 
 
-def sum_states(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    group: slice,
-    feature_map: str,
-    kv_len: torch.Tensor | None,
-    shared_value: torch.Tensor | None = None,
-) -> RowSums:
+def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> RowSums:
     """Steps 1 to 4 for keys and values ``[B, S, G, D]`` of a group of heads.
 
     ``shared_value``: float32 ``[B, G, D]``, taken off all values of a head. None = nothing is.

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -101,15 +100,7 @@ def _probabilities(
         tl.store(row + key[None, :], share, (query < blocks)[:, None] & (key < blocks)[None, :])
 
 
-def pooled_map_into(
-    mean: torch.Tensor,
-    similarity: torch.Tensor,
-    probabilities: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block: int,
-    kv_len: torch.Tensor | None,
-) -> None:
+def pooled_map_into(mean, similarity, probabilities, q, k, block, kv_len) -> None:
     """Fills ``mean`` ``[2, B, H, T, D]`` and ``similarity`` ``[2, B, H, T]`` (of q, then k) and ``probabilities``."""
     batch, tokens, heads, head_dim = q.shape
     blocks = probabilities.shape[-1]

@@ -135,17 +135,7 @@ def _select_rows(
     tl.store(cache_bits + (batch * blocks + block) * head_bytes + head_byte, packed.to(tl.uint8), block < blocks)
 
 
-def select_tiles_into(
-    skip_bits: torch.Tensor,
-    probabilities: torch.Tensor,
-    tau_units: int,
-    first_always: int,
-    stop_always: int,
-    *,
-    by_count: bool,
-    rows: torch.Tensor | None,
-    columns: torch.Tensor | None,
-) -> None:
+def select_tiles_into(skip_bits, probabilities, tau_units, first_always, stop_always, by_count, rows, columns) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
     tiles = max(triton.next_power_of_2(blocks), 8)
     rows_a_program = max(ELEMENTS // tiles, 1)
