@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_floats, require_like, require_typed, require_whole_plan, triton_limit
 from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
 from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
@@ -111,7 +111,7 @@ def _limits(q, k, v, plan, pv_threshold, qk_dtype, out) -> dict[str, str | None]
 
     return {
         "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
-        "triton": triton_limit(q.shape[-1], plan)
+        "triton": checks.triton_limit(q.shape[-1], plan)
         or _threshold_limit(q, pv_threshold)
         or qk_dtype_limit(q, plan, qk_dtype),
     }
@@ -201,16 +201,16 @@ def _threshold_limit(q: torch.Tensor, pv_threshold: float | None) -> str | None:
 
 
 def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
-    require_floats("q", q, ("B", "S", "H", "D"))
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
     batch, tokens, heads, head_dim = q.shape
     for name, x in (("k", k), ("v", v)):
-        require_like(name, x, (batch, tokens, "H_kv", head_dim), "q", q)
+        checks.require_like(name, x, (batch, tokens, "H_kv", head_dim), "q", q)
     if k.shape[2] != v.shape[2] or k.shape[2] == 0 or heads % k.shape[2]:
         raise ShapeError(
             f"k and v must have one number of heads that divides q's {heads}, got {k.shape[2]} and {v.shape[2]}"
         )
-    require_like("out", out, (batch, tokens, heads, head_dim), "q", q)
-    require_whole_plan(plan, q)
+    checks.require_like("out", out, (batch, tokens, heads, head_dim), "q", q)
+    checks.require_whole_plan(plan, q)
     if scale is not None and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
     if pv_threshold is not None and not pv_threshold < 0:
@@ -218,4 +218,4 @@ def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
             f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
             "use None to leave no tile out"
         )
-    require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
+    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels import checks
 from dit_accel.kernels.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
-from dit_accel.kernels.checks import require_like, require_typed, triton_limit
 from dit_accel.kernels.regions import rows_alike, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -58,7 +58,7 @@ def attention_backward(
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
-    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton":
         from dit_accel.kernels._triton.attention_backward import attention_backward as implementation
@@ -148,9 +148,9 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
         raise UnsupportedError("plan must have no slices where gradients are wanted; use a policy of whole tiles")
     _require_one_key_head_each(q, k)
     for name, x in (("o", o), ("do", do)):
-        require_like(name, x, tuple(q.shape), "q", q)
+        checks.require_like(name, x, tuple(q.shape), "q", q)
     batch, tokens, heads, _ = q.shape
-    require_typed("lse", lse, (batch, heads, tokens), torch.float32, "q", q)
+    checks.require_typed("lse", lse, (batch, heads, tokens), torch.float32, "q", q)
 
 
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:

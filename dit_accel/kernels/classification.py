@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape, require_typed
 from dit_accel.kernels.constants import SHARE_BITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -48,12 +48,12 @@ def classify_tiles(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     batch, heads, blocks, _ = probabilities.shape
-    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
-    require_dtype("probabilities", probabilities, (torch.float32,))
+    checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    checks.require_dtype("probabilities", probabilities, (torch.float32,))
     require_shares(critical, negligible)
-    require_typed("valid_blocks", valid_blocks, (batch,), torch.int32, "probabilities", probabilities)
+    checks.require_typed("valid_blocks", valid_blocks, (batch,), torch.int32, "probabilities", probabilities)
     start, stop, _ = always.indices(blocks)
     units = round(critical * (1 << SHARE_BITS)), round(negligible * (1 << SHARE_BITS))
     if resolve_backend(backend, probabilities) == "reference":

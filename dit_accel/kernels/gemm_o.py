@@ -20,16 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    require_floats,
-    require_like,
-    require_plan,
-    require_same,
-    require_shape,
-    require_stream,
-    triton_limit,
-)
 from dit_accel.kernels.regions import Region, regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -73,9 +65,9 @@ def gemm_o_update(
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
-    require_like("bias", bias, (weight.shape[0],), "o", o)
+    checks.require_like("bias", bias, (weight.shape[0],), "o", o)
     for index, entry in enumerate(history):
-        require_like(f"history[{index}]", entry, tuple(o.shape), "o", o)
+        checks.require_like(f"history[{index}]", entry, tuple(o.shape), "o", o)
     if previous is not None:
         _require_previous(previous, o, weight, plan, history)
     tensors = () if previous is None else (("previous stack", previous[0]),)
@@ -136,7 +128,7 @@ def _limits(o: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, offset: 
     """What keeps each backend from the arguments, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.gemm_o import limit
 
-    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": triton_limit(o.shape[-1])}
+    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": checks.triton_limit(o.shape[-1])}
 
 
 def _kernels(backend: str) -> ModuleType:
@@ -194,14 +186,14 @@ def _require_previous(previous, o, weight, plan, history) -> None:
 
 
 def _require_contiguous(name, tensor, shape, other_name, other) -> None:
-    require_shape(name, tensor, shape)
-    require_same(name, tensor, other_name, other)
+    checks.require_shape(name, tensor, shape)
+    checks.require_same(name, tensor, other_name, other)
     if not tensor.is_contiguous():
         raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
 
 
 def _require_arguments(o, weight, plan, offset) -> None:
-    require_floats("o", o, ("B", "S", plan.heads, "D"))
-    require_plan(plan, "o", o)
-    require_stream(plan, "o", o.shape[1], offset)
-    require_like("weight", weight, ("N", o.shape[2] * o.shape[3]), "o", o)
+    checks.require_floats("o", o, ("B", "S", plan.heads, "D"))
+    checks.require_plan(plan, "o", o)
+    checks.require_stream(plan, "o", o.shape[1], offset)
+    checks.require_like("weight", weight, ("N", o.shape[2] * o.shape[3]), "o", o)

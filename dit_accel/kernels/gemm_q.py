@@ -12,16 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    require_floats,
-    require_like,
-    require_plan,
-    require_stream,
-    require_typed,
-    require_unit_stride,
-    triton_limit,
-)
 from dit_accel.kernels.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -103,7 +95,7 @@ def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[st
 
     return {
         "cuda": limit(x, weight, bias, plan, offset, norm_weight, rope, stream),
-        "triton": triton_limit(stream.shape[-1]),
+        "triton": checks.triton_limit(stream.shape[-1]),
     }
 
 
@@ -114,20 +106,20 @@ def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:
     """Checks all arguments and returns the head dimension."""
-    require_floats("x", x, ("B", "S", "C"))
-    require_plan(plan, "x", x)
-    require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
+    checks.require_floats("x", x, ("B", "S", "C"))
+    checks.require_plan(plan, "x", x)
+    checks.require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
     if weight.shape[0] == 0 or weight.shape[0] % plan.heads:
         raise ShapeError(f"weight must have a multiple of the plan's {plan.heads} heads as rows, got {weight.shape[0]}")
     head_dim = weight.shape[0] // plan.heads
-    require_stream(plan, "x", x.shape[1], offset)
-    require_like("bias", bias, (weight.shape[0],), "x", x)
-    require_like("norm_weight", norm_weight, (head_dim,), "x", x)
-    require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
+    checks.require_stream(plan, "x", x.shape[1], offset)
+    checks.require_like("bias", bias, (weight.shape[0],), "x", x)
+    checks.require_like("norm_weight", norm_weight, (head_dim,), "x", x)
+    checks.require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
     if rope is not None:
         if head_dim % 2:
             raise ShapeError(f"rope turns pairs, so head_dim must be even, got {head_dim}")
         for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
-            require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
-            require_unit_stride(name, table)
+            checks.require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
+            checks.require_unit_stride(name, table)
     return head_dim

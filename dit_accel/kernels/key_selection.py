@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_block, require_floats, require_like, require_typed, triton_limit
 from dit_accel.kernels.constants import BEST_SHARE
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.packing import pack_bits
@@ -49,16 +49,16 @@ def select_keys(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_floats("q", q, ("B", "Q", "H", "D"))
+    checks.require_floats("q", q, ("B", "Q", "H", "D"))
     batch, queries, heads, head_dim = q.shape
-    require_like("k", k, (batch, "S", heads, head_dim), "q", q)
+    checks.require_like("k", k, (batch, "S", heads, head_dim), "q", q)
     if not threshold > 0:
         raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
-    require_block(block)
+    checks.require_block(block)
     if group not in (1, *BLOCK_SIZES):
         raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
-    require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
-    backend = resolve_backend(backend, q, {"triton": triton_limit(head_dim)})
+    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
+    backend = resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)})
     padded = block_count(k.shape[1], block) * block
     bits = torch.zeros(
         batch, heads, block_count(queries, group), padded // 8, dtype=torch.uint8, device=q.device

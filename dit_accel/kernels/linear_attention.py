@@ -15,15 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    require_floats,
-    require_like,
-    require_shape,
-    require_typed,
-    require_whole_plan,
-    triton_limit,
-)
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -72,11 +65,11 @@ def linear_attention(
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
         raise ShapeError("accumulate adds to what out holds, and out is None; pass out")
-    require_like("out", out, tuple(q.shape), "q", q)
+    checks.require_like("out", out, tuple(q.shape), "q", q)
     if projection is not None:
-        require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
+        checks.require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
         projection = projection.to(q.device, q.dtype).contiguous()
-    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
@@ -140,12 +133,12 @@ def computing_rows(plan: AttentionPlan) -> torch.Tensor:
 
 
 def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
-    require_floats("q", q, ("B", "S", "H", "D"))
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
     for name, x in (("k", k), ("v", v)):
-        require_like(name, x, tuple(q.shape), "q", q)
-    require_whole_plan(plan, q)
+        checks.require_like(name, x, tuple(q.shape), "q", q)
+    checks.require_whole_plan(plan, q)
     if plan.linear_bits is None:
         raise ShapeError("plan must have linear_bits, got None; lower symbols that policy sla drew")
     if feature_map not in FEATURE_MAPS:
         raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
-    require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
+    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)

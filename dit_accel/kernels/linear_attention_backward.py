@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_like, triton_limit
 from dit_accel.kernels.linear_attention import (
     by_block,
     keys_and_values,
@@ -60,8 +60,8 @@ def linear_attention_backward(
         ShapeError, UnsupportedError, BackendError: as linear_attention.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
-    require_like("do", do, tuple(q.shape), "q", q)
-    chosen = resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1], plan)})
+    checks.require_like("do", do, tuple(q.shape), "q", q)
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
         from dit_accel.kernels._triton.linear_attention_backward import linear_attention_backward as implementation

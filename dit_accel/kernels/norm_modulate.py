@@ -12,20 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    forward_only,
-    require_device,
-    require_dtype,
-    require_same,
-    require_shape,
-)
 
 MAX_WIDTH_TRITON = 16384  # features of a row, which one program holds
 
 
-@forward_only
+@checks.forward_only
 def norm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto"
 ) -> torch.Tensor:
@@ -46,7 +39,7 @@ def norm_modulate(
     return _rows(x, None, None, scale, shift, eps, backend)[1]
 
 
-@forward_only
+@checks.forward_only
 def add_gated(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -63,7 +56,7 @@ def add_gated(
     return _rows(x, update, gate, None, None, 0.0, backend)[0]
 
 
-@forward_only
+@checks.forward_only
 def add_gated_norm_modulate(
     x: torch.Tensor,
     update: torch.Tensor,
@@ -84,11 +77,11 @@ def add_gated_norm_modulate(
 
 def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """x' where there is an update, and y where there is a scale."""
-    require_shape("x", x, ("B", "S", "C"))
-    require_dtype("x", x, FLOAT_DTYPES)
+    checks.require_shape("x", x, ("B", "S", "C"))
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     if update is not None:
-        require_shape("update", update, tuple(x.shape))
-        require_same("update", update, "x", x)
+        checks.require_shape("update", update, tuple(x.shape))
+        checks.require_same("update", update, "x", x)
     if gate is not None:
         _require_modulation(x, gate=gate)
     if scale is not None:
@@ -122,8 +115,8 @@ def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
     fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, tokens) and shape[2] == width
     if not fits:
         raise ShapeError(f"{first_name} must have shape [{batch} or 1, {tokens} or 1, {width}], got {list(shape)}")
-    require_dtype(first_name, first, FLOAT_DTYPES)
-    require_device(first_name, first, "x", x)
+    checks.require_dtype(first_name, first, checks.FLOAT_DTYPES)
+    checks.require_device(first_name, first, "x", x)
     for name, value in others:
-        require_shape(name, value, shape)
-        require_same(name, value, first_name, first)
+        checks.require_shape(name, value, shape)
+        checks.require_same(name, value, first_name, first)

@@ -10,23 +10,11 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    forward_only,
-    require_device,
-    require_dtype,
-    require_floats,
-    require_like,
-    require_same,
-    require_shape,
-    require_typed,
-    require_unit_stride,
-    triton_limit,
-)
 
 
-@forward_only
+@checks.forward_only
 def norm_rope(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -58,7 +46,7 @@ def norm_rope(
     return out
 
 
-@forward_only
+@checks.forward_only
 def norm_rope_pair(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -80,8 +68,8 @@ def norm_rope_pair(
         Queries and keys, both in ``out``.
     """
     out_q, out_k = out or (None, None)
-    require_shape("k", k, tuple(q.shape))
-    require_same("k", k, "q", q)
+    checks.require_shape("k", k, tuple(q.shape))
+    checks.require_same("k", k, "q", q)
     _require_rows(q, weights[0], out_q, "q")
     _require_rows(k, weights[1], out_k, "k")
     _require_tables(q, rope)
@@ -100,7 +88,7 @@ def _norm_rope(
         for x, weight, out in parts
     ]
     x = parts[0][0]
-    if resolve_backend(backend, x, {"triton": triton_limit(x.shape[-1])}) == "triton":
+    if resolve_backend(backend, x, {"triton": checks.triton_limit(x.shape[-1])}) == "triton":
         from dit_accel.kernels._triton.norm_rope import norm_rope_into
 
         norm_rope_into(parts, rope, eps)
@@ -124,8 +112,8 @@ def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
 
 
 def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
-    require_floats(name, x, ("B", "S", "H", "D"))
-    require_like("out", out, tuple(x.shape), name, x)
+    checks.require_floats(name, x, ("B", "S", "H", "D"))
+    checks.require_like("out", out, tuple(x.shape), name, x)
     for role, tensor in ((name, x), ("out", out)):
         if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
             raise ShapeError(
@@ -135,15 +123,15 @@ def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tenso
     if weight is None:
         return
     heads, head_dim = x.shape[2:]
-    require_dtype("weight", weight, FLOAT_DTYPES)
-    require_unit_stride("weight", weight)
+    checks.require_dtype("weight", weight, checks.FLOAT_DTYPES)
+    checks.require_unit_stride("weight", weight)
     if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
         raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
-    require_device("weight", weight, name, x)
+    checks.require_device("weight", weight, name, x)
 
 
 def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     _, tokens, _, head_dim = x.shape
     for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
-        require_typed(name, table, (tokens, head_dim), torch.float32, "x", x)
-        require_unit_stride(name, table)
+        checks.require_typed(name, table, (tokens, head_dim), torch.float32, "x", x)
+        checks.require_unit_stride(name, table)

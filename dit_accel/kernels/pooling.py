@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_block, require_floats, require_like, require_typed, triton_limit
 from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
 from dit_accel.kernels.layout import block_count
 
@@ -58,11 +58,11 @@ def pooled_map(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_floats("q", q, ("B", "S", "H", "D"))
-    require_like("k", k, tuple(q.shape), "q", q)
-    require_block(block)
-    require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
-    if resolve_backend(backend, q, {"triton": triton_limit(q.shape[-1])}) == "reference":
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
+    checks.require_like("k", k, tuple(q.shape), "q", q)
+    checks.require_block(block)
+    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
+    if resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1])}) == "reference":
         return _pooled_map_reference(q, k, block, kv_len)
     from dit_accel.kernels._triton.pooling import pooled_map_into
 

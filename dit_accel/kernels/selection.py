@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape, require_typed
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -60,7 +60,9 @@ def select_tiles(
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
-        require_typed(name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities)
+        checks.require_typed(
+            name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
+        )
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
@@ -175,10 +177,10 @@ def _lowest(rank: torch.Tensor, weight: torch.Tensor, budget: torch.Tensor) -> t
 
 
 def _resolve(probabilities: torch.Tensor, tau: float, backend: str) -> str:
-    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     blocks = probabilities.shape[-1]
-    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
-    require_dtype("probabilities", probabilities, (torch.float32,))
+    checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    checks.require_dtype("probabilities", probabilities, (torch.float32,))
     if not 0 <= tau <= 1:
         raise ShapeError(f"tau must be between 0 and 1, got {tau}")
     return resolve_backend(backend, probabilities)
