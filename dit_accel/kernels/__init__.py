@@ -2,6 +2,10 @@
 
 The torch reference is the specification and the CPU backend. Triton kernels live in ``_triton`` and are imported by
 the first call that needs them, so importing this package compiles nothing and touches no GPU.
+
+Every op raises a :class:`~dit_accel.errors.ShapeError` where a shape, dtype, stride, device or number is not as its
+docstring says, an :class:`~dit_accel.errors.UnsupportedError` where the backend that is asked for can't take the
+arguments (the message says why), and a :class:`~dit_accel.errors.BackendError` where it can't run here.
 """
 
 from dit_accel.kernels.attention import attention

@@ -14,25 +14,14 @@ skip by warps (section 3.4), except that the sum leaves it out as well, so the w
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
-    require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
-from dit_accel.kernels.layout import BLOCK_SIZES
-from dit_accel.kernels.quantize import attention_quantized, qk_dtype_limit, require_qk_dtype
-from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
+from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -83,10 +72,7 @@ def attention(
         valid key is 0, with lse -inf. The lse of a reused row is -inf.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, ``scale`` is not positive, or ``pv_threshold`` is not
-            negative.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
@@ -111,11 +97,7 @@ def attention(
 
         attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     elif qk_dtype is not None:
-
-        def attend(q, k, v, out):
-            _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
-
-        attention_quantized(attend, q, k, v, plan, scale, kv_len, qk_dtype, out, lse)
+        _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse)
     else:
         _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     if has_slices:
@@ -129,7 +111,9 @@ def _limits(q, k, v, plan, pv_threshold, qk_dtype, out) -> dict[str, str | None]
 
     return {
         "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
-        "triton": triton_limit(q, plan, pv_threshold) or qk_dtype_limit(q, plan, qk_dtype),
+        "triton": checks.triton_limit(q.shape[-1], plan)
+        or _threshold_limit(q, pv_threshold)
+        or qk_dtype_limit(q, plan, qk_dtype),
     }
 
 
@@ -141,6 +125,16 @@ def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -
         out.copy_(_dense(q, k, v, scale))
     else:
         _attend_by_row(q, k, v, plan, scale, lengths, out, lse)
+
+
+def _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
+    """The rounding of probabilities to float8 is left out: it depends on the order of the tiles."""
+    simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
+    result = out.float()
+    _attention_reference(simulated.q, simulated.k, simulated.v, plan, scale, kv_len, pv_threshold, result, lse)
+    out.copy_(result)
+    if lse is not None:
+        lse.add_(torch.where(lse.isfinite(), simulated.shift * scale, 0.0))
 
 
 def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> None:
@@ -178,10 +172,7 @@ def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> No
 def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
     """Rows of a head with the same tiles go through one dense attention over just those keys."""
     group = q.shape[2] // k.shape[2]
-    rows_of_tiles = defaultdict(list)
-    for b, h, row, tiles in rows_that_compute(plan):
-        rows_of_tiles[b, h, tiles].append(row)
-    for (b, h, tiles), rows in rows_of_tiles.items():
+    for b, h, rows, tiles in rows_alike(plan):
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
         keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
         query = take(q[b, :, h], queries)
@@ -200,11 +191,8 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
-def triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | None) -> str | None:
-    if limit := triton_head_dim_limit(q.shape[-1]):
-        return limit
-    if plan.block not in BLOCK_SIZES:
-        return f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+def _threshold_limit(q: torch.Tensor, pv_threshold: float | None) -> str | None:
+    """What keeps backend "triton" from the option, or None."""
     if pv_threshold is not None and q.dtype == torch.float32:  # whole tiles do not fit the registers in float32
         return "with pv_threshold, q must have dtype torch.float16 or torch.bfloat16, got torch.float32"
     if pv_threshold is not None and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 10:
@@ -213,25 +201,16 @@ def triton_limit(q: torch.Tensor, plan: AttentionPlan, pv_threshold: float | Non
 
 
 def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
-    require_shape("q", q, ("B", "S", "H", "D"))
-    require_dtype("q", q, FLOAT_DTYPES)
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
     batch, tokens, heads, head_dim = q.shape
     for name, x in (("k", k), ("v", v)):
-        require_shape(name, x, (batch, tokens, "H_kv", head_dim))
-        require_same(name, x, "q", q)
+        checks.require_like(name, x, (batch, tokens, "H_kv", head_dim), "q", q)
     if k.shape[2] != v.shape[2] or k.shape[2] == 0 or heads % k.shape[2]:
         raise ShapeError(
             f"k and v must have one number of heads that divides q's {heads}, got {k.shape[2]} and {v.shape[2]}"
         )
-    if out is not None:
-        require_shape("out", out, (batch, tokens, heads, head_dim))
-        require_same("out", out, "q", q)
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if x is not None:
-            require_unit_stride(name, x)
-    require_plan(plan, "q", q, heads)
-    if plan.tokens != tokens:
-        raise ShapeError(f"plan must have q's {tokens} tokens, got {plan.tokens}; lower symbols of the same length")
+    checks.require_like("out", out, (batch, tokens, heads, head_dim), "q", q)
+    checks.require_whole_plan(plan, q)
     if scale is not None and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
     if pv_threshold is not None and not pv_threshold < 0:
@@ -239,8 +218,4 @@ def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
             f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
             "use None to leave no tile out"
         )
-    if kv_len is not None:
-        require_shape("kv_len", kv_len, (batch,))
-        require_dtype("kv_len", kv_len, (torch.int32,))
-        if kv_len.device != q.device:
-            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")
+    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)

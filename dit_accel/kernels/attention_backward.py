@@ -11,16 +11,13 @@ No gradient flows through the choice of the tiles. dQ sums along the plan's list
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-
 import torch
 
 from dit_accel.errors import ShapeError, UnsupportedError
-from dit_accel.kernels.attention import attention, require_arguments, triton_limit
+from dit_accel.kernels import checks
+from dit_accel.kernels.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_same, require_shape, require_unit_stride
-from dit_accel.kernels.regions import rows_that_compute, take, tile_mask, token_index
+from dit_accel.kernels.regions import rows_alike, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,7 +58,7 @@ def attention_backward(
         BackendError: ``backend`` can't run here.
     """
     _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len)
-    chosen = resolve_backend(backend, q, {"triton": triton_limit(q, plan, None)})
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton":
         from dit_accel.kernels._triton.attention_backward import attention_backward as implementation
@@ -120,7 +117,7 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
     lengths = [plan.tokens] * plan.batch if kv_len is None else kv_len.clamp(0, plan.tokens).tolist()
     dq = q.new_zeros(q.shape)
     dk, dv = (q.new_zeros(q.shape, dtype=torch.float32) for _ in range(2))
-    for b, h, rows, tiles in _rows_alike(plan):
+    for b, h, rows, tiles in rows_alike(plan):
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
         keys = token_index(tiles, plan.block, 0, lengths[b], q.device)
         query, gradient, output = (take(x[b, :, h], queries).float() for x in (q, do, o))
@@ -138,15 +135,6 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
-    """Batch entry, head, query blocks that share their tiles, and these; with masks inside tiles row by row."""
-    rows_of_tiles = defaultdict(list)
-    for b, h, row, tiles in rows_that_compute(plan):
-        rows_of_tiles[b, h, tuple(sorted(tiles)), None if plan.masks is None else row].append(row)
-    for (b, h, tiles, _), rows in rows_of_tiles.items():
-        yield b, h, rows, tiles
-
-
 def _pairs(plan: AttentionPlan, b: int, h: int, rows: list[int], tiles: tuple[int, ...]) -> torch.Tensor:
     """Which pairs of a row attend, bool ``[block, tiles * block]``."""
     every_pair = torch.ones(plan.block, plan.block, dtype=torch.bool, device=plan.kv_count.device)
@@ -160,14 +148,9 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
         raise UnsupportedError("plan must have no slices where gradients are wanted; use a policy of whole tiles")
     _require_one_key_head_each(q, k)
     for name, x in (("o", o), ("do", do)):
-        require_shape(name, x, tuple(q.shape))
-        require_same(name, x, "q", q)
-        require_unit_stride(name, x)
+        checks.require_like(name, x, tuple(q.shape), "q", q)
     batch, tokens, heads, _ = q.shape
-    require_shape("lse", lse, (batch, heads, tokens))
-    require_dtype("lse", lse, (torch.float32,))
-    if lse.device != q.device:
-        raise ShapeError(f"lse must be on q's device {q.device}, got {lse.device}")
+    checks.require_typed("lse", lse, (batch, heads, tokens), torch.float32, "q", q)
 
 
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.symbols import AttentionPlan
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,11 +50,53 @@ def require_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.
         )
 
 
+def require_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.device != other.device:
+        raise ShapeError(f"{name} must be on {other_name}'s device {other.device}, got {tensor.device}")
+
+
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ShapeError(
             f"{name} must have stride 1 along its last axis, got strides {list(tensor.stride())}; call .contiguous()"
         )
+
+
+def require_floats(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    """An op's main argument: a floating dtype, and stride 1 along the last axis."""
+    require_shape(name, tensor, shape)
+    require_dtype(name, tensor, FLOAT_DTYPES)
+    require_unit_stride(name, tensor)
+
+
+def require_like(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int | str, ...], other_name: str, other: torch.Tensor
+) -> None:
+    """If it is given, the other's dtype and device, and stride 1 along the last axis."""
+    if tensor is not None:
+        require_shape(name, tensor, shape)
+        require_same(name, tensor, other_name, other)
+        require_unit_stride(name, tensor)
+
+
+def require_typed(
+    name: str,
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    other_name: str,
+    other: torch.Tensor,
+) -> None:
+    """If it is given, a dtype of its own, and the other's device."""
+    if tensor is not None:
+        require_shape(name, tensor, shape)
+        require_dtype(name, tensor, (dtype,))
+        require_device(name, tensor, other_name, other)
+
+
+def require_block(block: int) -> None:
+    if block not in BLOCK_SIZES:
+        raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {block}")
 
 
 def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: int | None = None) -> None:
@@ -64,8 +107,14 @@ def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: in
             f"plan must have the batch and heads of {name}, {list(required)}, got {[plan.batch, plan.heads]}; "
             "lower symbols of the same shape"
         )
-    if plan.mask64.device != tensor.device:
-        raise ShapeError(f"plan must be on {name}'s device {tensor.device}, got {plan.mask64.device}")
+    require_device("plan", plan.mask64, name, tensor)
+
+
+def require_whole_plan(plan: AttentionPlan, q: torch.Tensor) -> None:
+    """The plan is one for queries ``[B, S, H, D]``, all of its tokens."""
+    require_plan(plan, "q", q, q.shape[2])
+    if plan.tokens != q.shape[1]:
+        raise ShapeError(f"plan must have q's {q.shape[1]} tokens, got {plan.tokens}; lower symbols of the same length")
 
 
 def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> None:
@@ -77,6 +126,10 @@ def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> 
         )
 
 
-def triton_head_dim_limit(head_dim: int) -> str | None:
-    """What keeps the Triton kernels from a head dimension, or None."""
-    return None if head_dim in TRITON_HEAD_DIMS else f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"
+def triton_limit(head_dim: int, plan: AttentionPlan | None = None) -> str | None:
+    """What keeps the Triton kernels from a head dimension, or from the plan's blocks; else None."""
+    if head_dim not in TRITON_HEAD_DIMS:
+        return f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"
+    if plan is not None and plan.block not in BLOCK_SIZES:
+        return f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+    return None

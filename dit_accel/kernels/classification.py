@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape
 from dit_accel.kernels.constants import SHARE_BITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -46,17 +46,14 @@ def classify_tiles(
         uint8 ``[B, H, T, ceil(T / 8)]`` each.
 
     Raises:
-        ShapeError: an argument is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     batch, heads, blocks, _ = probabilities.shape
-    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
-    require_dtype("probabilities", probabilities, (torch.float32,))
+    checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    checks.require_dtype("probabilities", probabilities, (torch.float32,))
     require_shares(critical, negligible)
-    if valid_blocks is not None:
-        require_shape("valid_blocks", valid_blocks, (batch,))
-        require_dtype("valid_blocks", valid_blocks, (torch.int32,))
+    checks.require_typed("valid_blocks", valid_blocks, (batch,), torch.int32, "probabilities", probabilities)
     start, stop, _ = always.indices(blocks)
     units = round(critical * (1 << SHARE_BITS)), round(negligible * (1 << SHARE_BITS))
     if resolve_backend(backend, probabilities) == "reference":
@@ -81,12 +78,7 @@ def require_shares(critical: float, negligible: float) -> None:
 
 
 def _classify_reference(
-    probabilities: torch.Tensor,
-    critical_units: int,
-    negligible_units: int,
-    start: int,
-    stop: int,
-    valid_blocks: torch.Tensor | None,
+    probabilities, critical_units, negligible_units, start, stop, valid_blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, _, blocks, _ = probabilities.shape
     column = torch.arange(blocks, device=probabilities.device)

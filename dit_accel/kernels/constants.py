@@ -1,5 +1,9 @@
 """Numbers that the reference of an op and its kernels share, so that every backend decides alike."""
 
+import math
+
+LOG2_E = math.log2(math.e)
+
 # pooled_map
 SMALLEST_SQUARED_NORM = 1e-30  # a token shorter than 1e-15 counts as zero
 

@@ -10,15 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
-    require_shape,
-    require_unit_stride,
-)
 from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.regions import regions
 from dit_accel.kernels.symbols import AttentionPlan
@@ -48,8 +41,7 @@ def weighted_sum(
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
-        UnsupportedError: the backend does not support the plan's block.
-        BackendError: ``backend`` can't run here.
+        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(history, weights, plan, out)
     first = history[0]
@@ -80,16 +72,16 @@ def _require_arguments(history, weights, plan, out) -> None:
     if not len(history) or len(history) != len(weights):
         raise ShapeError(f"history and weights must have one length, at least 1, got {len(history)} and {len(weights)}")
     first = history[0]
-    require_dtype("history[0]", first, FLOAT_DTYPES)
+    checks.require_dtype("history[0]", first, checks.FLOAT_DTYPES)
     for index, features in enumerate(history):
-        require_shape(f"history[{index}]", features, tuple(first.shape))
-        require_same(f"history[{index}]", features, "history[0]", first)
+        checks.require_shape(f"history[{index}]", features, tuple(first.shape))
+        checks.require_same(f"history[{index}]", features, "history[0]", first)
     if out is not None:
-        require_shape("out", out, tuple(first.shape))
-        require_same("out", out, "history[0]", first)
+        checks.require_shape("out", out, tuple(first.shape))
+        checks.require_same("out", out, "history[0]", first)
     if plan is not None:
-        require_shape("history[0]", first, ("B", plan.tokens, plan.heads, "D"))
-        require_plan(plan, "history[0]", first)
+        checks.require_shape("history[0]", first, ("B", plan.tokens, plan.heads, "D"))
+        checks.require_plan(plan, "history[0]", first)
         if out is None:
             raise ShapeError("out must be given with a plan, because rows that compute keep what it holds; got None")
-        require_unit_stride("out", out)
+        checks.require_unit_stride("out", out)

@@ -20,17 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
-    require_shape,
-    require_stream,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
 from dit_accel.kernels.regions import Region, regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -71,19 +62,12 @@ def gemm_o_update(
         entry per history entry.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-        require_same("bias", bias, "o", o)
-        require_unit_stride("bias", bias)
+    checks.require_like("bias", bias, (weight.shape[0],), "o", o)
     for index, entry in enumerate(history):
-        require_shape(f"history[{index}]", entry, tuple(o.shape))
-        require_same(f"history[{index}]", entry, "o", o)
-        require_unit_stride(f"history[{index}]", entry)
+        checks.require_like(f"history[{index}]", entry, tuple(o.shape), "o", o)
     if previous is not None:
         _require_previous(previous, o, weight, plan, history)
     tensors = () if previous is None else (("previous stack", previous[0]),)
@@ -123,21 +107,15 @@ def gemm_o_dispatch(
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])
-    require_shape("stack", stack, ("M", *shape))
-    require_same("stack", stack, "o", o)
+    _require_contiguous("stack", stack, ("M", *shape), "o", o)
     if len(weights) != stack.shape[0] or not len(weights):
         raise ShapeError(f"weights must hold {stack.shape[0]} floats, one for each stack entry, got {len(weights)}")
     if out is not None:
-        require_shape("out", out, shape)
-        require_same("out", out, "o", o)
-    for name, tensor in (("stack", stack), ("out", out)):
-        if tensor is not None:
-            _require_contiguous(name, tensor)
+        _require_contiguous("out", out, shape, "o", o)
     out = o.new_empty(shape) if out is None else out
     limits = _limits(o, weight, plan, offset, entries=len(stack), tensors=(("stack", stack), ("out", out)))
     chosen = resolve_backend(backend, o, limits)
@@ -150,7 +128,7 @@ def _limits(o: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, offset: 
     """What keeps each backend from the arguments, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.gemm_o import limit
 
-    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": triton_head_dim_limit(o.shape[-1])}
+    return {"cuda": limit(o, weight, plan, offset, **rest), "triton": checks.triton_limit(o.shape[-1])}
 
 
 def _kernels(backend: str) -> ModuleType:
@@ -201,27 +179,21 @@ def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
 
 def _require_previous(previous, o, weight, plan, history) -> None:
     stack, mask64 = previous
-    require_shape("previous stack", stack, ("M", *o.shape[:2], weight.shape[0]))
-    require_same("previous stack", stack, "o", o)
-    _require_contiguous("previous stack", stack)
+    _require_contiguous("previous stack", stack, ("M", *o.shape[:2], weight.shape[0]), "o", o)
     if len(stack) < len(history):
         raise ShapeError(f"previous stack must have an entry for each of {len(history)} in history, got {len(stack)}")
-    require_shape("previous mask64", mask64, tuple(plan.mask64.shape))
-    require_same("previous mask64", mask64, "the plan's mask64", plan.mask64)
-    _require_contiguous("previous mask64", mask64)
+    _require_contiguous("previous mask64", mask64, tuple(plan.mask64.shape), "the plan's mask64", plan.mask64)
 
 
-def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
+def _require_contiguous(name, tensor, shape, other_name, other) -> None:
+    checks.require_shape(name, tensor, shape)
+    checks.require_same(name, tensor, other_name, other)
     if not tensor.is_contiguous():
         raise ShapeError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
 
 
 def _require_arguments(o, weight, plan, offset) -> None:
-    require_shape("o", o, ("B", "S", plan.heads, "D"))
-    require_dtype("o", o, FLOAT_DTYPES)
-    require_unit_stride("o", o)
-    require_plan(plan, "o", o)
-    require_stream(plan, "o", o.shape[1], offset)
-    require_shape("weight", weight, ("N", o.shape[2] * o.shape[3]))
-    require_same("weight", weight, "o", o)
-    require_unit_stride("weight", weight)
+    checks.require_floats("o", o, ("B", "S", plan.heads, "D"))
+    checks.require_plan(plan, "o", o)
+    checks.require_stream(plan, "o", o.shape[1], offset)
+    checks.require_like("weight", weight, ("N", o.shape[2] * o.shape[3]), "o", o)

@@ -12,17 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
-    require_shape,
-    require_stream,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
 from dit_accel.kernels.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -65,9 +56,7 @@ def gemm_q(
         ``out``; rows that do not compute keep what it held.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend can't take these arguments; the message says why.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
     batch, length, _ = x.shape
@@ -106,7 +95,7 @@ def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[st
 
     return {
         "cuda": limit(x, weight, bias, plan, offset, norm_weight, rope, stream),
-        "triton": triton_head_dim_limit(stream.shape[-1]),
+        "triton": checks.triton_limit(stream.shape[-1]),
     }
 
 
@@ -117,33 +106,20 @@ def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:
     """Checks all arguments and returns the head dimension."""
-    require_shape("x", x, ("B", "S", "C"))
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_plan(plan, "x", x)
-    require_shape("weight", weight, ("H * D", x.shape[-1]))
+    checks.require_floats("x", x, ("B", "S", "C"))
+    checks.require_plan(plan, "x", x)
+    checks.require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
     if weight.shape[0] == 0 or weight.shape[0] % plan.heads:
         raise ShapeError(f"weight must have a multiple of the plan's {plan.heads} heads as rows, got {weight.shape[0]}")
     head_dim = weight.shape[0] // plan.heads
-    require_stream(plan, "x", x.shape[1], offset)
-    tensors = {"weight": weight, "bias": bias, "norm_weight": norm_weight, "out": out}
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-    if norm_weight is not None:
-        require_shape("norm_weight", norm_weight, (head_dim,))
-    if out is not None:
-        require_shape("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim))
-    require_unit_stride("x", x)
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            require_same(name, tensor, "x", x)
-            require_unit_stride(name, tensor)
+    checks.require_stream(plan, "x", x.shape[1], offset)
+    checks.require_like("bias", bias, (weight.shape[0],), "x", x)
+    checks.require_like("norm_weight", norm_weight, (head_dim,), "x", x)
+    checks.require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
     if rope is not None:
         if head_dim % 2:
             raise ShapeError(f"rope turns pairs, so head_dim must be even, got {head_dim}")
         for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
-            require_shape(name, table, (plan.tokens, head_dim))
-            require_dtype(name, table, (torch.float32,))
-            require_unit_stride(name, table)
-            if table.device != x.device:
-                raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")
+            checks.require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
+            checks.require_unit_stride(name, table)
     return head_dim

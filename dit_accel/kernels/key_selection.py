@@ -13,15 +13,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_same,
-    require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
 from dit_accel.kernels.constants import BEST_SHARE
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.packing import pack_bits
@@ -54,13 +47,18 @@ def select_keys(
         :class:`~dit_accel.kernels.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit, or a number is out of its range.
-        UnsupportedError: the backend does not support the head dimension.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    _require_arguments(q, k, threshold, group, block, kv_len)
-    backend = resolve_backend(backend, q, {"triton": triton_head_dim_limit(q.shape[-1])})
-    batch, queries, heads, _ = q.shape
+    checks.require_floats("q", q, ("B", "Q", "H", "D"))
+    batch, queries, heads, head_dim = q.shape
+    checks.require_like("k", k, (batch, "S", heads, head_dim), "q", q)
+    if not threshold > 0:
+        raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
+    checks.require_block(block)
+    if group not in (1, *BLOCK_SIZES):
+        raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
+    checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
+    backend = resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)})
     padded = block_count(k.shape[1], block) * block
     bits = torch.zeros(
         batch, heads, block_count(queries, group), padded // 8, dtype=torch.uint8, device=q.device
@@ -85,24 +83,3 @@ def _select_keys_reference(bits, q, k, threshold, group, kv_len) -> None:
                 bound = (BEST_SHARE * probability.amax(-1, keepdim=True)).clamp(max=threshold / length)
                 packed = pack_bits((probability > bound).any(0), backend="reference")
                 bits[b, h, row, : len(packed)] = packed
-
-
-def _require_arguments(q, k, threshold, group, block, kv_len) -> None:
-    require_shape("q", q, ("B", "Q", "H", "D"))
-    require_dtype("q", q, FLOAT_DTYPES)
-    batch, _, heads, head_dim = q.shape
-    require_shape("k", k, (batch, "S", heads, head_dim))
-    require_same("k", k, "q", q)
-    require_unit_stride("q", q)
-    require_unit_stride("k", k)
-    if not threshold > 0:
-        raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
-    if block not in BLOCK_SIZES:
-        raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {block}")
-    if group not in (1, *BLOCK_SIZES):
-        raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
-    if kv_len is not None:
-        require_shape("kv_len", kv_len, (batch,))
-        require_dtype("kv_len", kv_len, (torch.int32,))
-        if kv_len.device != q.device:
-            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")

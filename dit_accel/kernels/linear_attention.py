@@ -15,17 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_plan,
-    require_same,
-    require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
-from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -69,20 +60,16 @@ def linear_attention(
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
             ``linear_bits``, or ``accumulate`` comes without ``out``.
-        UnsupportedError: the backend does not support the head dimension or the block size.
-        BackendError: ``backend`` can't run here.
+        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
         raise ShapeError("accumulate adds to what out holds, and out is None; pass out")
-    if out is not None:
-        require_shape("out", out, tuple(q.shape))
-        require_same("out", out, "q", q)
-        require_unit_stride("out", out)
+    checks.require_like("out", out, tuple(q.shape), "q", q)
     if projection is not None:
-        require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
+        checks.require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
         projection = projection.to(q.device, q.dtype).contiguous()
-    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
@@ -90,7 +77,10 @@ def linear_attention(
 
         linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, accumulate)
         return out
-    numerator, denominator = weighted_values(q, k, v, plan, feature_map, kv_len)
+    features = map_features(by_block(q, plan), feature_map)  # [B, H, T, block, D]
+    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
+    sums, feature_sums = row_sums(key_features, values, marginal_tiles(plan).float())
+    numerator, denominator = features @ sums, features @ feature_sums[..., None]
     result = torch.where(denominator > 0, numerator / denominator, 0.0)  # [B, H, T, block, D]
     result = result.flatten(2, 3)[:, :, : plan.tokens].transpose(1, 2)
     if projection is not None:
@@ -102,15 +92,10 @@ def linear_attention(
     return out
 
 
-def weighted_values(q, k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: ``phi(Q) H`` float32 ``[B, H, T, block, D]`` and ``phi(Q) Z`` ``[B, H, T, block, 1]``."""
-    features = map_features(by_block(q, plan), feature_map)
-    key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
-    marginal = marginal_tiles(plan).float()
+def row_sums(key_features, values, marginal) -> tuple[torch.Tensor, torch.Tensor]:
+    """H ``[B, H, T, D, D]`` and Z ``[B, H, T, D]`` of each row."""
     states = (key_features.transpose(-1, -2) @ values).flatten(3)  # h, [B, H, T, D * D]
-    sums = (marginal @ states).unflatten(3, (q.shape[-1], -1))  # H, [B, H, T, D, D]
-    feature_sums = marginal @ key_features.sum(3)  # Z, [B, H, T, D]
-    return features @ sums, features @ feature_sums[..., None]
+    return (marginal @ states).unflatten(3, (values.shape[-1], -1)), marginal @ key_features.sum(3)
 
 
 def keys_and_values(k, v, plan, feature_map, kv_len) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,30 +132,13 @@ def computing_rows(plan: AttentionPlan) -> torch.Tensor:
     return (plan.mask64[:, None] >> head[:, None] & 1).bool()
 
 
-def linear_limit(q: torch.Tensor, plan: AttentionPlan) -> str | None:
-    """What keeps the Triton kernels from the arguments, or None."""
-    if limit := triton_head_dim_limit(q.shape[-1]):
-        return limit
-    return None if plan.block in BLOCK_SIZES else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
-
-
 def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
-    require_shape("q", q, ("B", "S", "H", "D"))
-    require_dtype("q", q, FLOAT_DTYPES)
-    require_unit_stride("q", q)
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
     for name, x in (("k", k), ("v", v)):
-        require_shape(name, x, tuple(q.shape))
-        require_same(name, x, "q", q)
-        require_unit_stride(name, x)
-    require_plan(plan, "q", q, q.shape[2])
-    if plan.tokens != q.shape[1]:
-        raise ShapeError(f"plan must have q's {q.shape[1]} tokens, got {plan.tokens}; lower symbols of the same length")
+        checks.require_like(name, x, tuple(q.shape), "q", q)
+    checks.require_whole_plan(plan, q)
     if plan.linear_bits is None:
         raise ShapeError("plan must have linear_bits, got None; lower symbols that policy sla drew")
     if feature_map not in FEATURE_MAPS:
         raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
-    if kv_len is not None:
-        require_shape("kv_len", kv_len, (q.shape[0],))
-        require_dtype("kv_len", kv_len, (torch.int32,))
-        if kv_len.device != q.device:
-            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")
+    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import torch
 
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_same, require_shape, require_unit_stride
 from dit_accel.kernels.linear_attention import (
     by_block,
     keys_and_values,
     linear_attention,
-    linear_limit,
     map_features,
     marginal_tiles,
     require_linear_arguments,
+    row_sums,
 )
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -60,10 +60,8 @@ def linear_attention_backward(
         ShapeError, UnsupportedError, BackendError: as linear_attention.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
-    require_shape("do", do, tuple(q.shape))
-    require_same("do", do, "q", q)
-    require_unit_stride("do", do)
-    chosen = resolve_backend(backend, q, {"triton": linear_limit(q, plan)})
+    checks.require_like("do", do, tuple(q.shape), "q", q)
+    chosen = resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1], plan)})
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     if chosen == "triton":
         from dit_accel.kernels._triton.linear_attention_backward import linear_attention_backward as implementation
@@ -115,9 +113,7 @@ def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
     marginal, head_dim = marginal_tiles(plan).float(), q.shape[-1]
     has_tiles = marginal.any(-1)[..., None, None]
     features, do = (torch.where(has_tiles, x, 0.0) for x in (features, do))  # no product: other rows may hold NaN
-    states = (key_features.transpose(-1, -2) @ values).flatten(3)
-    sums = (marginal @ states).unflatten(3, (head_dim, -1))
-    feature_sums = marginal @ key_features.sum(3)
+    sums, feature_sums = row_sums(key_features, values, marginal)
 
     denominator = features @ feature_sums[..., None]
     inverse = torch.where(denominator > 0, 1 / denominator, 0.0)

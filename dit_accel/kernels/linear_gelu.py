@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dit_accel.kernels.checks import FLOAT_DTYPES, forward_only, require_dtype, require_same, require_shape
+from dit_accel.kernels import checks
 
 
-@forward_only
+@checks.forward_only
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``GELU(x W^T + b)`` with the tanh approximation. Forward only: no gradient flows.
 
@@ -25,11 +25,11 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     Raises:
         ShapeError: a shape, dtype or device does not fit.
     """
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_shape("weight", weight, ("N", x.shape[-1]))
-    require_same("weight", weight, "x", x)
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    checks.require_shape("weight", weight, ("N", x.shape[-1]))
+    checks.require_same("weight", weight, "x", x)
     if bias is None or not x.is_cuda:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    require_shape("bias", bias, (weight.shape[0],))
+    checks.require_shape("bias", bias, (weight.shape[0],))
     product = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return product.view(*x.shape[:-1], -1)

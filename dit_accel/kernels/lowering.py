@@ -61,12 +61,8 @@ def _lower_slices(plan: AttentionPlan, backend: str) -> None:
     """Counts each row's single keys and lists the rows that have any."""
     slices = plan.slices
     count_slices_into(plan, backend)
-    by_head = slices.count.flatten(0, 1)  # [B * H, Tq]
-    ranked = torch.sort(by_head, dim=-1, descending=True, stable=True)
-    row = ranked.indices + torch.arange(len(by_head), device=by_head.device)[:, None] * plan.blocks
-    is_listed = ranked.values.flatten() > 0
-    slices.work.copy_(row.flatten()[_true_first(is_listed)])
-    slices.work_count.copy_(is_listed.sum()[None])
+    _list_longest_first(slices.work, slices.count.flatten(0, 1), shortest=1)
+    slices.work_count.copy_((slices.count > 0).sum()[None])
 
 
 def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
@@ -90,11 +86,15 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_togethe
     plan.row_index.copy_(_true_first(rows))
 
     length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows sort behind empty ones
-    ranked = torch.sort(length, dim=-1, descending=True, stable=True)
-    row = ranked.indices + torch.arange(len(length), device=device)[:, None] * ranked_together
-    listed = _true_first(ranked.values.flatten() >= 0)
-    plan.work.copy_(row.flatten()[listed])
+    _list_longest_first(plan.work, length, shortest=0)
     plan.work_count.copy_(rows.sum()[None])
+
+
+def _list_longest_first(work: torch.Tensor, length: torch.Tensor, shortest: int) -> None:
+    """Writes the rows of at least that length into ``work``, group by group; ``length`` is ``[groups, rows]``."""
+    ranked = torch.sort(length, dim=-1, descending=True, stable=True)
+    row = ranked.indices + torch.arange(len(length), device=length.device)[:, None] * length.shape[1]
+    work.copy_(row.flatten()[_true_first(ranked.values.flatten() >= shortest)])
 
 
 def _true_first(mask: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import FLOAT_DTYPES, forward_only, require_dtype, require_same, require_shape
 
 MAX_WIDTH_TRITON = 16384  # features of a row, which one program holds
 
 
-@forward_only
+@checks.forward_only
 def norm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto"
 ) -> torch.Tensor:
@@ -34,22 +34,12 @@ def norm_modulate(
         ``[B, S, C]`` like x.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the width.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    _require_rows(x)
-    _require_modulation(x, scale=scale, shift=shift)
-    if _resolve(x, backend) == "triton":
-        from dit_accel.kernels._triton.norm_modulate import rows_into
-
-        normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_into(x, None, None, scale, shift, eps, None, normed)
-        return normed
-    return _norm_modulate_reference(x, scale, shift, eps)
+    return _rows(x, None, None, scale, shift, eps, backend)[1]
 
 
-@forward_only
+@checks.forward_only
 def add_gated(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -63,19 +53,10 @@ def add_gated(
     Returns:
         ``[B, S, C]`` like x.
     """
-    _require_rows(x, update=update)
-    if gate is not None:
-        _require_modulation(x, gate=gate)
-    if _resolve(x, backend) == "triton":
-        from dit_accel.kernels._triton.norm_modulate import rows_into
-
-        summed = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows_into(x, update, gate, None, None, 0.0, summed, None)
-        return summed
-    return _add_gated_reference(x, update, gate)
+    return _rows(x, update, gate, None, None, 0.0, backend)[0]
 
 
-@forward_only
+@checks.forward_only
 def add_gated_norm_modulate(
     x: torch.Tensor,
     update: torch.Tensor,
@@ -91,42 +72,39 @@ def add_gated_norm_modulate(
     Returns:
         x' and y, ``[B, S, C]`` like x.
     """
-    _require_rows(x, update=update)
+    return _rows(x, update, gate, scale, shift, eps, backend)
+
+
+def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """x' where there is an update, and y where there is a scale."""
+    checks.require_shape("x", x, ("B", "S", "C"))
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    if update is not None:
+        checks.require_shape("update", update, tuple(x.shape))
+        checks.require_same("update", update, "x", x)
     if gate is not None:
         _require_modulation(x, gate=gate)
-    _require_modulation(x, scale=scale, shift=shift)
-    if _resolve(x, backend) == "triton":
-        from dit_accel.kernels._triton.norm_modulate import rows_into
-
-        summed, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        rows_into(x, update, gate, scale, shift, eps, summed, normed)
-        return summed, normed
-    summed = _add_gated_reference(x, update, gate)
-    return summed, _norm_modulate_reference(summed, scale, shift, eps)
-
-
-def _norm_modulate_reference(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float) -> torch.Tensor:
-    normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
-    return (normed * (1 + scale.float()) + shift.float()).to(x.dtype)
-
-
-def _add_gated_reference(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    update = update.float() if gate is None else gate.float() * update.float()
-    return (x.float() + update).to(x.dtype)
-
-
-def _resolve(x: torch.Tensor, backend: str) -> str:
+    if scale is not None:
+        _require_modulation(x, scale=scale, shift=shift)
     width = x.shape[-1]
     limit = f"it takes at most {MAX_WIDTH_TRITON} features, got {width}" if width > MAX_WIDTH_TRITON else None
-    return resolve_backend(backend, x, {"triton": limit})
+    summed = normed = None
+    if resolve_backend(backend, x, {"triton": limit}) == "triton":
+        from dit_accel.kernels._triton.norm_modulate import rows_into
 
-
-def _require_rows(x: torch.Tensor, **others: torch.Tensor) -> None:
-    require_shape("x", x, ("B", "S", "C"))
-    require_dtype("x", x, FLOAT_DTYPES)
-    for name, other in others.items():
-        require_shape(name, other, tuple(x.shape))
-        require_same(name, other, "x", x)
+        if update is not None:
+            summed = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if scale is not None:
+            normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows_into(x, update, gate, scale, shift, eps, summed, normed)
+        return summed, normed
+    if update is not None:
+        update = update.float() if gate is None else gate.float() * update.float()
+        x = summed = (x.float() + update).to(x.dtype)
+    if scale is not None:
+        unit = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+        normed = (unit * (1 + scale.float()) + shift.float()).to(x.dtype)
+    return summed, normed
 
 
 def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
@@ -137,9 +115,8 @@ def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
     fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, tokens) and shape[2] == width
     if not fits:
         raise ShapeError(f"{first_name} must have shape [{batch} or 1, {tokens} or 1, {width}], got {list(shape)}")
-    require_dtype(first_name, first, FLOAT_DTYPES)
-    if first.device != x.device:
-        raise ShapeError(f"{first_name} must be on x's device {x.device}, got {first.device}")
+    checks.require_dtype(first_name, first, checks.FLOAT_DTYPES)
+    checks.require_device(first_name, first, "x", x)
     for name, value in others:
-        require_shape(name, value, shape)
-        require_same(name, value, first_name, first)
+        checks.require_shape(name, value, shape)
+        checks.require_same(name, value, first_name, first)

@@ -10,19 +10,11 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    forward_only,
-    require_dtype,
-    require_same,
-    require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
 
 
-@forward_only
+@checks.forward_only
 def norm_rope(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -46,9 +38,7 @@ def norm_rope(
         ``out``.
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_rows(x, weight, out)
     _require_tables(x, rope)
@@ -56,7 +46,7 @@ def norm_rope(
     return out
 
 
-@forward_only
+@checks.forward_only
 def norm_rope_pair(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,8 +68,8 @@ def norm_rope_pair(
         Queries and keys, both in ``out``.
     """
     out_q, out_k = out or (None, None)
-    require_shape("k", k, tuple(q.shape))
-    require_same("k", k, "q", q)
+    checks.require_shape("k", k, tuple(q.shape))
+    checks.require_same("k", k, "q", q)
     _require_rows(q, weights[0], out_q, "q")
     _require_rows(k, weights[1], out_k, "k")
     _require_tables(q, rope)
@@ -98,7 +88,7 @@ def _norm_rope(
         for x, weight, out in parts
     ]
     x = parts[0][0]
-    if resolve_backend(backend, x, {"triton": triton_head_dim_limit(x.shape[-1])}) == "triton":
+    if resolve_backend(backend, x, {"triton": checks.triton_limit(x.shape[-1])}) == "triton":
         from dit_accel.kernels._triton.norm_rope import norm_rope_into
 
         norm_rope_into(parts, rope, eps)
@@ -108,9 +98,7 @@ def _norm_rope(
     return tuple(out for _, _, out in parts)
 
 
-def _norm_rope_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, rope: tuple[torch.Tensor, torch.Tensor] | None, eps: float
-) -> torch.Tensor:
+def _norm_rope_reference(x, weight, rope, eps) -> torch.Tensor:
     y = x.float()
     if weight is not None:
         normed = y if weight.shape[0] == x.shape[-1] else y.flatten(2)
@@ -124,39 +112,26 @@ def _norm_rope_reference(
 
 
 def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor | None, name: str = "x") -> None:
-    require_shape(name, x, ("B", "S", "H", "D"))
-    require_dtype(name, x, FLOAT_DTYPES)
-    _require_heads_in_order(name, x)
-    if out is not None:
-        require_shape("out", out, tuple(x.shape))
-        require_same("out", out, name, x)
-        _require_heads_in_order("out", out)
+    checks.require_floats(name, x, ("B", "S", "H", "D"))
+    checks.require_like("out", out, tuple(x.shape), name, x)
+    for role, tensor in ((name, x), ("out", out)):
+        if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
+            raise ShapeError(
+                f"{role} must hold a token's heads side by side (stride {tensor.shape[3]}), got strides "
+                f"{list(tensor.stride())}; call .contiguous()"
+            )
     if weight is None:
         return
     heads, head_dim = x.shape[2:]
-    require_dtype("weight", weight, FLOAT_DTYPES)
-    require_unit_stride("weight", weight)
+    checks.require_dtype("weight", weight, checks.FLOAT_DTYPES)
+    checks.require_unit_stride("weight", weight)
     if weight.dim() != 1 or weight.shape[0] not in (head_dim, heads * head_dim):
         raise ShapeError(f"weight must have shape [{head_dim}] or [{heads * head_dim}], got {list(weight.shape)}")
-    if weight.device != x.device:
-        raise ShapeError(f"weight must be on {name}'s device {x.device}, got {weight.device}")
-
-
-def _require_heads_in_order(name: str, x: torch.Tensor) -> None:
-    require_unit_stride(name, x)
-    _, _, heads, head_dim = x.shape
-    if heads > 1 and x.stride(2) != head_dim:
-        raise ShapeError(
-            f"{name} must hold a token's heads side by side (stride {head_dim}), got strides {list(x.stride())}; "
-            "call .contiguous()"
-        )
+    checks.require_device("weight", weight, name, x)
 
 
 def _require_tables(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     _, tokens, _, head_dim = x.shape
     for name, table in zip(("rope[0]", "rope[1]"), rope or (), strict=False):
-        require_shape(name, table, (tokens, head_dim))
-        require_dtype(name, table, (torch.float32,))
-        require_unit_stride(name, table)
-        if table.device != x.device:
-            raise ShapeError(f"{name} must be on x's device {x.device}, got {table.device}")
+        checks.require_typed(name, table, (tokens, head_dim), torch.float32, "x", x)
+        checks.require_unit_stride(name, table)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype
 from dit_accel.kernels.layout import block_count
 
 
@@ -29,10 +29,9 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         uint8 ``[..., ceil(n / 8)]``.
 
     Raises:
-        ShapeError: ``mask`` is not bool, or has no last axis.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_dtype("mask", mask, (torch.bool,))
+    checks.require_dtype("mask", mask, (torch.bool,))
     if mask.dim() == 0 or mask.shape[-1] == 0:
         raise ShapeError(f"mask must have shape [..., n] with n >= 1, got {list(mask.shape)}")
     if resolve_backend(backend, mask) == "triton":
@@ -54,10 +53,9 @@ def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.T
         bool ``[..., n]``.
 
     Raises:
-        ShapeError: ``bits`` is not uint8, or its last axis does not hold n bits.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    require_dtype("bits", bits, (torch.uint8,))
+    checks.require_dtype("bits", bits, (torch.uint8,))
     if n < 1 or bits.dim() == 0 or bits.shape[-1] != block_count(n, 8):
         raise ShapeError(f"bits must have shape [..., ceil(n / 8)] with n >= 1, got {list(bits.shape)} with n={n}")
     if resolve_backend(backend, bits) == "triton":

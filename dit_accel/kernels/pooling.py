@@ -13,18 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import (
-    FLOAT_DTYPES,
-    require_dtype,
-    require_same,
-    require_shape,
-    require_unit_stride,
-    triton_head_dim_limit,
-)
 from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
-from dit_accel.kernels.layout import BLOCK_SIZES, block_count
+from dit_accel.kernels.layout import block_count
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,13 @@ def pooled_map(
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Raises:
-        ShapeError: a shape, dtype, stride or device does not fit.
-        UnsupportedError: the backend does not support the head dimension.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    _require_arguments(q, k, block, kv_len)
-    if resolve_backend(backend, q, {"triton": triton_head_dim_limit(q.shape[-1])}) == "reference":
+    checks.require_floats("q", q, ("B", "S", "H", "D"))
+    checks.require_like("k", k, tuple(q.shape), "q", q)
+    checks.require_block(block)
+    checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)
+    if resolve_backend(backend, q, {"triton": checks.triton_limit(q.shape[-1])}) == "reference":
         return _pooled_map_reference(q, k, block, kv_len)
     from dit_accel.kernels._triton.pooling import pooled_map_into
 
@@ -122,19 +115,3 @@ def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tup
 def _valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
     """Valid tokens of each block: int32 ``[B, T]``."""
     return (lengths[:, None] - torch.arange(blocks, dtype=torch.int32, device=lengths.device) * block).clamp(0, block)
-
-
-def _require_arguments(q, k, block, kv_len) -> None:
-    require_shape("q", q, ("B", "S", "H", "D"))
-    require_dtype("q", q, FLOAT_DTYPES)
-    require_shape("k", k, tuple(q.shape))
-    require_same("k", k, "q", q)
-    require_unit_stride("q", q)
-    require_unit_stride("k", k)
-    if block not in BLOCK_SIZES:
-        raise ShapeError(f"block must be one of {BLOCK_SIZES}, got {block}")
-    if kv_len is not None:
-        require_shape("kv_len", kv_len, (q.shape[0],))
-        require_dtype("kv_len", kv_len, (torch.int32,))
-        if kv_len.device != q.device:
-            raise ShapeError(f"kv_len must be on q's device {q.device}, got {kv_len.device}")

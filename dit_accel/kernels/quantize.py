@@ -22,7 +22,6 @@ formulas above, and the passes over q and k cost a quarter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -84,38 +83,7 @@ def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Ten
     return token[token < tokens]
 
 
-def attention_quantized(
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    qk_dtype: str,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """The reference: ``attend(q, k, v, out)``, which also writes ``lse``, over quantised tensors.
-
-    The rounding of probabilities to float8 is left out: it depends on the order of the tiles.
-    """
-    simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
-    result = out.float()
-    attend(simulated.q, simulated.k, simulated.v, result)
-    out.copy_(result)
-    if lse is not None:
-        lse.add_(torch.where(lse.isfinite(), simulated.shift * scale, 0.0))
-
-
-def simulate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    kv_len: torch.Tensor | None,
-    qk_dtype: str,
-) -> Simulated:
+def simulate(q, k, v, plan, kv_len, qk_dtype) -> Simulated:
     """Quantise and go back to float32. Takes ``attention``'s arguments, checked."""
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]

@@ -89,6 +89,15 @@ def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tupl
                 yield b, h, row, tuple(kv_index[b][h][row][: kv_count[b][h][row]])
 
 
+def rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
+    """Batch entry, head, query blocks that share their tiles, and these, ascending; with masks in tiles row by row."""
+    rows_of_tiles = defaultdict(list)
+    for b, h, row, tiles in rows_that_compute(plan):
+        rows_of_tiles[b, h, tuple(sorted(tiles)), None if plan.masks is None else row].append(row)
+    for (b, h, tiles, _), rows in rows_of_tiles.items():
+        yield b, h, rows, tiles
+
+
 def tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch.Tensor | None:
     """Which pairs of a tile attend, bool ``[block, block]``; None = all."""
     if plan.masks is None:

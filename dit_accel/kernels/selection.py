@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.checks import require_dtype, require_shape
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
@@ -52,8 +52,7 @@ def select_tiles(
         uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
 
     Raises:
-        ShapeError: an argument is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
@@ -61,13 +60,9 @@ def select_tiles(
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
-        if blocks_kept is not None:
-            require_shape(name, blocks_kept, tuple(probabilities.shape[:3]))
-            require_dtype(name, blocks_kept, (torch.bool,))
-            if blocks_kept.device != probabilities.device:
-                raise ShapeError(
-                    f"{name} must be on probabilities's device {probabilities.device}, got {blocks_kept.device}"
-                )
+        checks.require_typed(
+            name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
+        )
     start, stop, _ = always.indices(probabilities.shape[-1])
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
@@ -76,16 +71,8 @@ def select_tiles(
     batch, heads, blocks, _ = probabilities.shape
     skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
-    select_tiles_into(
-        skip_bits,
-        probabilities.contiguous(),
-        tau_units(tau if top_k is None else 1 - top_k),
-        start,
-        stop,
-        by_count=top_k is not None,
-        rows=rows,
-        columns=columns,
-    )
+    units = tau_units(tau if top_k is None else 1 - top_k)
+    select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, top_k is not None, rows, columns)
     return skip_bits
 
 
@@ -115,8 +102,7 @@ def select_rows(
         uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
 
     Raises:
-        ShapeError: ``probabilities`` or ``tau`` is not as above.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape
@@ -138,15 +124,7 @@ def tau_units(tau: float) -> int:
     return round(tau * UNITS)
 
 
-def _select_tiles_reference(
-    probabilities: torch.Tensor,
-    tau: float | None,
-    top_k: float | None,
-    start: int,
-    stop: int,
-    rows: torch.Tensor | None,
-    columns: torch.Tensor | None,
-) -> torch.Tensor:
+def _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns) -> torch.Tensor:
     if columns is not None:
         probabilities = probabilities.masked_fill(columns[:, :, None], 0.0)
     if top_k is None:
@@ -170,9 +148,7 @@ def _select_tiles_reference(
     return pack_bits(tiles, backend="reference")
 
 
-def _select_rows_reference(
-    probabilities: torch.Tensor, tau: float, text: slice, vision: slice, units: int
-) -> torch.Tensor:
+def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Tensor:
     contribution = (probabilities[:, :, text, vision] * units).ceil().long().sum(2)  # [B, H, vision blocks]
     excess = probabilities[:, :, vision, text].expm1()  # [B, H, vision blocks, text blocks]
     sum_of_exponentials = excess.shape[2] + excess.sum(2, keepdim=True)
@@ -201,10 +177,10 @@ def _lowest(rank: torch.Tensor, weight: torch.Tensor, budget: torch.Tensor) -> t
 
 
 def _resolve(probabilities: torch.Tensor, tau: float, backend: str) -> str:
-    require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
+    checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     blocks = probabilities.shape[-1]
-    require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
-    require_dtype("probabilities", probabilities, (torch.float32,))
+    checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
+    checks.require_dtype("probabilities", probabilities, (torch.float32,))
     if not 0 <= tau <= 1:
         raise ShapeError(f"tau must be between 0 and 1, got {tau}")
     return resolve_backend(backend, probabilities)

@@ -17,17 +17,7 @@ from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
 
-def add_slices(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> None:
+def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     """Goes on from the attention over a plan's tiles to its single keys, in place.
 
     Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
@@ -37,12 +27,10 @@ def add_slices(
     if backend == "reference":
         _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse)
         return
-    from dit_accel.kernels._cuda.slices import limit
+    from dit_accel.kernels._cuda.attention import add_slices_into, slices_limit
 
-    if backend == "triton" or limit(q, k, v, plan, out) is not None:
+    if backend == "triton" or slices_limit(q, k, v, plan, out) is not None:
         from dit_accel.kernels._triton.slices import add_slices_into
-    else:
-        from dit_accel.kernels._cuda.slices import add_slices_into
     add_slices_into(q, k, v, plan, scale, kv_len, out, lse)
 
 

@@ -23,8 +23,16 @@ CAUSAL_TILE = 1
 FIRST_PARTIAL_TILE = 2
 
 
+class _Tensors:
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds, those of its masks and slices last."""
+        held = list(vars(self).values())
+        own = [value for value in held if isinstance(value, torch.Tensor)]
+        return own + [tensor for part in held if isinstance(part, _Tensors) for tensor in part.tensors()]
+
+
 @dataclass(frozen=True)
-class TileMasks:
+class TileMasks(_Tensors):
     """Masks inside tiles: which (query, key) pairs of a tile that computes attend.
 
     A code says nothing about tiles that are skipped. Codes are not checked (that would make the host wait): one below
@@ -59,12 +67,9 @@ class TileMasks:
     def block(self) -> int:
         return self.pool.shape[1] if self.pool.dim() == 3 else 0
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.codes, self.pool]
-
 
 @dataclass(frozen=True)
-class SparseSymbols:
+class SparseSymbols(_Tensors):
     """What one site of one branch computes in a DISPATCH step.
 
     Args:
@@ -121,9 +126,6 @@ class SparseSymbols:
         codes = self.masks.codes.expand(self.cache_bits.shape[0], self.heads, -1, -1)
         return codes if codes.stride(3) == 1 else codes.contiguous()
 
-    def tensors(self) -> list[torch.Tensor]:
-        return _tensors_of(self)
-
     def to(self, device: torch.device | str) -> SparseSymbols:
         """The same symbols on a device."""
         held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -132,7 +134,7 @@ class SparseSymbols:
 
 
 @dataclass(frozen=True)
-class Slices:
+class Slices(_Tensors):
     """Single keys that rows attend to beside their tiles (FG-Attn, section 4.1). The bits are the only list of them.
 
     Args:
@@ -147,12 +149,9 @@ class Slices:
     work_count: torch.Tensor
     work: torch.Tensor
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.bits, self.count, self.work_count, self.work]
-
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(_Tensors):
     """Lowered symbols: index lists on the device, made without a host synchronisation.
 
     Counts live on the device, so every list has its full capacity and only its first ``count`` entries mean anything.
@@ -217,15 +216,6 @@ class AttentionPlan:
     @property
     def blocks(self) -> int:
         return self.kv_count.shape[2]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return _tensors_of(self)
-
-
-def _tensors_of(holder: SparseSymbols | AttentionPlan) -> list[torch.Tensor]:
-    held = [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
-    parts = [value for value in vars(holder).values() if isinstance(value, TileMasks | Slices)]
-    return held + [tensor for part in parts for tensor in part.tensors()]
 
 
 def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels.checks import require_dtype
+from dit_accel.kernels import checks
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.packing import pack_bits, unpack_bits
@@ -52,7 +52,7 @@ def symbols_from_mask(
     Raises:
         ShapeError: ``mask`` is not bool or has another shape.
     """
-    require_dtype("mask", mask, (torch.bool,))
+    checks.require_dtype("mask", mask, (torch.bool,))
     batch, heads = (own if asked is None else asked for own, asked in zip(mask.shape, (batch, heads), strict=False))
     tokens = mask.shape[-1]
     fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)

@@ -27,8 +27,7 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
         backend: "auto", "reference" or "triton".
 
     Raises:
-        ShapeError: ``order`` is unknown.
-        BackendError: ``backend`` can't run here.
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     chosen = resolve_backend(backend, plan.kv_index)
     if chosen == "triton":

@@ -11,17 +11,6 @@
 // in 16-bit floats or float32 sums), so acc is hardly ever rescaled. Within a warpgroup the product with the values of
 // one tile runs beside the softmax of the next, across the seams of rows too; between the warpgroups a pair of barriers
 // makes one multiply while the other is in its softmax.
-//
-// Compile-time: HEAD_DIM 64 or 128, ELEMENT_BF16, HAS_KV_LEN.
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef ELEMENT_BF16
-#define ELEMENT_BF16 1
-#endif
-#ifndef HAS_KV_LEN
-#define HAS_KV_LEN 1
-#endif
 #include "attention_consumers.cuh"
 
 // Fills the rings, a step ahead of the consumers' order: the keys of tile j + 1 before the values of tile j, and the next
@@ -59,20 +48,11 @@ struct Loader {
     }
 
     // Tells the others which piece comes next, and loads its queries and first keys; returns their first token.
-    __device__ __forceinline__ int publish(Piece piece, int listed) {
+    __device__ __forceinline__ int take_up(Piece piece, int listed) {
         const bool has_tiles = piece.begin < piece.end;
         const int token = __shfl_sync(~0u, listed, 0) * BLOCK;
         if (has_tiles) piece.valid = key_end_of(problem, piece.row) - token;
-        barrier_wait(shared_address(&shared.row_empty[row.slot]), row.parity ^ 1);
-        if (lane == 0) {
-            shared.pieces[row.slot] = piece;
-            if (has_tiles)
-                load_tile(tiles.queries + row.slot * TILE_BYTES, q_map, shared.row_full[row.slot], piece.token,
-                          piece.head, piece.batch);
-            else
-                barrier_arrive(shared_address(&shared.row_full[row.slot]));
-        }
-        row.advance();
+        publish(piece, has_tiles, tiles, q_map, shared, row);
         if (has_tiles) load_keys(piece, token);
         return token;
     }
@@ -81,7 +61,7 @@ struct Loader {
         Pieces pieces(problem, rows, shared);
         Piece piece = pieces.next();
         int listed = list(piece, 0);
-        int token = publish(piece, listed);
+        int token = take_up(piece, listed);
         while (piece.row >= 0) {
             const int count = piece.end - piece.begin;
             Piece next;
@@ -89,7 +69,7 @@ struct Loader {
             if (count == 0) {
                 next = pieces.next();
                 next_listed = list(next, 0);
-                token = publish(next, next_listed);
+                token = take_up(next, next_listed);
             }
             for (int done = 0; done < count; ++done) {
                 if (done == min(1, count - 1)) {  // a chain of loads from memory, hidden behind the tiles in flight
@@ -102,7 +82,7 @@ struct Loader {
                     token = __shfl_sync(~0u, listed, (done + 1) % 32) * BLOCK;
                     load_keys(piece, token);
                 } else {
-                    token = publish(next, next_listed);
+                    token = take_up(next, next_listed);
                 }
                 load_values(piece, value_token);
             }

@@ -24,21 +24,35 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap* map, u64& f
     for (int box = 0; box < BOXES; ++box) load_box(tile + box * BOX_BYTES, map, barrier, box * 64, head, token, batch);
 }
 
+// Called by all lanes of a warp: tells the others which piece comes next, and loads its queries if it has tiles.
+__device__ __forceinline__ void publish(const Piece& piece, bool has_tiles, const Tiles& tiles, const TensorMap* q_map,
+                                        Shared& shared, Ring<ROW_SLOTS>& row) {
+    barrier_wait(shared_address(&shared.row_empty[row.slot]), row.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        shared.pieces[row.slot] = piece;
+        if (has_tiles)
+            load_tile(tiles.queries + row.slot * TILE_BYTES, q_map, shared.row_full[row.slot], piece.token, piece.head,
+                      piece.batch);
+        else
+            barrier_arrive(shared_address(&shared.row_full[row.slot]));
+    }
+    row.advance();
+}
+
+template <int SLOTS>
+__device__ __forceinline__ void init_ring(u64 (&full)[SLOTS], u64 (&empty)[SLOTS], int writers, int readers) {
+    for (int i = 0; i < SLOTS; ++i) {
+        barrier_init(shared_address(&full[i]), writers);
+        barrier_init(shared_address(&empty[i]), readers);
+    }
+}
+
 // Called by one thread; `arrivals`: of those that load a tile of keys or values.
 __device__ __forceinline__ void init_barriers(Shared& shared, int arrivals) {
-    for (int i = 0; i < ROW_SLOTS; ++i) {
-        barrier_init(shared_address(&shared.row_full[i]), 1);
-        barrier_init(shared_address(&shared.row_done[i]), CONSUMERS * 4);
-        barrier_init(shared_address(&shared.row_empty[i]), 1);
-    }
-    for (int i = 0; i < KEY_STAGES; ++i) {
-        barrier_init(shared_address(&shared.key_full[i]), arrivals);
-        barrier_init(shared_address(&shared.key_empty[i]), CONSUMERS * 4);
-    }
-    for (int i = 0; i < VALUE_STAGES; ++i) {
-        barrier_init(shared_address(&shared.value_full[i]), arrivals);
-        barrier_init(shared_address(&shared.value_empty[i]), CONSUMERS * 4);
-    }
+    init_ring(shared.row_full, shared.row_empty, 1, 1);
+    init_ring(shared.key_full, shared.key_empty, arrivals, CONSUMERS * 4);
+    init_ring(shared.value_full, shared.value_empty, arrivals, CONSUMERS * 4);
+    for (u64& done : shared.row_done) barrier_init(shared_address(&done), CONSUMERS * 4);
 }
 
 // ---- the storing warp
@@ -248,10 +262,9 @@ __device__ __forceinline__ void add_output(const Problem& problem, const Piece& 
         const element* own = out + query * problem.out_token + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < DIMS / 4; ++i) {
-            float low, high;
-            unpack(*reinterpret_cast<const u32*>(own + 8 * i), low, high);
-            acc[4 * i + 2 * r] = fmaf(low, share[r], acc[4 * i + 2 * r]);
-            acc[4 * i + 2 * r + 1] = fmaf(high, share[r], acc[4 * i + 2 * r + 1]);
+            const float2 pair = unpack(*reinterpret_cast<const u32*>(own + 8 * i));
+            acc[4 * i + 2 * r] = fmaf(pair.x, share[r], acc[4 * i + 2 * r]);
+            acc[4 * i + 2 * r + 1] = fmaf(pair.y, share[r], acc[4 * i + 2 * r + 1]);
         }
     }
 }

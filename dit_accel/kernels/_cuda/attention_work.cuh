@@ -7,6 +7,9 @@
 //           one after the other, are cut into G equal shares. A row that is cut leaves its parts (acc, m, l) in scratch
 //           memory, and the last part to arrive adds them up, in the order of the row.
 #pragma once
+#ifndef HAS_KV_LEN
+#define HAS_KV_LEN 1
+#endif
 #include "hopper.cuh"
 
 constexpr int BLOCK = 128;    // queries of a row, keys of a tile
@@ -38,6 +41,7 @@ struct Piece {
     int first_share;                   // of a cut row: the thread block that holds its begin
     int item;                          // the row's place in the work list
 };
+constexpr Piece NO_PIECE = {-1, 0, 0, 0, 0, 0, 0, BLOCK, 1, 0, 0};
 
 struct Shared {  // behind the tiles
     u64 row_full[ROW_SLOTS], row_done[ROW_SLOTS], row_empty[ROW_SLOTS];
@@ -118,11 +122,7 @@ __device__ __forceinline__ void find_share(const Problem& problem, int rows, Sha
     for (int i = 0; i < ROWS_A_THREAD; ++i) length[i] = first + i < rows ? length_of(problem, first + i) : 0;
 #pragma unroll
     for (int i = 0; i < ROWS_A_THREAD; ++i) sum += length[i];
-    int before = sum;  // prefix sum over the thread block
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, before, step);
-        if (lane >= step) before += other;
-    }
+    int before = sum_of_lanes(sum);  // becomes that of all threads up to this one
     if (lane == 31) shared.sums[warp] = before;
     __syncthreads();
     int total = 0;
@@ -137,6 +137,19 @@ __device__ __forceinline__ void find_share(const Problem& problem, int rows, Sha
         if (offset >= 0 && offset < length[i]) shared.first_item = first + i, shared.first_offset = offset;
         offset -= length[i];
     }
+}
+
+__device__ __forceinline__ void place(const Problem& problem, Piece& piece, int row) {
+    const int head_row = row / problem.blocks;
+    piece.row = row;
+    piece.batch = head_row / problem.heads, piece.head = head_row % problem.heads;
+    piece.key_head = piece.head / problem.group;
+    piece.token = row % problem.blocks * BLOCK;
+}
+
+// Called by one thread of each block: the last one leaves the tickets as it found them.
+__device__ __forceinline__ void return_tickets(const Problem& problem) {
+    if (atomicAdd(problem.tickets + 1, 1) == int(gridDim.x) - 1) problem.tickets[0] = 0, problem.tickets[1] = 0;
 }
 
 // The pieces of this thread block, one after the other; called by all lanes of the loading warp.
@@ -156,11 +169,11 @@ struct Pieces {
     }
 
     __device__ Piece next() {
-        Piece piece = {-1, 0, 0, 0, 0, 0, 0, BLOCK, 1, 0, 0};
+        Piece piece = NO_PIECE;
         if (is_shared(rows)) {
             if (position >= stop) return piece;
             piece.item = item;
-            place(piece, problem.work[item]);
+            place(problem, piece, problem.work[item]);
             const int count = tiles_of(problem, piece.row), length = max(count, 1);
             const int row_begin = position - offset, taken = min(length - offset, stop - position);
             piece.begin = min(offset, count), piece.end = min(offset + taken, count);
@@ -172,23 +185,13 @@ struct Pieces {
             piece.item = __shfl_sync(~0u, item, 0);
             if (piece.item >= rows) return piece;
             if (threadIdx.x % 32 == 0) item = gridDim.x + atomicAdd(problem.tickets, 1);  // arrives while this one runs
-            place(piece, problem.work[piece.item]);
+            place(problem, piece, problem.work[piece.item]);
             piece.end = tiles_of(problem, piece.row);
         }
         return piece;
     }
 
-    __device__ void place(Piece& piece, int row) {
-        const int head_row = row / problem.blocks;
-        piece.row = row;
-        piece.batch = head_row / problem.heads, piece.head = head_row % problem.heads;
-        piece.key_head = piece.head / problem.group;
-        piece.token = row % problem.blocks * BLOCK;
-    }
-
-    // The last thread block leaves the counters as it found them.
     __device__ void finish() {
-        if (!is_shared(rows) && threadIdx.x % 32 == 0 && atomicAdd(problem.tickets + 1, 1) == int(gridDim.x) - 1)
-            problem.tickets[0] = 0, problem.tickets[1] = 0;
+        if (!is_shared(rows) && threadIdx.x % 32 == 0) return_tickets(problem);
     }
 };

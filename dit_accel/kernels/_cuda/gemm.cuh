@@ -3,12 +3,6 @@
 // One warp fills a ring of stages by TMA, two warpgroups multiply from it. A stage holds three boxes of at most 128 rows
 // of 64 elements, K-major. Its full barrier counts the producer and the bytes, its empty barrier the consumers' warps.
 #pragma once
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef ELEMENT_BF16
-#define ELEMENT_BF16 1
-#endif
 #include "hopper.cuh"
 
 constexpr int BLOCK = 128;  // tokens in a row-block
@@ -85,19 +79,6 @@ __device__ __forceinline__ void multiply(int steps, Pipeline& pipeline, Product 
     wgmma_wait<0>();
     pipeline.release(pipeline.ring.slot);
     pipeline.ring.advance();
-}
-
-__device__ __forceinline__ float2 unpack(u32 packed) {
-    float2 pair;
-#if ELEMENT_BF16
-    pair.x = __uint_as_float(packed << 16);
-    pair.y = __uint_as_float(packed & 0xFFFF0000);
-#else
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-        : "=f"(pair.x), "=f"(pair.y)
-        : "r"(packed));
-#endif
-    return pair;
 }
 
 __device__ __forceinline__ u32 load_pair(const element* pointer) {

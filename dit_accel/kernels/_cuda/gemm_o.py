@@ -7,9 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
+from dit_accel.kernels._cuda.common import (
+    SHARED_BYTES,
+    THREADS,
+    element_defines,
+    hopper_kernel_limit,
+    tensor_maps_limit,
+)
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters
-from dit_accel.kernels._cuda.tensor_map import TensorMap, tensor_map, tensor_map_limit
+from dit_accel.kernels._cuda.tensor_map import TensorMap, tensor_map
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -30,7 +36,7 @@ def limit(
     tensors: Sequence[tuple[str, torch.Tensor | None]] = (),
 ) -> str | None:
     """What keeps the kernel from these arguments, or None."""
-    if problem := gemm_limit(o, "o", o.shape[-1], plan, offset):
+    if problem := hopper_kernel_limit(o, "o", o.shape[-1], plan, offset):
         return problem
     if weight.shape[0] % 8:
         return f"weight must have a multiple of 8 rows, got {weight.shape[0]}"
@@ -41,33 +47,17 @@ def limit(
     if entries > MAX_ENTRIES:
         return f"stack must have at most {MAX_ENTRIES} entries, got {entries}"
     named = [("o", o), ("weight", weight), *((f"history[{i}]", entry) for i, entry in enumerate(history)), *tensors]
-    return next((found for name, x in named if x is not None and (found := tensor_map_limit(name, x))), None)
+    return tensor_maps_limit(named)
 
 
-def update(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    history: Sequence[torch.Tensor],
-    previous: tuple[torch.Tensor, torch.Tensor] | None,
-    offset: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def update(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:
     out = o.new_empty(*o.shape[:2], weight.shape[0])
     stack = o.new_empty(1 + len(history), *out.shape)
     _launch((o, *history), weight, bias, plan, stack, (), offset, out, previous)
     return out, stack
 
 
-def dispatch_into(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    plan: AttentionPlan,
-    stack: torch.Tensor,
-    weights: Sequence[float],
-    offset: int,
-    out: torch.Tensor,
-) -> None:
+def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
     _launch((o,), weight, None, plan, stack, weights, offset, out)
 
 
@@ -85,9 +75,9 @@ def _launch(sources, weight, bias, plan, stack, weights, offset, out, previous=N
         len(stack),
     )  # fmt: skip
     maps = [tensor_map(source, (1, plan.block, 1, 64)) for source in sources]
-    defines = (*piece_defines(o, head_dim), ("DISPATCH", int(len(weights) > 0)))
+    defines = (*element_defines(o, head_dim), ("DISPATCH", int(len(weights) > 0)))
     kernel("gemm_o.cu", "gemm_o", o.device, defines).launch(
-        (multiprocessors(o.device),),
+        multiprocessors(o.device),
         THREADS,
         (
             (TensorMap * MAX_SOURCES)(*maps, *[maps[0]] * (MAX_SOURCES - len(maps))),

@@ -43,12 +43,8 @@ struct Units {
 
 // Sum of what the threads before this one hold; `sums` takes one of each warp.
 __device__ __forceinline__ int sum_before(int own, int* sums, int& total) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = own;
-    for (int step = 1; step < 32; step *= 2) {
-        int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
+    int warp = threadIdx.x / 32, sum = sum_of_lanes(own);
+    if (threadIdx.x % 32 == 31) sums[warp] = sum;
     __syncthreads();
     int before = sum - own;
     total = 0;

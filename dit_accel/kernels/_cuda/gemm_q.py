@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
-from dit_accel.kernels._cuda.gemm import SHARED_BYTES, THREADS, gemm_limit, piece_defines
+from dit_accel.kernels._cuda.common import (
+    SHARED_BYTES,
+    THREADS,
+    element_defines,
+    hopper_kernel_limit,
+    tensor_maps_limit,
+)
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors
-from dit_accel.kernels._cuda.tensor_map import tensor_map, tensor_map_limit
+from dit_accel.kernels._cuda.tensor_map import tensor_map
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan
 
 MAX_UNITS = 368  # of one thread block: what the table takes that the kernel keeps in shared memory
 MAX_ROWS = 24_576  # words of the plan, which the kernel puts where its ring of stages will be
 
 
-def limit(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    offset: int,
-    norm_weight: torch.Tensor | None,
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    stream: torch.Tensor,
-) -> str | None:
+def limit(x, weight, bias, plan, offset, norm_weight, rope, stream) -> str | None:
     """What keeps the kernel from these arguments, or None."""
-    if problem := gemm_limit(x, "x", stream.shape[-1], plan, offset):
+    if problem := hopper_kernel_limit(x, "x", stream.shape[-1], plan, offset):
         return problem
     rows = plan.batch * plan.blocks
     if rows > MAX_ROWS:
@@ -40,21 +34,10 @@ def limit(
     for name, table in zip(("rope cos", "rope sin"), rope or (), strict=False):
         if table.data_ptr() % 8 or table.stride(0) % 2:
             return f"{name} must begin at and have strides in multiples of 8 bytes"
-    named = (("x", x), ("weight", weight), ("out", stream))
-    return next((found for name, tensor in named if (found := tensor_map_limit(name, tensor))), None)
+    return tensor_maps_limit((("x", x), ("weight", weight), ("out", stream)))
 
 
-def gemm_q_into(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    offset: int,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    stream: torch.Tensor,
-) -> None:
+def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
     """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
     batch, length, channels = x.shape
     head_dim = stream.shape[-1]
@@ -67,8 +50,8 @@ def gemm_q_into(
         0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
     )  # fmt: skip
     maps = tensor_map(x, (1, plan.block, 64)), tensor_map(weight, (head_dim, 64)), tensor_map(stream, (1, 64, 1, 64))
-    kernel("gemm_q.cu", "gemm_q", x.device, piece_defines(x, head_dim)).launch(
-        (multiprocessors(x.device),),
+    kernel("gemm_q.cu", "gemm_q", x.device, element_defines(x, head_dim)).launch(
+        multiprocessors(x.device),
         THREADS,
         (*maps, plan.mask64, (ctypes.c_void_p * 4)(*fused), (ctypes.c_int * len(shape))(*shape), float(norm_eps)),
         shared_bytes=SHARED_BYTES,

@@ -3,7 +3,15 @@
 // ELEMENT_BF16 chooses the 16-bit type: 1 = bfloat16, 0 = float16. Addresses in shared memory are 32-bit. All tiles in
 // shared memory are boxes of 64 elements (128 bytes) a row in the 128-byte swizzle: 16-byte chunk c of row r lies at
 // chunk c ^ (r % 8). Boxes begin at multiples of 1024 bytes.
+//
+// Compile-time, of every kernel: HEAD_DIM 64 or 128, ELEMENT_BF16.
 #pragma once
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef ELEMENT_BF16
+#define ELEMENT_BF16 1
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -124,6 +132,15 @@ __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.
 // Ordinary writes to shared memory, copy_async's too, become visible to the copy engine and to wgmma; then a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Sum over the lanes up to this one.
+__device__ __forceinline__ int sum_of_lanes(int sum) {
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (threadIdx.x % 32 >= step) sum += other;
+    }
+    return sum;
+}
+
 // ---- registers
 
 template <int COUNT>
@@ -143,14 +160,17 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return packed;
 }
 
-__device__ __forceinline__ void unpack(u32 packed, float& low, float& high) {
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    float2 pair;
 #if ELEMENT_BF16
-    low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000);
+    pair.x = __uint_as_float(packed << 16);
+    pair.y = __uint_as_float(packed & 0xFFFF0000);
 #else
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-        : "=f"(low), "=f"(high)
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(pair.x), "=f"(pair.y)
         : "r"(packed));
 #endif
+    return pair;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -212,128 +232,51 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// A and B in shared memory, m64n64k16. `accumulate` 0 overwrites d.
-template <int B_N_MAJOR>
-__device__ __forceinline__ void wgmma(float (&d)[32], u32 a, u32 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\n"
-        "mov.b64 a, {%32, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%33, " DESCRIPTOR_HIGH
-        "};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT
-        " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31"
-        "}, a, b, p, 1, 1, 0, %35;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));
-}
+// What asm calls the first 32, 64 and 128 registers of an accumulator, and these registers.
+#define NAMES_32                                                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23" \
+    ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64                                                                                               \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50" \
+             ", %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128                                                                                                \
+    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82"   \
+             ", %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101" \
+             ", %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117"  \
+             ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define REGISTERS_8(i)                                                                                          \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define REGISTERS_32(i) REGISTERS_8(i), REGISTERS_8(i + 8), REGISTERS_8(i + 16), REGISTERS_8(i + 24)
+#define REGISTERS_64 REGISTERS_32(0), REGISTERS_32(32)
+#define REGISTERS_128 REGISTERS_64, REGISTERS_32(64), REGISTERS_32(96)
 
-// A in registers, m64n64k16.
-template <int B_N_MAJOR>
-__device__ __forceinline__ void wgmma(float (&d)[32], const u32* a, u32 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\n"
-        "mov.b64 b, {%36, " DESCRIPTOR_HIGH
-        "};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT
-        " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));
-}
+// A and B in shared memory, of SHAPE; COUNT accumulators a thread, behind whose names come those of the other operands.
+// `accumulate` 0 overwrites d.
+#define WGMMA_OF_SHARED(COUNT, SHAPE, NAMES, REGISTERS, A, B, ACCUMULATE, MAJOR)                            \
+    template <int B_N_MAJOR>                                                                                \
+    __device__ __forceinline__ void wgmma(float (&d)[COUNT], u32 a, u32 b, int accumulate) {                \
+        asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"               \
+                     "mov.b64 a, {" A ", " DESCRIPTOR_HIGH "};\nmov.b64 b, {" B ", " DESCRIPTOR_HIGH "};\n" \
+                     "wgmma.mma_async.sync.aligned." SHAPE ".f32." ELEMENT "." ELEMENT " {" NAMES           \
+                     "}, a, b, p, 1, 1, 0, " MAJOR ";\n}"                                                   \
+                     : REGISTERS                                                                            \
+                     : "r"(a), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));                                    \
+    }
+WGMMA_OF_SHARED(32, "m64n64k16", NAMES_32, REGISTERS_32(0), "%32", "%33", "%34", "%35")
+WGMMA_OF_SHARED(64, "m64n128k16", NAMES_64, REGISTERS_64, "%64", "%65", "%66", "%67")
+WGMMA_OF_SHARED(128, "m64n256k16", NAMES_128, REGISTERS_128, "%128", "%129", "%130", "%131")
 
-// A and B in shared memory, m64n128k16. `accumulate` 0 overwrites d.
-template <int B_N_MAJOR>
-__device__ __forceinline__ void wgmma(float (&d)[64], u32 a, u32 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n"
-        "mov.b64 a, {%64, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%65, " DESCRIPTOR_HIGH
-        "};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT
-        " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "
-        "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, a, b, p, 1, 1, 0, %67;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));
-}
-
-// A in registers, m64n128k16.
-template <int B_N_MAJOR>
-__device__ __forceinline__ void wgmma(float (&d)[64], const u32* a, u32 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\n"
-        "mov.b64 b, {%68, " DESCRIPTOR_HIGH
-        "};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT
-        " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "
-        "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));
-}
-
-// A and B in shared memory, m64n256k16. `accumulate` 0 overwrites d.
-template <int B_N_MAJOR>
-__device__ __forceinline__ void wgmma(float (&d)[128], u32 a, u32 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
-        "mov.b64 a, {%128, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%129, " DESCRIPTOR_HIGH
-        "};\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT
-        " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "
-        "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
-        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "
-        "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, a, b, p, 1, 1, 0, %131;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-          "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-          "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-          "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-          "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
-          "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-          "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
-          "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
-          "+f"(d[126]), "+f"(d[127])
-        : "r"(a), "r"(b), "r"(accumulate), "n"(B_N_MAJOR));
-}
+// The same with A in registers.
+#define WGMMA_OF_REGISTERS(COUNT, SHAPE, NAMES, REGISTERS, A, B, ACCUMULATE, MAJOR)                          \
+    template <int B_N_MAJOR>                                                                                 \
+    __device__ __forceinline__ void wgmma(float (&d)[COUNT], const u32* a, u32 b, int accumulate) {          \
+        asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                   \
+                     "mov.b64 b, {" B ", " DESCRIPTOR_HIGH "};\n"                                            \
+                     "wgmma.mma_async.sync.aligned." SHAPE ".f32." ELEMENT "." ELEMENT " {" NAMES            \
+                     "}, {" A "}, b, p, 1, 1, " MAJOR ";\n}"                                                 \
+                     : REGISTERS                                                                             \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(B_N_MAJOR)); \
+    }
+WGMMA_OF_REGISTERS(32, "m64n64k16", NAMES_32, REGISTERS_32(0), "%32, %33, %34, %35", "%36", "%37", "%38")
+WGMMA_OF_REGISTERS(64, "m64n128k16", NAMES_64, REGISTERS_64, "%64, %65, %66, %67", "%68", "%69", "%70")

@@ -39,11 +39,11 @@ class Kernel:
         self._device = device
         self._shared_limit = DEFAULT_SHARED_LIMIT
 
-    def launch(self, grid: tuple[int, ...], threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
+    def launch(self, programs: int, threads: int, arguments: Sequence[Any], *, shared_bytes: int = 0) -> None:
         """Launch on the device's current stream.
 
         Args:
-            grid: one to three numbers of thread blocks.
+            programs: thread blocks.
             threads: threads in a block.
             arguments: a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
                 ctypes value itself.
@@ -58,7 +58,7 @@ class Kernel:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
         is_current = torch.cuda.current_device() == self._device.index
         with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
-            launch = self._function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, pointers, None
+            launch = self._function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None
             error = _driver().cuLaunchKernel(*launch)
             if error == INVALID_CONTEXT:  # a thread that has not used the device yet
                 _check(_driver().cuCtxSetCurrent(self._context), "context")

@@ -15,17 +15,6 @@
 //
 // 12 heads, 32760 tokens, head dimension 128, one H200: 11.6 ms with every key single (545 TF; whole tiles 9.0 ms), 1.2 ms
 // with a tenth of them. Triton's gather takes 14.6 and 1.8 ms.
-//
-// Compile-time: HEAD_DIM 64 or 128, ELEMENT_BF16, HAS_KV_LEN.
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef ELEMENT_BF16
-#define ELEMENT_BF16 1
-#endif
-#ifndef HAS_KV_LEN
-#define HAS_KV_LEN 1
-#endif
 #define SLICES 1
 #include "attention_consumers.cuh"
 
@@ -72,20 +61,15 @@ struct Lister {
             const Words words = {bits + first_word, key_end_of(problem, drawn)};
             const int count = count_keys(words, drawn);
             if (count == 0) continue;
-            const int head_row = drawn / problem.blocks;
-            Piece piece = {drawn, head_row / problem.heads, head_row % problem.heads};
-            piece.key_head = piece.head / problem.group;
-            piece.token = drawn % problem.blocks * BLOCK;
-            piece.begin = 0, piece.end = (count + BLOCK - 1) / BLOCK;
+            Piece piece = NO_PIECE;
+            place(problem, piece, drawn);
+            piece.end = (count + BLOCK - 1) / BLOCK;
             piece.valid = count - (piece.end - 1) * BLOCK;
-            piece.parts = 1;
-            publish(piece);
+            publish(piece, true, tiles, q_map, shared, row);
             list_keys(words, count, piece.valid);
         }
-        Piece none = {-1};
-        publish(none);
-        if (lane == 0 && atomicAdd(problem.tickets + 1, 1) == int(gridDim.x) - 1)  // the last one leaves them as they were
-            problem.tickets[0] = 0, problem.tickets[1] = 0;
+        publish(NO_PIECE, false, tiles, q_map, shared, row);
+        if (lane == 0) return_tickets(problem);
     }
 
     __device__ __forceinline__ int draw(int rows) {
@@ -106,19 +90,6 @@ struct Lister {
 #endif
     }
 
-    __device__ __forceinline__ void publish(const Piece& piece) {
-        barrier_wait(shared_address(&shared.row_empty[row.slot]), row.parity ^ 1);
-        if (lane == 0) {
-            shared.pieces[row.slot] = piece;
-            if (piece.row >= 0)
-                load_tile(tiles.queries + row.slot * TILE_BYTES, q_map, shared.row_full[row.slot], piece.token,
-                          piece.head, piece.batch);
-            else
-                barrier_arrive(shared_address(&shared.row_full[row.slot]));
-        }
-        row.advance();
-    }
-
     // The first tile takes `first` positions, the others BLOCK each.
     __device__ __forceinline__ void list_keys(const Words& words, int count, int first) {
         int begin = 0, end = first;  // of the tile, among the row's keys
@@ -127,11 +98,7 @@ struct Lister {
         for (int index = 0, before = 0; before < count; index += 32) {
             const u32 next = words.at(index + 32 + lane);
             const int own = __popc(word);
-            int upto = own;  // keys up to this lane's last
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, upto, step);
-                if (lane >= step) upto += other;
-            }
+            const int upto = sum_of_lanes(own);  // keys up to this lane's last
             int ordinal = before + upto - own;
             before += __shfl_sync(~0u, upto, 31);
             while (true) {
@@ -226,10 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         prefetch_map(&q_map), prefetch_map(&out_map);
         init_barriers(shared, 32);
-        for (int i = 0; i < LISTS; ++i) {
-            barrier_init(shared_address(&listed.full[i]), 1);
-            barrier_init(shared_address(&listed.empty[i]), READERS);
-        }
+        init_ring(listed.full, listed.empty, 1, READERS);
         barrier_init_fence();
     }
     __syncthreads();

@@ -18,8 +18,6 @@ program with three stages 512 TF.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -28,16 +26,17 @@ from dit_accel.kernels._triton.attention_steps import (
     FULL,
     LN_2,
     is_negligible,
+    masks_of,
     pairs_that_attend,
     softmax_step,
     visits_of_row,
 )
-from dit_accel.kernels._triton.launch import launch, on_device
+from dit_accel.kernels._triton.launch import key_end_of, launch, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
-LOG2_E = math.log2(math.e)
 SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 
@@ -103,9 +102,7 @@ def _attention(
     v_base = v + batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
 
     key_blocks = kv_index + row.to(tl.int64) * blocks
-    key_end = tokens
-    if HAS_KV_LEN:
-        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
     if HAS_END or HAS_MASKS:
         full, whole, visible_full, visible_masked = visits_of_row(
             kv_count, full_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS
@@ -217,17 +214,7 @@ def _config(
     return {"QUERIES": block, "KEY_TILE": 64, "STAGES": 3, "num_warps": block // 16}
 
 
-def attention_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    pv_threshold: float | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
     # the interpreter, which is on no GPU, takes Hopper's way
     is_hopper = hopper_limit(q) is None
     heads, blocks, tokens = plan.heads, plan.blocks, plan.tokens
@@ -235,11 +222,7 @@ def attention_into(
     wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not _is_short(plan))
     by_descriptor = wants_descriptor and fits_descriptor(k) and fits_descriptor(v)
     config = _config(q, plan, pv_threshold is not None, by_descriptor, is_hopper)
-    codes = pool = None
-    codes_strides = (0, 0)
-    if plan.masks is not None:
-        codes, pool = plan.masks.codes.contiguous(), plan.masks.pool.contiguous()
-        codes_strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
+    codes, pool, codes_strides = masks_of(plan)
     tensors = (
         q, k, v, out, lse, plan.work, plan.work_count, plan.kv_count, plan.full_count, plan.kv_index,
         kv_len, codes, pool,
@@ -256,7 +239,7 @@ def attention_into(
             BLOCK=plan.block, HEAD_DIM=q.shape[-1], LIST=1 if kv_len is None else 1 << (blocks - 1).bit_length(),
             HAS_KV_LEN=kv_len is not None, HAS_MASKS=codes is not None, IS_RAGGED=tokens % plan.block != 0,
             HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **config,
+            PRECISION=precision(q), **config,
         )  # fmt: skip
 
 

@@ -14,20 +14,17 @@ mask. What a call does not use costs nothing: masks, ``kv_len`` and ragged tails
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.attention_steps import pairs_that_attend, visits_of_row
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.attention_steps import masks_of, pairs_that_attend, visits_of_row
+from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.transpose import transpose_lists
 
-LOG2_E = math.log2(math.e)
 TOKENS = 64  # queries or keys of a program
 LONG = 16
 
@@ -101,9 +98,7 @@ def _query_gradient(
     batch, head = batch.to(tl.int32), head.to(tl.int32)
 
     key_blocks = kv_index + row.to(tl.int64) * blocks
-    key_end = tokens
-    if HAS_KV_LEN:
-        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
     if HAS_REST:
         full, whole, visible_full, visible_masked = visits_of_row(
             kv_count, full_count, key_blocks, row, blocks, key_end, BLOCK, LIST, HAS_KV_LEN, HAS_MASKS
@@ -184,9 +179,8 @@ def _key_gradients(
 
     query_blocks = query_index + column.to(tl.int64) * blocks
     steps = tl.load(query_count + column) * TILES
-    key_end = tokens
+    key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
     if HAS_KV_LEN:
-        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
         steps = tl.where(first_key < key_end, steps, 0)
 
     key_acc = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -268,17 +262,7 @@ def _config(q: torch.Tensor, by_descriptor: bool) -> dict[str, int]:
     return {"TILE": 64 if by_descriptor else 32, "STAGES": 2, "num_warps": 4}
 
 
-def attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(q, k, v, o, lse, do, plan, scale, kv_len) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     by_key = transpose_lists(plan, order="head", backend="triton")
     dq = q.new_zeros(q.shape)  # rows that do not compute
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -290,11 +274,7 @@ def attention_backward(
     q_tiles, k_tiles, v_tiles, do_tiles = (
         tile_descriptor(x, config["TILE"]) if by_descriptor else None for x in (q, k, v, do)
     )
-    codes = pool = None
-    codes_strides = (0, 0)
-    if plan.masks is not None:
-        codes, pool = plan.masks.codes.contiguous(), plan.masks.pool.contiguous()
-        codes_strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
+    codes, pool, codes_strides = masks_of(plan)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *codes_strides)
     sizes = (plan.heads, plan.blocks, plan.tokens)
     scales = (scale, scale * LOG2_E)
@@ -305,7 +285,7 @@ def attention_backward(
         "HAS_MASKS": codes is not None,
         "IS_RAGGED": plan.tokens % plan.block != 0,
         "BY_DESCRIPTOR": by_descriptor,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision(q),
         **config,
     }
     programs = (plan.work.numel() * (plan.block // TOKENS),)

@@ -13,23 +13,20 @@ In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their s
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.attention_steps import is_negligible, visits_of_row
-from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
+from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
+from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
 from dit_accel.kernels.backends import hopper_limit
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
 LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
-LN_2 = tl.constexpr(0.6931471805599453)
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
-LOG2_E = math.log2(math.e)
 TMA_ALIGNMENT = 16  # bytes
 GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
 
@@ -148,16 +145,7 @@ def config_of(q: torch.Tensor, block: int, fp8: bool, by_tile: bool = False) -> 
     return {"KEY_TILE": key_tile or (block if by_tile else 64), "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
 
 
-def attend(
-    plan: AttentionPlan,
-    quantized: Quantized,
-    matrix: ValueMatrix,
-    config: dict[str, int],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    kv_len: torch.Tensor | None = None,
-    pv_threshold: float | None = None,
-) -> None:
+def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=None) -> None:
     head_dim, key_tile, rows = out.shape[-1], config["KEY_TILE"], 64
     fp8 = quantized.values is not None
     key_rows = quantized.keys.numel() // head_dim
@@ -181,7 +169,7 @@ def attend(
             HAS_KV_LEN=kv_len is not None, LIST=triton.next_power_of_2(plan.blocks),
             HAS_PV_THRESHOLD=pv_threshold is not None,
             BLOCK=plan.block, ROWS=rows, HEAD_DIM=head_dim, SLOTS=SLOTS, FP8=fp8, HAS_LSE=lse is not None,
-            PRECISION="ieee" if out.dtype == torch.float32 else "tf32", **config,
+            PRECISION=precision(out), **config,
         )  # fmt: skip
 
 
@@ -205,18 +193,7 @@ def values_as_matrix(
     return ValueMatrix(copy_values(v, plan, kv_len), [rows, head_dim], [head_dim, 1], place)
 
 
-def attention_int8_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    pv_threshold: float | None,
-    qk_dtype: str,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
     quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
     if pv_threshold is None and runs_on_gluon(q, plan, qk_dtype):
         from dit_accel.kernels._triton.attention_int8_hopper import attend_on_hopper

@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dit_accel.kernels._triton.launch import multiprocessors, on_device
-from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix
-from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels._triton.quantize import SLOTS
 
 BLOCK = 128  # queries of a row, and keys of a tile
 HALF = gl.constexpr(64)  # queries of a warpgroup
@@ -294,13 +293,7 @@ _GLUON_DTYPES = {
 }
 
 
-def attend_on_hopper(
-    plan: AttentionPlan,
-    quantized: Quantized,
-    matrix: ValueMatrix,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def attend_on_hopper(plan, quantized, matrix, out, lse) -> None:
     head_dim = out.shape[-1]
     fp8 = quantized.values is not None
     value_tile = [head_dim, BLOCK] if fp8 else [BLOCK, head_dim]

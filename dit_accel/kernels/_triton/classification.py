@@ -6,11 +6,11 @@ tiles reach is found from the top bit down. Tiles above it are among the m; of t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import SHARE_BITS
 
 ELEMENTS = 2048  # of the map that a program holds, or one row
@@ -49,15 +49,6 @@ def _are_among_highest(pattern, threshold, wanted):
 
 
 @triton.jit
-def _store_bits(bits, mask, row, rows, row_bytes, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Packs bool [ROWS, TILES] into the rows' bytes."""
-    position = tl.arange(0, 8)[None, None, :]
-    packed = tl.sum(tl.reshape(mask.to(tl.int32), [ROWS, TILES // 8, 8]) << position, 2)
-    byte = tl.arange(0, TILES // 8)[None, :]
-    tl.store(bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
-
-
-@triton.jit
 def _share_of(count, units, BITS: tl.constexpr):
     return ((count.to(tl.int64) * units + (1 << BITS - 1)) >> BITS).to(tl.int32)
 
@@ -88,19 +79,12 @@ def _classify_tiles(
     is_marginal = _are_among_highest(pattern, lowest_kept, count - negligible) & (is_critical == 0)
     row_block = row % blocks
     is_whole = is_valid & (is_always | ((row_block >= first_always) & (row_block < stop_always)))
-    _store_bits(skip_bits, is_critical | is_whole, row, rows, row_bytes, ROWS, TILES)
-    _store_bits(linear_bits, is_marginal & (is_whole == 0), row, rows, row_bytes, ROWS, TILES)
+    store_bits(skip_bits, is_critical | is_whole, row, rows, row_bytes, ROWS, TILES)
+    store_bits(linear_bits, is_marginal & (is_whole == 0), row, rows, row_bytes, ROWS, TILES)
 
 
 def classify_tiles_into(
-    skip_bits: torch.Tensor,
-    linear_bits: torch.Tensor,
-    probabilities: torch.Tensor,
-    critical_units: int,
-    negligible_units: int,
-    first_always: int,
-    stop_always: int,
-    valid_blocks: torch.Tensor | None,
+    skip_bits, linear_bits, probabilities, critical_units, negligible_units, first_always, stop_always, valid_blocks
 ) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
     rows = batch * heads * blocks

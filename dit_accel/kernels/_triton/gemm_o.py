@@ -6,15 +6,12 @@ PARTS`` steps of ``K_TILE`` columns, so loads of the next head are in flight whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, set_bits
+from dit_accel.kernels._triton.launch import is_hopper_or_later, lowest_head, on_device, precision, set_bits
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -103,49 +100,21 @@ def _gemm_o(
         tl.store(out + cell, acc.to(out.dtype.element_ty), cell_valid)
 
 
-def update(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    history: Sequence[torch.Tensor],
-    previous: tuple[torch.Tensor, torch.Tensor] | None,
-    offset: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def update(o, weight, bias, plan, history, previous, offset) -> tuple[torch.Tensor, torch.Tensor]:
     out = o.new_empty(*o.shape[:2], weight.shape[0])
     stack = o.new_empty(1 + len(history), *out.shape)
-    _launch(o, weight, bias, plan, stack[0], (), offset, out, REUSED=True, COMPUTED=True)
+    _launch(o, weight, bias, plan, stack[0], (), offset, out, reused=True)
     for entry, (features, biases) in enumerate(zip(history, stack[1:], strict=True)):
         if previous is None:
-            _launch(features, weight, bias, plan, biases, (), offset, None, REUSED=True, COMPUTED=False)
+            _launch(features, weight, bias, plan, biases, (), offset, None, reused=True)
         else:
             before, mask64 = previous
-            _launch(
-                features,
-                weight,
-                None,
-                plan,
-                before[entry],
-                (-1.0,),
-                offset,
-                biases,
-                mask64,
-                REUSED=False,
-                COMPUTED=True,
-            )
+            _launch(features, weight, None, plan, before[entry], (-1.0,), offset, biases, mask64)
     return out, stack
 
 
-def dispatch_into(
-    o: torch.Tensor,
-    weight: torch.Tensor,
-    plan: AttentionPlan,
-    stack: torch.Tensor,
-    weights: Sequence[float],
-    offset: int,
-    out: torch.Tensor,
-) -> None:
-    _launch(o, weight, None, plan, stack, tuple(map(float, weights)), offset, out, REUSED=False, COMPUTED=True)
+def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
+    _launch(o, weight, None, plan, stack, tuple(map(float, weights)), offset, out)
 
 
 def _config(o: torch.Tensor) -> dict[str, int]:
@@ -158,7 +127,7 @@ def _config(o: torch.Tensor) -> dict[str, int]:
     return {"N_TILE": 128, "K_TILE": min(head_dim, 32), "STAGES": 3, "num_warps": 8}
 
 
-def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_before=None, **switches: bool) -> None:
+def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_before=None, reused=False) -> None:
     batch, length, heads, head_dim = o.shape
     columns = weight.shape[0]
     first_block = offset // plan.block
@@ -169,6 +138,6 @@ def _launch(o, weight, bias, plan, stack, stack_weights, offset, out, mask64_bef
             o, weight, bias, stack, stack_weights, out, plan.mask64, mask64_before, *o.stride()[:3], weight.stride(0),
             heads, plan.blocks, first_block, row_blocks, offset, length, columns, stack.stride(0),
             BLOCK=plan.block, HEAD_DIM=head_dim, HAS_BIAS=bias is not None, ENTRIES=len(stack_weights),
-            REBASE=mask64_before is not None, PRECISION="ieee" if o.dtype == torch.float32 else "tf32",
-            **switches, **config,
+            REBASE=mask64_before is not None, PRECISION=precision(o),
+            REUSED=reused, COMPUTED=out is not None, **config,
         )  # fmt: skip

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device
+from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
 from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -79,17 +78,7 @@ def _config(x: torch.Tensor, fused: bool) -> dict[str, int]:
     return {"K_TILE": 32, "STAGES": 3, "num_warps": 8}
 
 
-def gemm_q_into(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: AttentionPlan,
-    offset: int,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    stream: torch.Tensor,
-) -> None:
+def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
     """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
     batch, length, channels = x.shape
     first_block = offset // plan.block
@@ -104,5 +93,5 @@ def gemm_q_into(
             plan.heads, plan.blocks, first_block, row_blocks, offset, length, channels, norm_eps,
             BLOCK=plan.block, HEAD_DIM=stream.shape[-1], WHOLE_TILES=channels % config["K_TILE"] == 0,
             HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None, HAS_ROPE=rope is not None,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **config,
+            PRECISION=precision(x), **config,
         )  # fmt: skip

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import LOWEST, softmax_step
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import key_end_of, on_device, precision
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
-from dit_accel.kernels.constants import BEST_SHARE
+from dit_accel.kernels.constants import BEST_SHARE, LOG2_E
 
-LOG2_E = math.log2(math.e)
 PROGRAMS = 1024  # up to about so many share out the keys
 MAX_SPLITS = 16
 
@@ -42,9 +41,7 @@ def _queries_of_program(
 @triton.jit
 def _tiles_of_program(kv_len, batch, tokens, KEY_TILE: tl.constexpr, HAS_KV_LEN: tl.constexpr):
     """Where the keys end, and of the program's tiles the first, the one behind the last whole one, and behind all."""
-    key_end = tokens
-    if HAS_KV_LEN:
-        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
     tiles = tl.cdiv(key_end, KEY_TILE)
     share = tl.cdiv(tiles, tl.num_programs(2))
     first = tl.minimum(tl.program_id(2) * share, tiles)
@@ -183,7 +180,7 @@ def select_keys_into(
         "HEAD_DIM": head_dim,
         "HAS_KV_LEN": kv_len is not None,
         "BY_DESCRIPTOR": by_descriptor,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": precision(q),
     }
     tiles = [tile_descriptor(k, config["KEY_TILE"]) if by_descriptor else None for config in (by_query, by_key)]
     with on_device(q):

@@ -72,6 +72,20 @@ def _device_properties(device: torch.device):
     return torch.cuda.get_device_properties(device)
 
 
+def precision(x: torch.Tensor) -> str:
+    """Of products: float32 is for checks and exact, other types go through the matrix units as they are."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def key_end_of(kv_len, batch, tokens, HAS_KV_LEN: tl.constexpr):
+    """How many keys of a sample take part."""
+    key_end = tokens
+    if HAS_KV_LEN:
+        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+    return key_end
+
+
 @triton.jit
 def lowest_head(word):
     """Position of the lowest set bit of a non-zero int64 word: the exponent of an exact power of two in float32."""

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -112,9 +112,7 @@ def _block_states(
     head = program % heads
     block = program // heads % blocks  # may lie behind the last: its state is 0
     batch = program // heads // blocks
-    stop = tokens
-    if HAS_LENGTHS:
-        stop = tl.minimum(tl.load(kv_len + batch), tokens)
+    stop = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
     dim = tl.arange(0, HEAD_DIM)
     state = tl.zeros([HEAD_DIM, HEAD_DIM], tl.float32)
     feature_sum = tl.zeros([HEAD_DIM], tl.float32)
@@ -230,15 +228,7 @@ def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
         yield slice(first, min(first + size, plan.heads))
 
 
-def sum_states(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    group: slice,
-    feature_map: str,
-    kv_len: torch.Tensor | None,
-    shared_value: torch.Tensor | None = None,
-) -> RowSums:
+def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> RowSums:
     """Steps 1 to 4 for keys and values ``[B, S, G, D]`` of a group of heads.
 
     ``shared_value``: float32 ``[B, G, D]``, taken off all values of a head. None = nothing is.
@@ -272,17 +262,7 @@ def sum_features(marginal: torch.Tensor, feature_sums: torch.Tensor) -> torch.Te
     return out
 
 
-def linear_attention_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    feature_map: str,
-    projection: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-    out: torch.Tensor,
-    accumulate: bool,
-) -> None:
+def linear_attention_into(q, k, v, plan, feature_map, projection, kv_len, out, accumulate) -> None:
     batch, tokens, _, head_dim = q.shape
     for group in head_groups(q, plan):
         row_sums = sum_states(k[:, :, group], v[:, :, group], plan, group, feature_map, kv_len)

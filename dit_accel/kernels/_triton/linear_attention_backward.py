@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels._triton.linear_attention import (
     as_operand,
     head_groups,
@@ -31,7 +31,6 @@ from dit_accel.kernels._triton.linear_attention import (
     sum_features,
     sum_states,
 )
-from dit_accel.kernels.symbols import AttentionPlan
 
 
 @triton.jit
@@ -95,9 +94,7 @@ def _key_gradients(
     first_token = program // heads % parts * TOKENS
     batch = program // heads // parts
     slot = (batch * heads + head) * columns + first_token // BLOCK
-    stop = tokens
-    if HAS_LENGTHS:
-        stop = tl.minimum(tl.load(kv_len + batch), tokens)
+    stop = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
     key, is_valid = load_tokens(k, k_strides, batch, head, first_token, stop, TOKENS, HEAD_DIM)
     value = load_values(v, shared_value, v_strides, batch, head, heads, first_token, stop, True, TOKENS, HEAD_DIM)
     exact_features = tl.where(is_valid, map_features(key, FEATURES), 0.0)
@@ -114,13 +111,7 @@ def _key_gradients(
 
 
 def linear_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    plan: AttentionPlan,
-    feature_map: str,
-    kv_len: torch.Tensor | None,
+    q, k, v, do, plan, feature_map, kv_len
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, tokens, _, head_dim = q.shape
     dq, dk, dv = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3))

@@ -46,16 +46,7 @@ def _gate_norm_modulate(
         tl.store(normed + written, (unit * (1.0 + scales) + shifts).to(normed.dtype.element_ty), inside)
 
 
-def rows_into(
-    x: torch.Tensor,
-    update: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    eps: float,
-    summed: torch.Tensor | None,
-    normed: torch.Tensor | None,
-) -> None:
+def rows_into(x, update, gate, scale, shift, eps, summed, normed) -> None:
     """Fills ``summed`` where there is an update, and ``normed`` where there is a scale; both ``[B, S, C]`` in order."""
     batch, tokens, width = x.shape
     features = next_power_of_2(width)

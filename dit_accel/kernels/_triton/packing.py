@@ -32,6 +32,15 @@ def _unpack(bits, mask, n, row_bytes, total_bytes, BYTES: tl.constexpr):
     tl.store(mask + (byte // row_bytes)[:, None] * n + position, value.to(tl.uint8), valid)
 
 
+@triton.jit
+def store_bits(bits, mask, row, rows, row_bytes, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Packs bool [ROWS, TILES] into the rows' bytes."""
+    position = tl.arange(0, 8)[None, None, :]
+    packed = tl.sum(tl.reshape(mask.to(tl.int32), [ROWS, TILES // 8, 8]) << position, 2)
+    byte = tl.arange(0, TILES // 8)[None, :]
+    tl.store(bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
+
+
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     n = mask.shape[-1]
     bits = torch.empty((*mask.shape[:-1], block_count(n, 8)), dtype=torch.uint8, device=mask.device)

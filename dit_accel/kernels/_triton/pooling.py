@@ -10,18 +10,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.launch import on_device
-from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
+from dit_accel.kernels._triton.launch import key_end_of, on_device
+from dit_accel.kernels.constants import LOG2_E, SMALLEST_SQUARED_NORM
 
 STATISTICS_WARPS = 2
 CHUNK = 16  # tokens of a program's step
 QUERIES = 16  # query blocks of a program
 KEYS = 64  # key blocks that it scores at a time
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -42,8 +40,7 @@ def _block_statistics(
     else:
         x = k + batch * k_batch + head * k_head
         stride = k_token
-        if HAS_LENGTHS:
-            length = tl.minimum(tl.load(kv_len + batch), tokens)
+        length = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
     x += first_token * stride
     count = tl.minimum(tl.maximum(length - first_token, 0), BLOCK)
     total = tl.zeros([CHUNK, HEAD_DIM], tl.float32)  # token t of each chunk
@@ -80,10 +77,7 @@ def _probabilities(
     k_mean = q_mean + tl.num_programs(1).to(tl.int64) * blocks * HEAD_DIM
     q = tl.load(q_mean + query[:, None] * HEAD_DIM + dim[None, :], (query < blocks)[:, None], other=0.0) * scale
     shared = tl.load(k_mean + dim)
-    length = tokens
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(kv_len + head_row // heads), tokens)
-    valid_blocks = tl.cdiv(tl.maximum(length, 0), BLOCK)
+    valid_blocks = tl.cdiv(key_end_of(kv_len, head_row // heads, tokens, HAS_LENGTHS), BLOCK)
 
     row = probabilities + (head_row * blocks + query)[:, None] * blocks
     running_max = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -106,15 +100,7 @@ def _probabilities(
         tl.store(row + key[None, :], share, (query < blocks)[:, None] & (key < blocks)[None, :])
 
 
-def pooled_map_into(
-    mean: torch.Tensor,
-    similarity: torch.Tensor,
-    probabilities: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block: int,
-    kv_len: torch.Tensor | None,
-) -> None:
+def pooled_map_into(mean, similarity, probabilities, q, k, block, kv_len) -> None:
     """Fills ``mean`` ``[2, B, H, T, D]`` and ``similarity`` ``[2, B, H, T]`` (of q, then k) and ``probabilities``."""
     batch, tokens, heads, head_dim = q.shape
     blocks = probabilities.shape[-1]

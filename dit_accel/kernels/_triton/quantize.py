@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels import quantize as formulas
-from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels.symbols import AttentionPlan
 
 SLOTS = 16  # the exact channels and the one that masks
@@ -84,14 +84,6 @@ def operand_order(position):
     8-bit operand. A sum over keys does not mind their order.
     """
     return (position & ~15) + (position >> 1 & 1) * 8 + (position >> 2 & 3) * 2 + (position & 1)
-
-
-@triton.jit
-def key_end_of(kv_len, batch, tokens, HAS_KV_LEN: tl.constexpr):
-    key_end = tokens
-    if HAS_KV_LEN:
-        key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
-    return key_end
 
 
 @triton.jit
@@ -355,16 +347,7 @@ def _copy_values(
     tl.store(values + place, tl.load(pointers, valid, other=0.0))
 
 
-def quantize(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    qk_dtype: str,
-    has_lse: bool,
-) -> Quantized:
+def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
     """Takes ``attention``'s arguments, checked; q is only read where it computes."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads, blocks, block = k.shape[2], plan.blocks, plan.block

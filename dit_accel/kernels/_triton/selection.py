@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.launch import on_device
+from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 
 ELEMENTS = 4096  # of the map that a program holds, or one row
@@ -96,11 +97,7 @@ def _select_tiles(
             mass = tl.ceil(share * (UNITS * _finer(mass, UNITS))[:, None]).to(tl.int32)
         threshold = _lowest_mass(mass, tau_units, 0, 0, HAS_OFFSET=False)
     keep = is_always | (mass > threshold[:, None]) | (mass == tl.max(mass, 1)[:, None])
-    keep = (keep & (tile < blocks)).to(tl.int32)
-    bit = tl.arange(0, 8)[None, None, :]
-    packed = tl.sum(tl.reshape(keep, [ROWS, TILES // 8, 8]) << bit, 2)  # [rows, bytes]
-    byte = tl.arange(0, TILES // 8)[None, :]
-    tl.store(skip_bits + row * row_bytes + byte, packed.to(tl.uint8), (row < rows) & (byte < row_bytes))
+    store_bits(skip_bits, keep & (tile < blocks), row, rows, row_bytes, ROWS, TILES)
 
 
 @triton.jit
@@ -138,17 +135,7 @@ def _select_rows(
     tl.store(cache_bits + (batch * blocks + block) * head_bytes + head_byte, packed.to(tl.uint8), block < blocks)
 
 
-def select_tiles_into(
-    skip_bits: torch.Tensor,
-    probabilities: torch.Tensor,
-    tau_units: int,
-    first_always: int,
-    stop_always: int,
-    *,
-    by_count: bool,
-    rows: torch.Tensor | None,
-    columns: torch.Tensor | None,
-) -> None:
+def select_tiles_into(skip_bits, probabilities, tau_units, first_always, stop_always, by_count, rows, columns) -> None:
     batch, heads, blocks, row_bytes = skip_bits.shape
     tiles = max(triton.next_power_of_2(blocks), 8)
     rows_a_program = max(ELEMENTS // tiles, 1)

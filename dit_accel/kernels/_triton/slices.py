@@ -11,17 +11,15 @@ A program takes the rows with most keys first, from a counter that all programs 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from dit_accel.kernels._triton.attention_steps import LN_2, softmax_step
-from dit_accel.kernels._triton.launch import is_hopper_or_later, multiprocessors, on_device
+from dit_accel.kernels._triton.launch import is_hopper_or_later, key_end_of, multiprocessors, on_device, precision
+from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
-LOG2_E = math.log2(math.e)
 SHORT_POSITIONS = 1 << 16  # tokens up to which a position takes 2 bytes
 BYTES = 512  # of a row's bits that are decoded at a time
 
@@ -96,9 +94,7 @@ def _add_slices(
         row = tl.load(work + item // PARTS)  # (b * H + h) * Tq + i
         head = row // blocks % heads
         batch = row // blocks // heads
-        key_end = tokens
-        if HAS_KV_LEN:
-            key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)
+        key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
         tl.debug_barrier()  # no thread reads the last row's list any more
         listed = _list_keys(positions, bits + row.to(tl.int64) * row_bytes, row_bytes, key_end, BYTES)
         tl.debug_barrier()  # all threads have written theirs of this one
@@ -172,16 +168,7 @@ def _config(q: torch.Tensor, block: int) -> dict[str, int]:
     return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16, "programs": 128 // block}
 
 
-def add_slices_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    kv_len: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
     config = _config(q, plan.block)
     programs = min(plan.work.numel() * (plan.block // config["QUERIES"]), multiprocessors(q) * config.pop("programs"))
     bits = plan.slices.bits.contiguous()
@@ -195,5 +182,5 @@ def add_slices_into(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             plan.heads, plan.heads // k.shape[2], plan.blocks, plan.tokens, row_bytes, scale * LOG2_E,
             BLOCK=plan.block, HEAD_DIM=q.shape[-1], BYTES=BYTES, HAS_KV_LEN=kv_len is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", LOG2_E=LOG2_E, **config,
+            PRECISION=precision(q), LOG2_E=LOG2_E, **config,
         )  # fmt: skip

@@ -1,10 +1,13 @@
-"""What the launchers of the Hopper projections share; the numbers are those of ``gemm.cuh``."""
+"""What the launchers of Hopper's kernels share; the numbers are those of their sources."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
 from dit_accel.kernels._cuda.runtime import Defines
+from dit_accel.kernels._cuda.tensor_map import tensor_map_limit
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.symbols import AttentionPlan
 
@@ -12,11 +15,11 @@ BLOCK = 128
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 THREADS = 384
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = 227 * 1024  # of the projections
 
 
-def gemm_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, offset: int) -> str | None:
-    """What keeps the kernels from an activation ``x`` of the given head dimension, or None."""
+def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, offset: int = 0) -> str | None:
+    """What keeps the kernels from an op's main argument ``x`` of the given head dimension, or None."""
     if problem := hopper_limit(x):
         return problem
     if x.numel() == 0:
@@ -32,5 +35,10 @@ def gemm_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, o
     return None
 
 
-def piece_defines(x: torch.Tensor, head_dim: int) -> Defines:
+def tensor_maps_limit(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
+    """What keeps the copy engine from the tensors that are given, or None."""
+    return next((found for name, x in named if x is not None and (found := tensor_map_limit(name, x))), None)
+
+
+def element_defines(x: torch.Tensor, head_dim: int) -> Defines:
     return ("HEAD_DIM", head_dim), ("ELEMENT_BF16", int(x.dtype == torch.bfloat16))
