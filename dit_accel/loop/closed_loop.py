@@ -5,8 +5,9 @@ Between them the output is forecast, as the polynomial through the newest of the
 
 1. **Correct.** With F known here, the forecast steps before it lie between records, and the polynomial through all of
    these tells what their outputs would have been far better than the extrapolation did. The latents are off by
-   ``Σ_i m_i · (F̂_i − F̄_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far step i moved the latents; so the
-   pipeline goes on with ``F + Σ_i (m_i / m) · (F̄_i − F̂_i)``, m the move of this step itself.
+   ``δ = Σ_i m_i · (F̄_i − F̂_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far step i moved the latents. At the
+   right latents the output would have been ``F + J δ`` (J: :mod:`dit_accel.loop.growth`); that is what is recorded, and
+   the pipeline goes on with ``F + J δ + δ / m``, m the move of this step itself.
 2. **Judge.** A forecast of F from the records before it costs no step: its error ``e = ‖F − F̂‖ / ‖F‖`` is measured for
    every degree, and (damping) for the share of the slope that would have fitted best one computed step before.
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes errs by
@@ -51,11 +52,13 @@ class Course:
         weights: what an error of the step's output counts.
         moves: what the step's output is multiplied with when it is added to the latents; None = the scheduler does
             something else with it, and nothing can be corrected.
+        responses: what a shift of the latents by as much as the step moves them adds to its output; None = nothing.
     """
 
     coordinates: Sequence[float]
     weights: Sequence[float]
     moves: Sequence[float] | None = None
+    responses: Sequence[float] | None = None
 
 
 class Gap:
@@ -190,24 +193,35 @@ class ClosedLoop:
         Returns:
             The corrected output, with which the pipeline is to go on.
         """
-        corrected = self.correct(step, output)
+        corrected, output = self.correct(step, output)
         self.measured = self.judge(step, output, used)
         if self.records_outputs:
             # A copy, because pipelines may change the transformer's output in place.
             self.outputs.record(self.gap.course.coordinates[step], tuple(part.detach().clone() for part in output))
         return corrected
 
-    def correct(self, step: int, output: Output) -> Output:
-        """The output of a computed step that also makes good what the forecasts before it missed."""
+    def correct(self, step: int, output: Output) -> tuple[Output, Output]:
+        """Makes good what the forecasts before a computed step missed.
+
+        Returns:
+            What the pipeline is to go on with, and what the output would have been without those misses.
+        """
         steps, self.forecast_steps = self.forecast_steps, []
         settings, course = self.gap.preset.forecast, self.gap.course
         if not settings.corrector or not steps or course.moves is None or course.moves[step] == 0.0:
-            return output
+            return output, output
         forecasts = [(course.coordinates[each], course.moves[each] / course.moves[step]) for each in steps]
-        weights = corrector_weights(
+        missed = missed_weights(
             settings.method, self.outputs.coordinates, self.order, course.coordinates[step], forecasts
         )
-        return tuple(weighted_sum(parts, weights) for parts in zip(output, *self.outputs.values, strict=True))
+        response = course.responses[step] if course.responses is not None else 0.0
+        parts = list(zip(output, *self.outputs.values, strict=True))
+
+        def plus(share: float) -> Output:
+            weights = [share * weight for weight in missed]
+            return tuple(weighted_sum(each, [1.0 + weights[0], *weights[1:]]) for each in parts)
+
+        return plus(1.0 + response), plus(response) if response else output
 
     def judge(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
         """What each degree's forecast of ``output`` would have missed, and what share of the slope fits it best.
@@ -274,14 +288,14 @@ class ClosedLoop:
         return forecast(self.gap.preset.forecast.method, self.outputs, coordinate, order)
 
 
-def corrector_weights(
+def missed_weights(
     method: str,
     coordinates: Sequence[float],
     order: float,
     here: float,
     forecasts: Sequence[tuple[float, float]],
 ) -> list[float]:
-    """Weights by which a computed output also makes good what the forecasts before it missed.
+    """What forecasts missed, ``Σ_i (m_i / m) · (F̄_i − F̂_i)``, as weights over the computed output and the records.
 
     Args:
         method, order: of the forecasts.
@@ -290,9 +304,9 @@ def corrector_weights(
         forecasts: coordinate of each, and its ``m_i / m``.
 
     Returns:
-        Weights over the computed output and then the records; they sum to one.
+        Weights of the output and then the records; they sum to zero.
     """
-    weights = [1.0] + [0.0] * len(coordinates)
+    weights = [0.0] * (1 + len(coordinates))
     for coordinate, share in forecasts:
         better = newton_weights([here, *coordinates], coordinate)
         made = [0.0, *forecast_weights(method, coordinates, coordinate, order)]

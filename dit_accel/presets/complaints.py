@@ -20,6 +20,8 @@ RENAMED = {  # keys, and values of keys, that were called otherwise once
     "skip.guard_error": "skip.probe_error",
 }
 
+DROPPED = {"schedule.error_in": "errors always count by what they do to the result now; leave it out"}
+
 Model = type[BaseModel] | None
 
 
@@ -78,6 +80,8 @@ def _unknown(path: list[str], place: Model, within: str) -> str:
     key = ".".join(path)
     if (renamed := RENAMED.get(f"{within}{key}")) is not None:
         return f"unknown key {key!r}: it is called {renamed.removeprefix(within)!r} now"
+    if (why := DROPPED.get(f"{within}{key}")) is not None:
+        return f"unknown key {key!r}: {why}"
     valid = [field for field in (place.model_fields if place is not None else ()) if field != "name"]
     return f"unknown key {key!r}{did_you_mean(path[-1], valid)}; valid keys here: {', '.join(valid)}"
 

@@ -32,11 +32,9 @@ class AdaptiveSchedule(Schedule):
     """The closed loop, which measures at every UPDATE how wrong the forecast would have been and sets the next gap by
     it."""
     target_error: float = Field(gt=0.0, lt=1.0, examples=[0.05])
-    """Relative L2 error of the forecast output, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come to
-    together."""
-    error_in: Literal["output", "latents"] = "output"
-    """How errors add up. output: every step's alike. latents: each times how far its step moves in sigma, over the mean
-    of all steps, for by so much it moves the latents; better where sigma falls unevenly."""
+    """Relative L2 errors of the forecast outputs, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come
+    to together. Each counts by what it does to the result: by how far its step moves the latents, and how much that
+    has grown by the end."""
     max_interval: int = Field(default=16, ge=1)
     """Most steps from one UPDATE to the next."""
     per_prompt: bool = False
@@ -48,7 +46,6 @@ class IntervalSchedule(Schedule):
     """When to compute: on a fixed interval, as the papers."""
 
     target_error: ClassVar[float | None] = None
-    error_in: ClassVar[str] = "output"
     max_interval: ClassVar[int] = 16
     per_prompt: ClassVar[bool] = False
 

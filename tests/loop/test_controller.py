@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dit_accel.loop import controller
 from dit_accel.loop.branch import Call
 from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import History
+from dit_accel.loop.growth import responses
 from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import StepMode, Tick
 from dit_accel.presets import load_preset
@@ -111,8 +113,9 @@ def test_forecast_runs_on_the_presets_coordinate():
 
 
 @pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
-def test_corrector_makes_good_what_forecasts_missed(method, order):
+def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
     """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
+    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))  # outputs that see no latents
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
     latents = exact = 0.0
     apart = []
@@ -124,6 +127,27 @@ def test_corrector_makes_good_what_forecasts_missed(method, order):
         assert call.mode is DISPATCH or error < 1e-5
         apart.append(error)
     assert max(apart) > 0.01
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkeypatch):
+    """Where outputs depend on the latents as growth says, the latents stay nearer than without that knowledge."""
+
+    def farthest() -> float:
+        loop = Loop(**{"forecast": {"method": "newton", "order": order, "corrector": True}})
+        latents = exact = worst = 0.0
+        known = responses([1 - i / STEPS for i in range(STEPS)])
+        for step in range(STEPS):
+            move = loop.clock.moves[step]
+            value = (step / 4) ** (order + 1)
+            _, output = loop.call(step, value - known[step] / move * (exact - float(latents)))
+            latents, exact = float((latents + move * output).mean()), exact + move * value
+            worst = max(worst, abs(latents - exact))
+        return worst
+
+    with_it = farthest()
+    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))
+    assert with_it < farthest()
 
 
 def test_damping_follows_the_share_of_the_slope_that_fitted_last():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.loop.closed_loop import corrector_weights
+from dit_accel.loop.closed_loop import missed_weights
 from dit_accel.loop.forecast import History, forecast_weights, newton_weights, taylor_weights
 
 UNEVEN = (7.5, 4.0, 3.25, 1.0, -2.0)  # newest first
@@ -111,10 +111,10 @@ def test_degree_between_two_takes_its_share_of_the_higher(method, order, below):
 
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 2])
-def test_corrector_weights_sum_to_one_and_need_forecasts(order):
-    """A linear bias inside the output needs no special case; without forecasts the output stands as it is."""
+def test_missed_weights_sum_to_zero_and_need_forecasts(order):
+    """A constant bias of the outputs is never missed; without forecasts nothing is."""
     records = [9.0, 5.0, 4.0, 1.0]
-    weights = corrector_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
-    assert len(weights) == 5 and sum(weights) == pytest.approx(1.0)
-    assert weights[0] > 1.0  # forecasts that fell short are made good by more of the new output
-    assert corrector_weights("newton", records, order, 14.0, []) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    weights = missed_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
+    assert len(weights) == 5 and sum(weights) == pytest.approx(0.0, abs=1e-12)
+    assert weights[0] > 0.0  # forecasts that fell short are made good by more of the new output
+    assert missed_weights("newton", records, order, 14.0, []) == [0.0] * 5

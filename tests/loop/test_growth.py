@@ -1,26 +1,40 @@
-"""What an error of each step counts."""
+"""What an error of each step counts, and what the model answers to one of the latents."""
+
+import math
 
 import pytest
 
-from dit_accel.loop.growth import error_weights
+from dit_accel.loop.growth import GROWTH, LEAST_SHARE, RESPONSE, error_weights, responses
+
+FALLING = [1.0, 0.9, 0.7, 0.3]
 
 
 @pytest.mark.parametrize(
-    "sigmas, weights",
+    "sigmas",
     [
-        pytest.param([1.0, 0.9, 0.7, 0.3], [0.4, 0.8, 1.6, 1.6], id="falling"),
-        pytest.param([0.1, 0.2, 0.4, 0.8], [0.4, 0.8, 1.6, 1.6], id="rising"),
-        pytest.param([1.0, 0.5, 0.5, 0.0], [4 / 3, 0.0, 4 / 3, 4 / 3], id="equal-neighbours"),
-        pytest.param([1.0], [1.0], id="one-step"),
+        pytest.param(FALLING, id="flow"),
+        pytest.param([-sigma for sigma in FALLING], id="negative"),
+        pytest.param([1 - sigma for sigma in FALLING], id="rising"),
+        pytest.param([sigma * math.pi / 2 for sigma in FALLING], id="angles"),
+        pytest.param([sigma * 1000 for sigma in FALLING], id="timesteps"),
     ],
 )
-def test_errors_weigh_as_far_as_steps_move_the_latents(sigmas, weights):
-    """The step in sigma over its mean; the last step counts like the one before it."""
-    # The last gap is counted twice, so that the mean is 1.
-    expected = [weight * len(weights) / sum(weights) for weight in weights]
-    assert list(error_weights("latents", sigmas)) == pytest.approx(expected)
+def test_errors_count_by_what_they_do_to_the_result(sigmas):
+    """Every step by how far it moves the latents and how an error at its end grows, whatever noise levels run over."""
+    effects = [0.1 * 0.1**-GROWTH, 0.2 * 0.3**-GROWTH, 0.4 * 0.7**-GROWTH, 0.3]
+    expected = [effect * 4 / sum(effects) for effect in effects]
+    assert error_weights(sigmas) == pytest.approx(expected)
 
 
-def test_errors_of_outputs_count_alike():
-    """Kind `output` takes no notice of the noise levels."""
-    assert list(error_weights("output", [1.0, 0.9, 0.1])) == [1.0] * 3
+@pytest.mark.parametrize("sigmas", [[1.0], [0.5, 0.5], [1.0, 1.0, 0.5, 0.0], [0.0]])
+def test_weights_are_finite_and_one_on_average(sigmas):
+    """Steps that don't move count nothing, and nothing is divided by 0."""
+    weights = error_weights(sigmas)
+    assert all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    assert sum(weights) == pytest.approx(len(sigmas))
+
+
+def test_a_response_is_the_share_of_the_image_that_a_step_moves():
+    """Small where much of the image is settled, and bounded where nothing is."""
+    assert responses([0.6, 0.5, 0.2]) == pytest.approx([RESPONSE * 0.25, RESPONSE * 0.6, RESPONSE * 0.25])
+    assert responses([1.0, 0.5])[0] == pytest.approx(RESPONSE * 0.5 / LEAST_SHARE)

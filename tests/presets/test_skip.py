@@ -78,7 +78,7 @@ def test_what_a_form_has_no_key_for_reads_as_without_effect():
     dense, sla, sparge = Skip(), Skip(policy="sla"), Skip(policy="sparge")
     assert (dense.probe_error, sla.pv_threshold, sparge.projection, sparge.feature_map) == (None, None, None, "softmax")
     interval, adaptive = Schedule(control="interval", interval=3), Schedule(target_error=0.1)
-    assert (interval.target_error, interval.error_in, interval.per_prompt) == (None, "output", False)
+    assert (interval.target_error, interval.per_prompt) == (None, False)
     assert adaptive.interval is None and "interval" not in adaptive.model_dump()
     layer = Forecast(level="layer")
     assert (layer.corrector, layer.beyond, layer.damping) == (False, 0.0, False)

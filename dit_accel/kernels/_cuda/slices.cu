@@ -68,7 +68,8 @@ struct Lister {
             publish(piece, true, tiles, q_map, shared, row);
             list_keys(words, count, piece.valid);
         }
-        publish(NO_PIECE, false, tiles, q_map, shared, row);
+        const Piece none = NO_PIECE;  // a constant at file scope has no address on the device
+        publish(none, false, tiles, q_map, shared, row);
         if (lane == 0) return_tickets(problem);
     }
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,10 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
-from dit_accel.presets import Skip
 from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 POLICIES = {  # by what `skip.policy` calls them
     "none": dense.symbols,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.presets import Skip
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 
 def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:

@@ -7,6 +7,8 @@ the row-block, "average_query" for the mean of its queries. FG-Attn-cached is "e
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from dit_accel.kernels.key_selection import select_keys
@@ -14,8 +16,10 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 
 def symbols(

@@ -3,7 +3,7 @@ stands for the others."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,10 @@ from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 
 def symbols(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, **options: Any) -> SparseSymbols:

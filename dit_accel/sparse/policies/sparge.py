@@ -10,6 +10,8 @@ probabilities go or stay together, such a row keeps its tiles all the same.)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
@@ -17,8 +19,10 @@ from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
-from dit_accel.presets import Skip
 from dit_accel.sparse.policies.dense import every_row
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 
 def symbols(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,9 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
-from dit_accel.presets import Skip
+
+if TYPE_CHECKING:
+    from dit_accel.presets import Skip
 
 TILE_KINDS = ("full", "causal", "partial")
 

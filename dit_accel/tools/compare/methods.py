@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dit_accel.models.families import family_of
 from dit_accel.pipeline import accelerated, preset_for
-from dit_accel.presets import FUSED_FAMILIES, Preset, load_preset
+from dit_accel.presets import Preset, load_preset
 
 OURS = "dit-accel"  # series of our closed loop, with whatever else its presets do
 TARGETS = (0.1, 0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.6, 2.5, 4.0, 6.0)  # times target_error, for fractions of 0.2 to 0.6
@@ -41,7 +41,6 @@ class Method:
             our presets that leave out rows or tiles.
         digest: of what its preset holds, so that an edited one is told from what was measured; empty for peers, whose
             names say all.
-        former_digests: that its preset had while it named the family of its models; rows with them are its own.
     """
 
     series: str
@@ -49,7 +48,6 @@ class Method:
     put_on: Callable[[Subject], AbstractContextManager[dict[str, Any]]]
     reports_work: bool = False
     digest: str = ""
-    former_digests: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -127,11 +125,10 @@ def _of_preset(series: str, name: str, preset: Preset) -> Method:
 
     leaves_tiles_out = preset.skip.steps == "all" and preset.skip.skips
     reports_work = preset.forecast.level != "output" or leaves_tiles_out
-    former = tuple(_digest(preset, model=family) for family in FUSED_FAMILIES) if preset.model == "any" else ()
-    return Method(series, name, put_on, reports_work, _digest(preset), former)
+    return Method(series, name, put_on, reports_work, _digest(preset))
 
 
-def _digest(preset: Preset, **changes: str) -> str:
-    """Of all values that have an effect, which its description has not, with changes to them."""
-    values = preset.effective() | {"description": "", **changes}
+def _digest(preset: Preset) -> str:
+    """Of all values that have an effect, which its description has not."""
+    values = preset.effective() | {"description": ""}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -52,11 +52,7 @@ class Sweep:
     def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
         """Methods without figures, those whose preset was another then, and those that are named."""
         known = {(row["name"], row.get("digest", "")) for row in self.rows if "error" not in row}
-
-        def has_figures(method: Method) -> bool:
-            return any((method.name, digest) in known for digest in (method.digest, *method.former_digests))
-
-        return [method for method in methods if method.name in again or not has_figures(method)]
+        return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
 
     def add(self, row: dict[str, Any]) -> None:
         """Puts a row in the place of the one of its name, or behind all others."""

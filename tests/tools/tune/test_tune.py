@@ -92,7 +92,8 @@ def test_figures_are_those_of_the_pipelines_own_runs():
 
 def test_a_closer_target_costs_more():
     """More decibels, or a smaller error, need more computed steps."""
-    cheap, close = usual_result(), tuned(target_psnr=55)
+    call = arguments("flux", steps=8)
+    cheap, close = tuned(arguments=call), tuned(arguments=call, target_psnr=55)
     assert computed_fraction(cheap.held_out) < computed_fraction(close.held_out)
     by_error = tuned(target_error=0.1)
     assert by_error.met
@@ -219,7 +220,7 @@ def target_slack(evaluation) -> float:
 
 def test_an_unreachable_target_gives_the_closest(tmp_path):
     """Nothing is lost: the closest that was found is written, and its header says that it misses."""
-    result = tuned(target_psnr=99, evaluations=6)
+    result = tuned(arguments=arguments("flux", steps=8), target_psnr=99, evaluations=6)
     assert not result.met
     assert computed_fraction(result.held_out) < 1, "it saves something"
     taken = next(each for each in result.evaluations if each.setting == result.setting)

@@ -1,0 +1,19 @@
+"""The study of conditions, at toy size."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "conditions.py"
+
+
+def test_a_cell_has_the_loop_and_its_rivals(tmp_path):
+    """Every row says where it was measured, how much was computed, and the PSNR of each prompt."""
+    command = [sys.executable, str(SCRIPT), "--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    series = {row["series"] for row in found["rows"]}
+    assert {"closed loop", "TaylorSeer lite (diffusers)", "SeaCache"} <= series
+    assert all(0 < row["computed"] <= 1.001 and len(row["psnr"]) == 1 for row in found["rows"])
+    assert (tmp_path / "found.md").read_text().count("\n") == 3
