@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from demo_models import clips
 from demo_models import prompts as pictures
+from demo_models.exporting import paint
 from demo_models.texture_demo import MixedDemo, TextureDemo
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
@@ -132,17 +133,11 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
             yield method.series, method.name, partial(method.put_on, subject)
 
 
-@torch.no_grad()
-def run(pipe: Any, arguments: dict[str, Any], prompts: Sequence[Any]) -> list[np.ndarray]:
+def run(pipe: Any, arguments: dict[str, Any], prompts: Sequence[Any]) -> torch.Tensor:
     """What the pipeline makes of prompts in one batch, values 0..1."""
     call = dict(arguments)
-    if isinstance(call.get("negative_prompt"), str):
-        call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-    seeds = [torch.Generator("cpu").manual_seed(prompt.seed) for prompt in prompts]
-    made = pipe(
-        prompt=[prompt.prompt for prompt in prompts], generator=seeds, output_type="pt", return_dict=False, **call
-    )
-    return [each.float().clamp(0, 1).cpu().numpy() for each in made[0]]
+    each = {"negative_prompt": call.pop("negative_prompt")} if "negative_prompt" in call else None
+    return paint(pipe, list(prompts), batch=len(prompts), each=each, **call).clamp(0, 1)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -14,7 +14,7 @@ from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.tools.testing import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 12
-CLOSED_LOOP = load_preset("turbo")
+CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 HEADS = load_preset(
     "flux-flashomni",
     schedule={"warmup": 2, "interval": 3},
