@@ -112,7 +112,7 @@ def test_forecast_runs_on_the_presets_coordinate():
         assert output.unique().item() == pytest.approx(1 - step / STEPS)
 
 
-@pytest.mark.parametrize("method, order", [("newton", 1), ("newton", 2), ("taylor", 1), ("reuse", 0)], ids=str)
+@pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
     """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
     monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))  # outputs that see no latents
