@@ -108,6 +108,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retime", action="store_true", help="measure the times of what is there, alone, and no more")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="times are medians of at least as many runs")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
     options.output = options.output or RESULTS / f"pareto-{options.model}"
     return options
 

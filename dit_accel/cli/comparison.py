@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.pipelines import Output, explained_failures, timed_call
@@ -23,7 +23,7 @@ class Side:
     """What was made plain or accelerated, and seconds of its denoising loop in every repeat, this one first."""
 
     output: Output
-    repeats: list[float] = field(default_factory=list)
+    repeats: list[float]
 
     @classmethod
     def of(cls, output: Output) -> Side:
