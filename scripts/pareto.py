@@ -35,6 +35,7 @@ from dit_accel import preset_names
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
 from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.repeats import REPEATS
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}
@@ -105,7 +106,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: every N-th method, into a file of its own")
     parser.add_argument("--merge", action="store_true", help="put the files of shards together, and measure nothing")
     parser.add_argument("--retime", action="store_true", help="measure the times of what is there, alone, and no more")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="times are medians of at least as many runs")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
     options.output = options.output or RESULTS / f"pareto-{options.model}"
     return options
 
@@ -127,8 +131,10 @@ def main() -> None:
             sweep.merge(file, [method.name for method in methods])
             file.unlink()
     else:
-        prompts = held_out(options.model, 1 if options.retime else options.prompts, options.split)
-        bench = Bench(load, arguments, prompts, held_out(options.model, options.prompts + 1, "tuning")[-1])
+        count = min(options.prompts, options.repeats) if options.retime else options.prompts
+        prompts = held_out(options.model, count, options.split)
+        tuning = held_out(options.model, options.prompts + 1, "tuning")[-1]
+        bench = Bench(load, arguments, prompts, tuning, repeats=options.repeats)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out, options.retime)
         (retime if options.retime else measure)(bench, sweep, chosen(methods, options.only, options.shard), options)
     if whole == 1:
@@ -155,7 +161,7 @@ def retime(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.
             print(f"{method.name}: not timed, since it has no figures, or those of another preset", flush=True)
             continue
         try:
-            sweep.add(rows[method.name] | {"seconds": bench.retime(method)})
+            sweep.add(rows[method.name] | bench.retime(method))
         except Exception as error:  # the others go on
             print(f"{method.name}: {type(error).__name__}: {error}", flush=True)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, progress_bar, read_image
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
 
@@ -58,6 +58,7 @@ def command(
     image: options.ImageOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
+    repeats: options.RepeatsOption = options.REPEATS,
     quiet: options.QuietOption = False,
 ) -> None:
     """Compare presets with other ways to make a pipeline faster: same pipeline, prompts and seeds.
@@ -83,29 +84,30 @@ def command(
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
     picture = read_image(image)
 
-    load = partial(load_pipeline, model, device=device, dtype=dtype, offload="none")
-    pipe = load(console=console)
+    def load(console: Console) -> Any:
+        return load_pipeline(model, device=device, dtype=dtype, offload="none", console=console)
+
+    pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, model, {**given, "image": picture})
-    pipe.set_progress_bar_config(disable=True)  # one bar for the whole comparison
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
     sweep = Sweep(output, {**facts, "prompts": texts})
-    with progress_bar(console, "plain", "settings") as update, explained_failures(type(pipe)):
+    with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(
-            lambda: loaded.pop() if loaded else load(console=Console(quiet=True)),
+            lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))),
             arguments,
             [Prompt(text, seed + index) for index, text in enumerate(texts)],
             Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
-            lambda what: update(description=what),
+            progress.begin,
+            repeats,
         )
         del pipe  # the bench drops it before it loads another
         methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
-        update(total=len(methods), completed=len(methods) - len(missing))
-        for method in missing:
+        for left, method in zip(range(len(missing), 0, -1), missing, strict=True):
+            progress.expect(len(methods), len(methods) - left)
             sweep.add(bench.measure(method))
-            update(advance=1)
     written = sweep.publish()
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)

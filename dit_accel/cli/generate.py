@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
-from dit_accel.cli.pipelines import Output, call_arguments, load_pipeline, read_image, timed_call
+from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
 
 
@@ -70,9 +70,10 @@ def command(
             "--compare",
             help="Also make the plain one from the same seed; write NAME-plain and NAME-compare, the two side by side, "
             "for clips NAME-strip.png too (some frames, plain above accelerated), and print speed-up, PSNR over all "
-            "frames and their mean SSIM. Both sides are warmed up before they are timed.",
+            "frames and their mean SSIM. Both sides are warmed up before they are timed, and timed in turn.",
         ),
     ] = False,
+    repeats: options.RepeatsOption = options.REPEATS,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Write a figure of the run: step modes, times, forecast errors; extra `plots`."),
@@ -81,8 +82,8 @@ def command(
         Path | None,
         typer.Option(
             "--json",
-            help="Write times (seconds of the denoising loop), metrics and the report. psnr_db is null where both are "
-            "identical, and plain values are null without --compare.",
+            help="Write times (seconds of the denoising loop, medians and each), metrics and the report. psnr_db is "
+            "null where both are identical, and plain values are null without --compare.",
         ),
     ] = None,
     quiet: options.QuietOption = False,
@@ -130,98 +131,87 @@ def command(
     files = [numbered(output or medium.default_output, index, count) for index in range(count)]
     for file in files:
         medium.require_output(file, compare=compare)
-    plain, fast, report = _run(pipe, arguments, seed, chosen, compare=compare, quiet=quiet)
+    if compare:
+        sides = both_sides(pipe, arguments, seed, chosen, repeats, console, whole=offload != "none")
+    else:
+        sides = _run(pipe, arguments, seed, chosen, quiet)
 
-    for path in _write(medium, plain, fast, files):
+    for path in _write(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
-    summary = _summary(medium, plain, fast, report)
+    summary = _summary(medium, sides)
     if plot:
         from dit_accel.tools.figures import timeline_figure
 
-        timeline_figure(report, plot)
+        timeline_figure(sides.report, plot)
     if json_path:
         facts = {"model": model, "preset": chosen.name if chosen else None, "prompt": prompt, "seed": seed}
         json_path.write_text(json.dumps({**facts, **summary}, indent=2) + "\n", encoding="utf-8")
-    _print_summary(console, summary, chosen)
+    _print_summary(console, summary, chosen, sides)
 
 
-def _run(
-    pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset | None, *, compare: bool, quiet: bool
-) -> tuple[Output | None, Output | None, RunReport | None]:
-    """The plain output, the accelerated output, and the accelerated run's report; None for what was not asked."""
-    from dit_accel import accelerate_pipeline, accelerated
+def _run(pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset | None, quiet: bool) -> Sides:
+    """The plain side without a preset, else the accelerated one."""
+    from dit_accel import accelerate_pipeline
 
     if preset is not None:
-        with accelerated(pipe, preset):
-            pass  # raises now, and not after a plain run of minutes, if the preset does not fit the pipeline
-
-    def call(label: str, **changes: Any) -> Output:
-        pipe.set_progress_bar_config(disable=quiet, desc=label)
-        return timed_call(pipe, {**arguments, **changes}, seed)
-
-    plain = None
-    if compare:
-        call("warm-up", num_inference_steps=2)  # the fewest that every schedule takes
-    if compare or preset is None:
-        plain = call("plain")
-    if preset is None:
-        return plain, None, None
-    accelerate_pipeline(pipe, preset)
-    if compare and pipe._execution_device.type == "cuda":
-        call("compiling kernels")  # Triton compiles at first use, and only a whole run is sure to reach every kernel
-    fast = call("accelerated")
-    return plain, fast, pipe.dit_accel.report()
+        accelerate_pipeline(pipe, preset)
+    pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
+    made = Side.of(timed_call(pipe, arguments, seed))
+    return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
 
 
-def _write(medium: Pictures | Clips, plain: Output | None, fast: Output | None, files: list[Path]) -> list[Path]:
+def _write(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
     """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
     written = []
+    plain, fast = sides.plain, sides.fast
     made = fast or plain
-    for index, (result, file) in enumerate(zip(made.results, files, strict=True)):
+    for index, (result, file) in enumerate(zip(made.output.results, files, strict=True)):
         medium.write(result, file)
         written.append(file)
         if plain and fast:
-            labels = f"plain, {plain.denoising_seconds:.1f} s", f"accelerated, {fast.denoising_seconds:.1f} s"
-            written += medium.write_comparison(plain.results[index], result, labels, file)
+            labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
+            written += medium.write_comparison(plain.output.results[index], result, labels, file)
     return written
 
 
-def _summary(
-    medium: Pictures | Clips, plain: Output | None, fast: Output | None, report: RunReport | None
-) -> dict[str, Any]:
+def _summary(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
     """What --json holds about the run."""
+    plain, fast, report = sides.plain, sides.fast, sides.report
     quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
-        quality = medium.quality(plain.results, fast.results)
+        quality = medium.quality(plain.output.results, fast.output.results)
     return {
-        "plain_seconds": plain and plain.denoising_seconds,
-        "accelerated_seconds": fast and fast.denoising_seconds,
-        "speedup": plain.denoising_seconds / fast.denoising_seconds if plain and fast else None,
-        "plain_call_seconds": plain and plain.seconds,
-        "accelerated_call_seconds": fast and fast.seconds,
+        "plain_seconds": plain and plain.seconds,
+        "plain_seconds_each": plain and plain.repeats,
+        "accelerated_seconds": fast and fast.seconds,
+        "accelerated_seconds_each": fast and fast.repeats,
+        "speedup": sides.speedup and sides.speedup.median,
+        "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
+        "plain_call_seconds": plain and plain.output.seconds,
+        "accelerated_call_seconds": fast and fast.output.seconds,
         **quality,
         "computed_fraction": report.computed_fraction if report else 1.0,
         "report": report.to_json() if report else None,
     }
 
 
-def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | None) -> None:
+def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | None, sides: Sides) -> None:
     from rich.table import Table
 
-    sides = {"plain": "plain", "accelerated": preset.name if preset else ""}
-    shown = [side for side in sides if summary[f"{side}_seconds"] is not None]
+    titles = {"plain": "plain", "accelerated": preset.name if preset else ""}
+    shown = [side for side in titles if summary[f"{side}_seconds"] is not None]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for side in shown:
-        table.add_column(sides[side], justify="right")
+        table.add_column(titles[side], justify="right")
     rows = {
         "denoising": [f"{summary[f'{side}_seconds']:.2f} s" for side in shown],
         "whole call": [f"{summary[f'{side}_call_seconds']:.2f} s" for side in shown],
     }
     if preset:
         rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
-    if summary["speedup"] is not None:
-        rows["speed-up"] = [f"{summary['speedup']:.2f}×"]
+    if sides.speedup is not None:
+        rows["speed-up"] = [str(sides.speedup)]
         rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
         rows["SSIM"] = [f"{summary['ssim']:.4f}"]
     for label, values in rows.items():
@@ -232,5 +222,5 @@ def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | N
     # Where the run has notes of its own they say why.
     if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
         notes.append("every step was computed; a run of more --steps leaves more to skip")
-    for note in notes:
+    for note in [*notes, *sides.remarks()]:
         console.out(f"note: {note}", highlight=False)

@@ -11,6 +11,7 @@ import typer
 from dit_accel.errors import DitAccelError
 from dit_accel.tools.demo import DEFAULT_MODEL as DEFAULT_MODEL
 from dit_accel.tools.demo import model_preset
+from dit_accel.tools.repeats import REPEATS as REPEATS
 
 if TYPE_CHECKING:
     from dit_accel.presets import Preset
@@ -75,6 +76,10 @@ DeviceOption = Annotated[
 OffloadOption = Annotated[
     Offload,
     typer.Option("--offload", help="Keep weights in host memory: whole models at a time, or layer by layer (slow)."),
+]
+RepeatsOption = Annotated[
+    int,
+    typer.Option("--repeats", min=1, help="Speed-ups are medians of at least so many, plain and accelerated in turn."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 

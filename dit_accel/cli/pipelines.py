@@ -10,9 +10,8 @@ import inspect
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """What one call made, seconds of the whole call, and seconds of its denoising loop.
+    """What one call made, seconds of the whole call and of its denoising loop, and calls of its transformers.
 
     Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
     """
@@ -39,6 +38,7 @@ class Output:
     results: list[Image.Image] | list[np.ndarray]
     seconds: float
     denoising_seconds: float
+    calls: int
 
 
 def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
@@ -150,7 +150,7 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
         made = pipe(**arguments, **form, generator=generator)
         seconds = time.perf_counter() - started
     results = [as_clip(frames) for frames in made.frames] if video else made.images
-    return Output(results, seconds, clock.loop_seconds)
+    return Output(results, seconds, clock.loop_seconds, clock.calls)
 
 
 @contextlib.contextmanager
@@ -173,21 +173,6 @@ def explained_failures(pipeline: type) -> Iterator[None]:
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         typer.echo(f"error: out of memory: {advice}\n{str(error).splitlines()[0]}", err=True)
         raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Callable[..., None]]:
-    """One bar for many runs; yields a function that takes what :meth:`rich.progress.Progress.update` does.
-
-    Args:
-        begun: what goes on at first.
-        unit: what is counted.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
-        yield partial(bar.update, bar.add_task(begun, total=None))
 
 
 def _resolve_model(model: str) -> str:

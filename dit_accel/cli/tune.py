@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, progress_bar, read_image
+from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
 
@@ -92,10 +93,14 @@ def command(
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     arguments = call_arguments(pipe, model, given)
     base = preset or options.choose_preset(None, {}, pipe).name
-    pipe.set_progress_bar_config(disable=True)  # one bar for the whole tuning
-    with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as update:
+    with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:
+
+        def tell(what: str, made: int, expected: int) -> None:
+            progress.expect(expected, made)
+            progress.begin(what, share=1.0)
+
         result = tune(
-            pipe,
+            progress.watch(pipe),
             base,
             prompts=listed,
             target_psnr=target_psnr,
@@ -106,7 +111,7 @@ def command(
             seed=seed,
             evaluations=evaluations,
             state=output.with_name(f"{output.stem}-tuning"),
-            progress=lambda what, made, expected: update(description=what, completed=made, total=expected),
+            progress=tell,
             **overrides,
         )
     plot = output.with_suffix(".png")

@@ -13,6 +13,24 @@ from dit_accel.loop.timing import gpu_stopwatch, stopwatch
 from dit_accel.models import denoisers
 
 
+def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:
+    """Latents after the first steps of a call; nothing is decoded.
+
+    Args:
+        arguments: of the pipeline's call, with its prompt.
+        seed: of the noise, which is drawn on the CPU.
+        steps: how many; None = all. Fewer need a pipeline that takes ``callback_on_step_end``.
+    """
+
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pipe._interrupt = step + 1 >= steps
+        return tensors
+
+    own = {} if steps is None else {"callback_on_step_end": stop}
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return pipe(**arguments, **own, generator=generator, output_type="latent")[0]
+
+
 @contextmanager
 def removed_after(handles: Iterable[Any]) -> Iterator[None]:
     """Takes hooks off, by their handles, behind the ``with`` block."""

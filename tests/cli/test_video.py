@@ -42,7 +42,7 @@ def test_compare_writes_clips_and_agreeing_numbers(run, models, tmp_path):
     assert fast.shape == (FRAMES, 64, 48, 3)
     assert facts["psnr_db"] == pytest.approx(psnr(plain, fast)) and facts["identical"] is False
     assert facts["ssim"] == pytest.approx(clip_ssim(plain, fast))
-    assert facts["speedup"] == pytest.approx(facts["plain_seconds"] / facts["accelerated_seconds"])
+    assert len(facts["plain_seconds_each"]) == len(facts["accelerated_seconds_each"]) == 3
     assert facts["report"]["steps_by_mode"]["dispatch"] > 0 and facts["computed_fraction"] < 1
     assert "speed-up" in result.stdout and "PSNR" in result.stdout
     beside = read_clip(tmp_path / "fox-compare")

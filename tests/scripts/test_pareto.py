@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel.tools.compare import Method, Sweep
+from dit_accel.tools.compare.report import table
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -39,7 +40,7 @@ def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
     for name in ("mine", "kept"):
         sweep.add({"name": name, "digest": "old", "seconds": 1.0})
     methods = [Method("s", "mine", None, digest="new"), Method("s", "kept", None, digest="old")]
-    pareto.retime(SimpleNamespace(retime=lambda method: 2.0), sweep, methods, None)
+    pareto.retime(SimpleNamespace(retime=lambda method: {"seconds": 2.0}), sweep, methods, None)
     assert [row["seconds"] for row in sweep.rows] == [1.0, 2.0]
     assert "mine: not timed" in capsys.readouterr().out
 
@@ -56,6 +57,17 @@ def test_rows_have_the_names_of_today(tmp_path):
         row = next(row for row in sweep.rows if row["name"] == measured)
         method = Method("s", measured, None, digest=row["digest"])
         assert sweep.missing([method]) == [] and sweep.missing([replace(method, digest="edited")]) != []
+
+
+@pytest.mark.parametrize("model", ["demo-flux", "demo-wan", "demo-hunyuan"])
+def test_documents_with_one_time_a_row_still_print(model):
+    """Speed-ups are then over the plain run's one time, and no spread is claimed."""
+    stem = SCRIPTS.parent / "docs" / "results" / f"pareto-{model}"
+    document = json.loads(stem.with_suffix(".json").read_text())
+    written = table(document)
+    assert written.count("\n") == stem.with_suffix(".md").read_text().strip().count("\n")
+    timed = [row for row in document["results"] if row.get("seconds")]
+    assert all(f"| {document['plain']['seconds'] / row['seconds']:.2f}× |" in written for row in timed)
 
 
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):

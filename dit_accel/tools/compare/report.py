@@ -10,6 +10,7 @@ import numpy as np
 
 from dit_accel.tools.compare.methods import OURS
 from dit_accel.tools.figures import best_settings, frontier_plot
+from dit_accel.tools.repeats import DISTURBED, Spread, disturbed, speedup
 from dit_accel.tools.tune.runs import IDENTICAL
 
 Row = dict[str, Any]
@@ -97,7 +98,7 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
 
 def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of every setting that was measured, cheapest first within a series."""
-    rows, plain = document["results"], document["plain"]
+    rows = document["results"]
     judged = any("lpips" in row for row in rows)
     head = ["series", "setting", "computed", "seconds", "speed-up", "PSNR dB", "worst dB", "SSIM"]
     head += ["LPIPS"] if judged else []
@@ -109,13 +110,25 @@ def settings_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]
             row["name"],
             f"{row['computed_fraction']:.3f}",
             _number(row["seconds"], 2),
-            "–" if row["seconds"] is None else f"{plain['seconds'] / row['seconds']:.2f}×",
+            "–" if row["seconds"] is None else str(speedup_of(row, document)),
             f"{row['psnr_db']:.1f}",
             f"{min(row['psnr_db_each']):.1f}",
             f"{row['ssim']:.4f}",
         ]
         lines.append(cells + ([_number(row.get("lpips"), 4)] if judged else []))
     return head, lines
+
+
+def speedup_of(row: Row, document: dict[str, Any]) -> Spread:
+    """Of a row with times: over the plain steps beside each run. Former rows have one time, and one plain run."""
+    beside = row.get("plain_seconds_each", [document["plain"]["seconds"]])
+    return speedup(beside, row.get("seconds_each", [row["seconds"]]))
+
+
+def _disturbance(row: Row, document: dict[str, Any]) -> float:
+    """How far speed-ups of its repeats lie apart, as a share, beyond what its prompts differ in work."""
+    work = Spread.of(row["computed_fraction_each"]).width
+    return (1 + speedup_of(row, document).width) / (1 + work) - 1
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
@@ -126,6 +139,11 @@ def remarks(document: dict[str, Any]) -> list[str]:
     reloaded = ", ".join(row["name"] for row in rows if row["reloaded"])
     if reloaded:
         told.append(f"Loaded anew, because plain runs were others than before, after {reloaded}.")
+    apart = {row["name"]: _disturbance(row, document) for row in rows if "seconds_each" in row}
+    shaken = {name: width for name, width in apart.items() if width > DISTURBED}
+    if shaken:
+        names = ", ".join(shaken) if len(shaken) <= 5 else f"{len(shaken)} of {len(apart)} settings"
+        told.append(disturbed(f"Times of {names}", max(shaken.values())))
     if document["plain"]["lpips"] is not None:
         told.append(f"No LPIPS: {document['plain']['lpips']}.")
     return told
@@ -140,13 +158,13 @@ def figures(document: dict[str, Any], path: Path) -> list[Path]:
     rows.sort(key=lambda row: order.index(row["series"]))
     points = [(row["series"], row["computed_fraction"], row["psnr_db"]) for row in rows]
     frontier_plot(points, path, highlight=OURS)
-    seconds = document["plain"]["seconds"]
-    timed = [(row["series"], row["seconds"] / seconds, row["psnr_db"]) for row in rows if row["seconds"] is not None]
+    timed = [row for row in rows if row["seconds"] is not None]
+    shares = [(row["series"], 1 / speedup_of(row, document).median, row["psnr_db"]) for row in timed]
     if not timed:
         return [path]
     label = "transformer time over that of the plain run (less is faster)"
     beside = path.with_stem(f"{path.stem}-time")
-    frontier_plot(timed, beside, highlight=OURS, x_label=label)
+    frontier_plot(shares, beside, highlight=OURS, x_label=label)
     return [path, beside]
 
 

@@ -6,9 +6,9 @@ import gc
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from dit_accel.tools.compare.methods import Method, Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.metrics import clip_ssim, latent_error, lpips_distance, psnr
-from dit_accel.tools.timing import transformer_clock
+from dit_accel.tools.repeats import PLAIN_STEPS, REPEATS
+from dit_accel.tools.timing import denoise, transformer_clock
 from dit_accel.tools.tune.runs import IDENTICAL, run_pipeline
-
-PROOF_STEPS = 3  # steps of the plain run that are repeated after each method
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,22 @@ class Prompt:
     seed: int
 
 
+@dataclass
+class _Trace:
+    """What the runs of one method took and left, each with plain steps behind it."""
+
+    share: float  # of the setting that one run is
+    seconds: list[float] = field(default_factory=list)
+    plain_seconds: list[float] = field(default_factory=list)  # that a whole plain run would have taken
+    left_behind: dict[str, int] = field(default_factory=dict)
+    distance: float = 0.0  # most that plain steps were off
+
+    def times(self) -> dict[str, Any]:
+        """As they stand in a row."""
+        each = {"seconds_each": self.seconds, "plain_seconds_each": self.plain_seconds}
+        return {"seconds": statistics.median(self.seconds), **each}
+
+
 class Bench:
     """A pipeline with its plain runs, on which methods are measured.
 
@@ -41,7 +56,8 @@ class Bench:
         arguments: of its call, without prompt and generator.
         prompts: of the runs that are compared.
         tuning_prompt: for methods that need calibration; none of ``prompts``.
-        begin: called before each run with what it is of.
+        begin: called before each run with what it is of, and its share of all runs of a setting.
+        repeats: how often each method is timed at least; runs that are made for quality count.
 
     Raises:
         UnsupportedError: the pipeline takes no ``callback_on_step_end``, or has no transformer.
@@ -53,11 +69,13 @@ class Bench:
         arguments: dict[str, Any],
         prompts: Sequence[Prompt],
         tuning_prompt: Prompt,
-        begin: Callable[[str], None] = lambda what: None,
+        begin: Callable[[str, float], None] = lambda what, share: None,
+        repeats: int = REPEATS,
     ) -> None:
         self._load = load
         self._prompts = prompts
         self._begin = begin
+        self._repeats = repeats
         pipe = load()
         parameters = inspect.signature(pipe.__call__).parameters
         if not denoisers(pipe) or "callback_on_step_end" not in parameters:
@@ -73,10 +91,11 @@ class Bench:
         self._counter = WorkCounter(denoisers(pipe))
         with self._counter.calibrating(), transformer_clock(pipe) as clock:
             self._plain = [self._run(prompts[0], "plain")]
+        self._calls = clock.calls
         self.subject.branches = max(1, clock.calls // steps)
         self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
-        self._first_steps = self._run_first_steps()
-        self._tolerance = self._distance_to_plain()  # 0 but on devices that don't repeat themselves
+        self._first_steps, _ = self._run_first_steps()
+        self._tolerance = self._distance_to_plain()[0]  # 0 but on devices that don't repeat themselves
         self._snapshot = Snapshot(pipe)
         self._lpips = lpips_distance(pipe.device)
 
@@ -85,7 +104,7 @@ class Bench:
         return self.subject.pipe
 
     @property
-    def repeats(self) -> bool:
+    def repeatable(self) -> bool:
         """Whether plain runs give the same, bit for bit."""
         return self._tolerance == 0.0
 
@@ -100,49 +119,77 @@ class Bench:
         Beside them lie ``psnr_db_each`` and ``computed_fraction_each`` by prompt, ``fraction_from`` (``leaves``, or the
         ``report`` of our own kernels), ``left_behind`` (attributes that the method left on the transformers, which are
         taken off) and ``reloaded`` (whether the pipeline had to be loaded anew for plain runs to be as before).
+        Of times ``seconds`` is the median, ``seconds_each`` holds every run that was timed, and ``plain_seconds_each``
+        a plain run's by the steps of it behind each of these.
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
+        trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
         try:
             with method.put_on(self.subject):
                 pass  # what needs calibration does it now, and not where runs are counted
-            figures = [self._compared(method, *pair) for pair in zip(self._prompts, self._plain, strict=True)]
-            self._warm.add(method.name)
+            pairs = zip(self._prompts, self._plain, strict=True)
+            figures = [self._compared(method, trace, *pair) for pair in pairs]
+            self._time(method, trace)
             row |= {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
             row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
-            row |= {"fraction_from": "report" if method.reports_work else "leaves", "seconds": self.time(method)}
+            row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
         except Exception as error:  # whatever one method raises, the others go on
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        return row | self._prove_plain()
+            self._plain_steps(trace)
+        reloaded = trace.distance > self._tolerance
+        if reloaded:
+            self._reload()
+        return row | {"left_behind": trace.left_behind, "reloaded": reloaded}
 
-    def time(self, method: Method) -> float:
-        """Seconds inside the transformers of a run on the first prompt, with nothing beside it."""
-        if method.name not in self._warm:
-            self._warm.add(method.name)
-            self._timed(method)  # kernels compile at first use
-        return self._timed(method)
-
-    def retime(self, method: Method) -> float:
-        """The same alone, without :meth:`measure`; what the method left on the transformers is taken off."""
+    def retime(self, method: Method) -> dict[str, Any]:
+        """Its times alone, as :meth:`measure` has them; what the method left on the transformers is taken off."""
+        trace = _Trace(1 / (self._repeats + self._is_cold(method)))
         try:
-            return self.time(method)
+            self._time(method, trace)
         finally:
             self._snapshot.restore()
+        return trace.times()
 
     def time_plain(self) -> float:
-        """The same of the plain run."""
-        return self._timed(Method("plain", "plain", lambda subject: nullcontext({})))
+        """Seconds inside the transformers of a plain run, the median over repeats of its first steps."""
+        return statistics.median(self._run_first_steps()[1] for _ in range(self._repeats))
 
-    def _timed(self, method: Method) -> float:
-        with method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
-            self._run(self._prompts[0], method.name, **changes)
-        return clock.seconds
+    def _time(self, method: Method, trace: _Trace) -> None:
+        """Runs the method, prompt after prompt, until it was timed often enough."""
+        while len(trace.seconds) < self._repeats:
+            prompt = self._prompts[len(trace.seconds) % len(self._prompts)]
+            with self._timed(method, trace) as (changes, _):
+                self._begin(method.name, trace.share)
+                denoise(self.pipe, {**self._arguments, **changes, "prompt": prompt.prompt}, prompt.seed)
 
-    def _compared(self, method: Method, prompt: Prompt, plain: dict[str, torch.Tensor]) -> dict[str, float]:
-        with ExitStack() as stack:
-            if not method.reports_work:
-                counted = stack.enter_context(self._counter.counting())
-            changes = stack.enter_context(method.put_on(self.subject))
-            made = self._run(prompt, method.name, **changes)
+    @contextmanager
+    def _timed(
+        self, method: Method, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Within, the method is on for one run, which is timed beside plain steps.
+
+        Args:
+            beneath: what lies around the run, and around the plain steps; what it gives is yielded with the changes
+                to the arguments of the call.
+        """
+        with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
+            yield changes, entered
+        seconds, plain_seconds = clock.seconds, self._plain_steps(trace, beneath)
+        if not self._is_cold(method):
+            trace.seconds.append(seconds)
+            trace.plain_seconds.append(plain_seconds)
+        self._warm.add(method.name)
+
+    def _is_cold(self, method: Method) -> bool:
+        """Whether the method's next run may compile kernels, which are no part of its time."""
+        return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
+
+    def _compared(
+        self, method: Method, trace: _Trace, prompt: Prompt, plain: dict[str, torch.Tensor]
+    ) -> dict[str, float]:
+        counting = nullcontext if method.reports_work else self._counter.counting
+        with self._timed(method, trace, counting) as (changes, counted):
+            made = self._run(prompt, method.name, trace.share, **changes)
             fraction = self.pipe.dit_accel.report().computed_fraction if method.reports_work else counted()
         figures = {
             "computed_fraction": fraction,
@@ -156,15 +203,16 @@ class Bench:
             figures["lpips"] = self._lpips(made["frames"], plain["frames"])
         return figures
 
-    def _prove_plain(self) -> dict[str, Any]:
-        """Takes off what was left and repeats the plain run's first steps; loads the pipeline anew if they differ."""
-        left = self._snapshot.restore()
-        unchanged = self._distance_to_plain() <= self._tolerance
-        if not unchanged:
-            self._reload()
-            # Where a freshly loaded pipeline differs as well, that is the device's doing.
-            self._tolerance = max(self._tolerance, self._distance_to_plain())
-        return {"left_behind": left, "reloaded": not unchanged}
+    def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
+        """Takes off what was left and repeats the plain run's first steps, which shows whether they are as before.
+
+        Returns seconds that the whole plain run would have taken.
+        """
+        trace.left_behind |= self._snapshot.restore()
+        with beneath():
+            distance, seconds = self._distance_to_plain()
+        trace.distance = max(trace.distance, distance)
+        return seconds
 
     def _reload(self) -> None:
         """Loads the pipeline anew, once the old one is gone: a device may not hold two."""
@@ -174,29 +222,25 @@ class Bench:
         self.subject.pipe = self._load()
         self._counter.move_to(denoisers(self.pipe))
         self._snapshot = Snapshot(self.pipe)
+        # Where a freshly loaded pipeline differs as well, that is the device's doing.
+        self._tolerance = max(self._tolerance, self._distance_to_plain()[0])
 
-    def _distance_to_plain(self) -> float:
-        """Largest difference of the latents after the first steps now from those at first."""
-        return float((self._run_first_steps() - self._first_steps).abs().max())
+    def _distance_to_plain(self) -> tuple[float, float]:
+        """Largest difference of the latents after the first steps now from those at first, and seconds as below."""
+        latents, seconds = self._run_first_steps()
+        distance = float((latents - self._first_steps).abs().max())
+        return (math.inf if math.isnan(distance) else distance), seconds
 
-    def _run_first_steps(self) -> torch.Tensor:
-        """Latents after the plain run's first steps."""
-        latents: list[torch.Tensor] = []
-
-        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            if step < PROOF_STEPS:
-                latents[:] = [tensors["latents"]]
-            pipe._interrupt = step >= PROOF_STEPS - 1
-            return tensors
-
+    def _run_first_steps(self) -> tuple[torch.Tensor, float]:
+        """Latents after the plain run's first steps, and seconds of all its calls at the pace of these."""
+        self._begin("plain", 0.0)
         prompt = self._prompts[0]
-        own = {"prompt": prompt.prompt, "generator": torch.Generator("cpu").manual_seed(prompt.seed)}
-        self._begin("proof")
-        self.pipe(**self._arguments, **own, output_type="latent", callback_on_step_end=keep)
-        return latents[0].float().cpu()
+        with transformer_clock(self.pipe) as clock:
+            latents = denoise(self.pipe, {**self._arguments, "prompt": prompt.prompt}, prompt.seed, PLAIN_STEPS)
+        return latents.float().cpu(), clock.seconds * self._calls / clock.calls
 
-    def _run(self, prompt: Prompt, what: str, **changes: Any) -> dict[str, torch.Tensor]:
-        self._begin(what)
+    def _run(self, prompt: Prompt, what: str, share: float = 0.0, **changes: Any) -> dict[str, torch.Tensor]:
+        self._begin(what, share)
         return run_pipeline(self.pipe, {**self._arguments, **changes}, prompt.prompt, prompt.seed)
 
     def _tuning_run(self) -> None:

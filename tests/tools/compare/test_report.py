@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit_accel.tools.compare.report import FRACTIONS, at, figures, frontier_table, margins, table
+from dit_accel.tools.compare.report import FRACTIONS, at, figures, frontier_table, margins, remarks, table
 
 
 def row(series, name, fraction, decibels, **more):
@@ -59,3 +59,29 @@ def test_tables_and_plots_are_written(tmp_path):
     )
     figures(DOCUMENT, tmp_path / "pareto.png")
     assert {path.name for path in tmp_path.iterdir()} == {"pareto.png", "pareto-time.png"}
+
+
+def timed(name, own, plain, fractions):
+    times = {"seconds": sorted(own)[len(own) // 2], "seconds_each": own, "plain_seconds_each": plain}
+    return row("dit-accel", name, fractions[0], 38.0, **times, computed_fraction_each=fractions)
+
+
+STEADY = timed("steady", [0.5, 0.45, 0.5], [2.0, 2.0, 2.0], [0.25])
+OF_PROMPTS = timed("prompts", [0.4, 0.6, 0.8], [2.0, 2.0, 2.0], [0.2, 0.3, 0.4])
+SHAKEN = timed("shaken", [0.5, 0.5, 0.8], [2.0, 2.0, 2.0], [0.25])
+PLAIN_SHAKEN = timed("plain shaken", [0.5, 0.5, 0.5], [2.0, 4.0, 2.0], [0.25])
+
+
+def test_speedups_are_shown_with_their_spread():
+    """Rows with repeats have their own plain times; a former row has one time over the document's plain run."""
+    lines = table({**DOCUMENT, "results": [*ROWS, STEADY]}).splitlines()
+    assert "| dit-accel | steady | 0.250 | 0.50 | 4.00× (4.00 to 4.44) | 38.0 | 37.0 | 0.9900 |" in lines
+    assert "| dit-accel | balanced | 0.250 | 0.25 | 4.00× | 38.0 | 37.0 | 0.9900 |" in lines
+
+
+def test_disturbed_times_are_told():
+    """Those whose repeats, or plain steps, lie apart, unless their prompts took as different work."""
+    steady, shaken = [*ROWS, STEADY, OF_PROMPTS], [SHAKEN, PLAIN_SHAKEN]
+    assert not [each for each in remarks({**DOCUMENT, "results": steady}) if "disturbed" in each]
+    (told,) = (each for each in remarks({**DOCUMENT, "results": [*steady, *shaken]}) if "disturbed" in each)
+    assert told.startswith("Times of shaken, plain shaken were disturbed") and "up to 100%" in told

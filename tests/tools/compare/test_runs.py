@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,18 +10,33 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
-from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, fixed_schedules, our_methods, peer_methods, spread
+from dit_accel.tools.compare import (
+    PEERS,
+    Bench,
+    Method,
+    Prompt,
+    fixed_schedules,
+    our_methods,
+    peer_methods,
+    runs,
+    spread,
+)
+from dit_accel.tools.compare.report import speedup_of
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from dit_accel.tools.timing import transformer_clock
 from dit_accel.tools.tune.runs import IDENTICAL
 
 STEPS = 6
 OWN = ("prompt", "generator", "output_type")
 
 
-def make_bench(name: str = "flux", load=None, **changes) -> Bench:
+def make_bench(
+    name: str = "flux", load=None, prompts=("a red fox",), repeats=1, begin=lambda what, share: None, **changes
+) -> Bench:
     call = tiny_inputs(name, **{"steps": STEPS, "height": 32, "width": 32, **changes})
     arguments = {key: value for key, value in call.items() if key not in OWN}
-    return Bench(load or (lambda: tiny_pipeline(name)), arguments, [Prompt("a red fox", 0)], Prompt("snow", 1))
+    drawn = [Prompt(prompt, 0) for prompt in prompts]
+    return Bench(load or (lambda: tiny_pipeline(name)), arguments, drawn, Prompt("snow", 1), begin, repeats)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +80,7 @@ def test_a_plain_run_is_its_own_equal(bench):
     """A method that does nothing computes everything and gives the same picture."""
     row = bench.measure(Method("nothing", "nothing", nothing))
     assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
-    assert row["left_behind"] == {} and bench.repeats
+    assert row["left_behind"] == {} and bench.repeatable
 
 
 def test_what_a_method_leaves_is_taken_off(bench):
@@ -81,7 +97,8 @@ def test_what_a_method_leaves_is_taken_off(bench):
     assert row["computed_fraction"] < 1
 
 
-def test_changed_weights_make_the_pipeline_load_again():
+@pytest.mark.parametrize("factor", [2.0, float("nan")], ids=["other", "nan"])
+def test_changed_weights_make_the_pipeline_load_again(factor):
     """What no attribute shows, the repeated first steps do; the old pipeline is gone before the new one comes."""
     loaded = []
 
@@ -96,7 +113,7 @@ def test_changed_weights_make_the_pipeline_load_again():
     @contextmanager
     def vandal(subject):
         with torch.no_grad():
-            subject.pipe.transformer.proj_out.weight.mul_(2)
+            subject.pipe.transformer.proj_out.weight.mul_(factor)
         yield {}
 
     assert bench.measure(Method("vandal", "vandal", vandal))["reloaded"]
@@ -138,6 +155,67 @@ def test_a_digest_tells_what_a_preset_holds(bench):
     assert digest(description="another") == digest() != digest(**{"schedule.warmup": 7})
     assert len({method.digest for method in our_methods(bench.pipe, [], "balanced")}) > 3
     assert bench.measure(Method("nothing", "nothing", nothing, digest="held"))["digest"] == "held"
+
+
+@pytest.fixture
+def paces(monkeypatch):
+    """Seconds of a transformer's call, which a fake clock takes from this list, run by run."""
+    paces: list[float] = []
+
+    @contextmanager
+    def fake_clock(pipe):
+        with transformer_clock(pipe) as clock:
+            fake = SimpleNamespace(calls=0, seconds=0.0)
+            yield fake
+        fake.calls, fake.seconds = clock.calls, clock.calls * paces.pop(0)
+
+    monkeypatch.setattr(runs, "transformer_clock", fake_clock)
+    return paces
+
+
+@pytest.mark.parametrize(
+    ("own", "plain"),
+    [((0.5, 40.0, 0.5), (1.0, 1.0, 1.0)), ((0.5, 0.5, 0.5), (1.0, 40.0, 1.0)), ((0.5, 1.0, 2.0), (1.0, 2.0, 4.0))],
+    ids=["run-disturbed", "plain-disturbed", "machine-slows-down"],
+)
+@pytest.mark.parametrize("prompts", [("a red fox",), ("a red fox", "snow", "a boat")], ids=["one-prompt", "three"])
+def test_a_speedup_is_of_runs_in_turn(paces, own, plain, prompts):
+    """Plain steps follow each run, which all count, those for quality too; one disturbed time changes no speed-up."""
+    told = []
+    paces += [1.0] * 3  # of the plain run and its first steps
+    bench = make_bench(prompts=prompts, repeats=3, begin=lambda what, share: told.append((what, share)))
+    paces += [pace for pair in zip(own, plain, strict=True) for pace in pair]
+    told.clear()
+    row = bench.measure(Method("nothing", "nothing", nothing))
+    assert told == [("nothing", 1 / 3), ("plain", 0.0)] * 3
+    assert row["seconds_each"] == [STEPS * pace for pace in own] and row["seconds"] == STEPS * sorted(own)[1]
+    assert row["plain_seconds_each"] == [STEPS * pace for pace in plain]
+    assert speedup_of(row, {"plain": {"seconds": 99.0}}).median == 2.0
+
+
+def test_a_run_that_compiles_kernels_is_not_timed(paces, monkeypatch):
+    """The first of a setting, as on a GPU; later runs make up for it, and a setting that is warm needs none more."""
+    monkeypatch.setattr(Bench, "_is_cold", lambda bench, method: method.name not in bench._warm)
+    shares = []
+    paces += [1.0] * 3
+    bench = make_bench(repeats=2, begin=lambda what, share: shares.append(share))
+    paces += [99.0, 1.0, *(0.5, 1.0) * 2]
+    shares.clear()
+    method = Method("nothing", "nothing", nothing)
+    assert bench.measure(method)["seconds_each"] == [3.0, 3.0] and shares == [1 / 3, 0.0] * 3
+    paces += (0.5, 1.0) * 2
+    assert bench.retime(method)["seconds_each"] == [3.0, 3.0] and not paces
+
+
+def test_times_anew_are_repeats_too(paces):
+    """Of plain steps as well, of which the median stands for the plain run."""
+    paces += [1.0] * 3
+    bench = make_bench(repeats=3)
+    paces += [0.5, 1.0, 40.0, 1.0, 0.5, 1.0]
+    times = bench.retime(Method("nothing", "nothing", nothing))
+    assert times == {"seconds": 3.0, "seconds_each": [3.0, 240.0, 3.0], "plain_seconds_each": [6.0, 6.0, 6.0]}
+    paces += [1.0, 40.0, 1.0]
+    assert bench.time_plain() == 6.0
 
 
 def test_settings_are_spread_over_a_sweep():

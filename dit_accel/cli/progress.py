@@ -1,0 +1,108 @@
+"""How far a command is that makes many runs: the step of the present one, and how long the rest will take."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+LINE_EVERY = 60.0  # seconds between lines where no bar can be drawn, as in a file
+
+
+class Progress:
+    """One bar for many runs. What is left is what was done so far, at the same pace.
+
+    Args:
+        bar: drawn on.
+        begun: what goes on at first.
+        unit: what is counted.
+        lines: whether the bar can't be drawn, so that a line now and then stands in for it.
+    """
+
+    def __init__(self, bar: Bar, begun: str, unit: str, *, lines: bool = False) -> None:
+        self._bar = bar
+        self._task = bar.add_task(begun, total=None, step="", left="")
+        self._what, self._unit, self._lines = begun, unit, lines
+        self._total: float | None = None
+        self._share = self._done = self._of_run = 0.0
+        self._pace_from: tuple[float, float] | None = None  # when it was told how much there is, and what was done then
+        self._told_at = time.monotonic()
+
+    def expect(self, total: float, done: float) -> None:
+        """Says how many units there are, and how many are done, with all of their runs."""
+        if self._pace_from is None:
+            self._pace_from = time.monotonic(), done
+        self._total, self._done, self._of_run = total, done, 0.0
+        self._tell("")
+
+    def begin(self, what: str, share: float = 0.0) -> None:
+        """Says what the next run is of, and how much of a unit it is."""
+        self._done, self._of_run = self._done + self._of_run, 0.0
+        self._what, self._share = what, share
+        self._tell("")
+
+    def watch(self, pipe: Any) -> Any:
+        """The pipeline, whose steps are shown here from now on instead of in a bar of its own."""
+        pipe.progress_bar = partial(_Steps, self._step)
+        return pipe
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, or None before there is anything to go by."""
+        if self._pace_from is None or self._total is None:
+            return None
+        started, before = self._pace_from
+        done = self._done + self._of_run
+        return (time.monotonic() - started) / (done - before) * (self._total - done) if done > before else None
+
+    def _step(self, number: int, steps: int) -> None:
+        self._of_run = self._share * number / steps
+        self._tell(f"step {number} of {steps}")
+
+    def _tell(self, step: str) -> None:
+        left = "" if self.left is None else f"about {timedelta(seconds=round(max(self.left, 0)))} left"
+        done = self._done + self._of_run
+        self._bar.update(self._task, description=self._what, completed=done, total=self._total, step=step, left=left)
+        if self._lines and time.monotonic() - self._told_at >= LINE_EVERY:
+            self._told_at = time.monotonic()
+            count = f"{int(done)} of {self._total:g} {self._unit}" if self._total else ""
+            typer.echo(", ".join(filter(None, (self._what, step, count, left))), err=True)
+
+
+class _Steps(tqdm):
+    """The bar that a pipeline advances, which draws nothing and tells how far it is."""
+
+    monitor_interval = 0  # needs no thread that looks after it
+
+    def __init__(
+        self, tell: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
+    ) -> None:
+        self._tell_steps = tell
+        super().__init__(iterable, total=total, file=io.StringIO(), mininterval=0, miniters=1)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if self.total:
+            self._tell_steps(self.n, self.total)
+
+
+@contextmanager
+def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Progress]:
+    """A bar on the console while the ``with`` block runs; silent where the console is."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    steps, left = (TextColumn(f"{{task.fields[{name}]}}") for name in ("step", "left"))
+    columns = (TextColumn("{task.description}"), steps, BarColumn(), MofNCompleteColumn(), unit)
+    with Bar(*columns, TimeElapsedColumn(), left, console=console, transient=True, disable=console.quiet) as bar:
+        yield Progress(bar, begun, unit, lines=not console.is_terminal and not console.quiet)

@@ -1,0 +1,50 @@
+"""Both sides of one picture, timed in turn."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dit_accel.cli.comparison import Side, Sides, both_sides
+from dit_accel.cli.pipelines import Output
+from dit_accel.presets import load_preset
+from dit_accel.tools.repeats import PLAIN_STEPS
+from dit_accel.tools.testing import tiny_pipeline
+
+STEPS = 6
+
+
+def sides(plain, fast):
+    return Sides(*(Side(Output([], 9.0, each[0], STEPS), each) for each in (plain, fast)), None)
+
+
+def test_a_disturbed_time_changes_no_speedup():
+    """It is the median of neighbours' ratios, shown with the spread; seconds are medians too; and it is said."""
+    shaken = sides([4.0, 4.0, 4.0], [2.0, 80.0, 2.0])
+    assert str(shaken.speedup) == "2.00× (0.05 to 2.00)" and (shaken.plain.seconds, shaken.fast.seconds) == (4.0, 2.0)
+    assert ["raise --repeats" in remark for remark in shaken.remarks()] == [True]
+    assert sides([4.0, 4.1], [2.0, 2.1]).remarks() == [] == Sides(shaken.plain, None, None).remarks()
+
+
+@pytest.mark.parametrize(
+    ("whole", "repeats", "calls"),
+    [
+        (False, 1, 2 * STEPS),
+        (False, 3, 2 * STEPS + 2 * (PLAIN_STEPS + STEPS)),
+        (True, 3, 6 * STEPS),
+    ],
+    ids=["once", "three", "whole"],
+)
+def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
+    """Which stand for a whole run, unless whole ones are asked for; the pipeline is plain again afterwards."""
+    pipe = tiny_pipeline("flux")
+    seen = []
+    pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
+    arguments = {"prompt": "a", "num_inference_steps": STEPS, "height": 32, "width": 32}
+    console = Console(file=io.StringIO(), quiet=True)
+    made = both_sides(pipe, arguments, 0, load_preset("exact"), repeats, console, whole=whole)
+    warmup = 2
+    assert len(seen) == warmup + calls and not hasattr(pipe, "dit_accel")
+    assert len(made.plain.repeats) == len(made.fast.repeats) == repeats
+    assert made.plain.repeats[0] == made.plain.output.denoising_seconds and min(made.plain.repeats) > 0
+    assert made.report.computed_fraction == 1.0

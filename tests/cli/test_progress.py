@@ -1,0 +1,115 @@
+"""What is shown while many runs are made: steps, and how long the rest takes."""
+
+import io
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from dit_accel.cli import progress as shown
+from dit_accel.cli.progress import progress_bar
+from dit_accel.tools.testing import tiny_pipeline
+
+SMALL = ("--steps", "6", "--height", "32", "--width", "32")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+@contextmanager
+def progress_on(console):
+    with progress_bar(console, "plain", "settings") as progress:
+        yield progress, progress.watch(SimpleNamespace())
+
+
+@pytest.fixture
+def silent():
+    return Console(file=io.StringIO(), force_terminal=True)
+
+
+def test_what_is_left_goes_by_what_was_done(silent, clock):
+    """Nothing is known before the first step; half a setting in 10 s of 3 leaves 50 s; known settings cost nothing."""
+    with progress_on(silent) as (progress, pipe):
+        progress.begin("plain")
+        with pipe.progress_bar(total=4) as bar:
+            bar.update()
+        assert progress.left is None
+        progress.expect(total=5, done=2)
+        assert progress.left is None
+        progress.begin("turbo", share=0.5)
+        clock.seconds += 10
+        with pipe.progress_bar(total=4) as bar:
+            for _ in range(4):
+                bar.update()
+        assert progress.left == pytest.approx(50)
+        progress.begin("plain")  # no part of the count
+        list(pipe.progress_bar(range(3)))
+        assert progress.left == pytest.approx(50)
+        clock.seconds += 30
+        progress.expect(total=5, done=3)
+        assert progress.left == pytest.approx(80)
+
+
+@pytest.mark.parametrize("iterable", [True, False], ids=["iterates", "updates"])
+def test_a_pipelines_steps_are_told(silent, iterable):
+    """Whether it walks over its bar or advances it."""
+    told = []
+    with progress_on(silent) as (progress, pipe):
+        progress._step = lambda number, steps: told.append((number, steps))
+        progress.watch(pipe)
+        if iterable:
+            assert list(pipe.progress_bar(range(3))) == [0, 1, 2]
+        else:
+            with pipe.progress_bar(total=3) as bar:
+                bar.set_description("denoising")
+                for _ in range(3):
+                    bar.update()
+    assert list(dict.fromkeys(told)) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["told", "quiet"])
+def test_a_file_gets_a_line_a_minute(clock, capsys, quiet):
+    """Where no bar can be drawn; none where the console is quiet."""
+    with progress_on(Console(file=io.StringIO(), quiet=quiet)) as (progress, pipe):
+        progress.expect(total=2, done=0)
+        progress.begin("turbo", share=1.0)
+        with pipe.progress_bar(total=4) as bar:
+            for _ in range(4):
+                clock.seconds += 30
+                bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    expected = ["turbo, step 2 of 4, 0 of 2 settings, about 0:03:00 left", "turbo, step 4 of 4, 1 of 2 settings, "]
+    assert len(lines) == (0 if quiet else 2)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=False))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a saved tiny pipeline."""
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny_pipeline("flux").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "unit"),
+    [
+        (("compare", "-p", "a", "--presets", "turbo,quality", "--peers", "none"), "settings"),
+        (("tune", "--prompts", "prompts.txt", "--target-psnr", "25", "--evaluations", "2"), "runs at most"),
+        (("generate", "-p", "a", "--compare"), "runs"),
+    ],
+    ids=["compare", "tune", "generate"],
+)
+def test_commands_show_steps_and_what_is_left(run, model, tmp_path, monkeypatch, command, unit):
+    """On a terminal each draws a bar with both."""
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo whales\n")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run(*command, "-m", model, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert f" {unit} " in result.stdout and "of 6" in result.stdout and " left" in result.stdout
