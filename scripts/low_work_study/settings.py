@@ -76,7 +76,7 @@ def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[s
         own = {"max_interval": MOST_STEPS, **LOOPS[series], **changes}
         return lambda target: _loop(pipe, "turbo", series, target_error=target, **own)
 
-    found = {series: Search(looping(series), 0.1, 30.0) for series in LOOPS}
+    found = {series: Search(looping(series), 0.1, 100.0) for series in LOOPS}
     for name, setting in SEARCHED.items():
         of = PEERS[name].of
         if name in peers and of is not None:

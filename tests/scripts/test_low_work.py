@@ -86,9 +86,10 @@ def test_settings_are_measured_beside_the_plain_run(tmp_path, mode):
     found = json.loads((tmp_path / "found.json").read_text())
     rows = [row for row in found["rows"] if row["series"] != "plain"]
     assert not [row for row in rows if "error" in row]
-    assert {"dit-accel", "SeaCache", "TaylorSeer lite (diffusers)"} <= {row["series"] for row in rows}
+    measured = [row for row in rows if "psnr" in row]
+    assert {"dit-accel", "SeaCache", "TaylorSeer lite (diffusers)"} <= {row["series"] for row in measured}
+    assert all(len(row["psnr"]) == len(row["sharpness"]) == row["prompts"] == 1 for row in measured)
     for row in rows:
-        assert len(row["psnr"]) == len(row["sharpness"]) == row["prompts"] == 1
-        assert row["computed"] <= 1.001 if few else row["computed"] == pytest.approx(0.25, rel=0.05)
+        assert few or ("psnr" in row) == (near(row["computed"], (0.25,)) is not None)
     stem = "found-demo-flux-8-steps" if few else "found-demo-flux"
     assert all((tmp_path / name).is_file() for name in ("found.md", f"{stem}.png", f"{stem}-sheet.png"))
