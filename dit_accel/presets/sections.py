@@ -31,7 +31,7 @@ class AdaptiveSchedule(Schedule):
     control: Literal["adaptive"] = "adaptive"
     """The closed loop, which measures at every UPDATE how wrong the forecast would have been and sets the next gap by
     it."""
-    target_error: float = Field(gt=0.0, lt=1.0, examples=[0.05])
+    target_error: float = Field(gt=0.0, allow_inf_nan=False, examples=[0.05])
     """Relative L2 errors of the forecast outputs, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come
     to together. Each counts by what it does to the result: by how far its step moves the latents, and how much that
     has grown by the end."""

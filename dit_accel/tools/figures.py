@@ -182,8 +182,10 @@ def frontier_plot(
     *,
     highlight: str | None = None,
     x_label: str = "computed fraction of FLOPs (less is faster)",
+    y_label: str = "PSNR against all steps computed (dB)",
+    plain: float | None = None,
 ) -> None:
-    """Writes PSNR against computed fraction, one colour a method, in the order in which the methods first occur.
+    """Writes quality against computed fraction, one colour a method, in the order in which the methods first occur.
 
     A line joins a method's best settings, those that no setting of it with a smaller fraction reaches; the others are
     pale.
@@ -191,6 +193,8 @@ def frontier_plot(
     Args:
         highlight: the method whose line stands out.
         x_label: what the points' fractions are.
+        y_label: what their quality is.
+        plain: that of plain runs, a dashed line; None = none.
 
     Raises:
         ShapeError: there are no points.
@@ -219,8 +223,10 @@ def frontier_plot(
             linestyle=("-", "--", ":")[turn % 3],
             zorder=3 if method == highlight else 2,
         )
+    if plain is not None:
+        axes.axhline(plain, color=GREY, linewidth=1, linestyle="--", label="plain")
     axes.set_xlabel(x_label)
-    axes.set_ylabel("PSNR against all steps computed (dB)")
+    axes.set_ylabel(y_label)
     axes.set_title("Speed against quality", loc="left")
     outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9} if crowded else {"loc": "best"}
     axes.legend(frameon=False, **outside)

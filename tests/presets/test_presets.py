@@ -257,9 +257,10 @@ def test_keys_of_a_form_are_checked_too():
         load_preset("balanced", schedule=5)
 
 
-@pytest.mark.parametrize("value", [0, 1.0, -0.5])
-def test_target_error_lies_between_0_and_1(value):
-    """The closed loop's target error excludes 0 and 1."""
+@pytest.mark.parametrize("value", [0, -0.5, float("inf")])
+def test_target_error_is_a_number_above_0(value):
+    """The closed loop's target error excludes 0 and infinity; weighed errors add up, so that it may pass 1."""
+    assert load_preset("balanced", target_error=2.0).schedule.target_error == 2.0
     with pytest.raises(PresetError, match=rf"schedule\.target_error: .*got {value}"):
         load_preset("balanced", **{"schedule.target_error": value})
 

@@ -81,8 +81,11 @@ def _cache(
         uncached = [type(module).__name__ for module in denoisers(pipe).values() if not hasattr(module, "enable_cache")]
         return f"{uncached[0]} takes no caches" if uncached else None
 
-    methods = [Method(series or cache, name.format(*each), partial(put_on, setting=each)) for each in settings]
-    return Peer(lambda steps: methods, why_not)
+    def of(*setting: Any) -> Method:
+        return Method(series or cache, name.format(*setting), partial(put_on, setting=setting))
+
+    methods = [of(*each) for each in settings]
+    return Peer(lambda steps: methods, why_not, of)
 
 
 def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int]], **parts: Any) -> Peer:

@@ -79,19 +79,25 @@ def _quieten() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _peer(methods: list[Method]) -> Peer:
-    return Peer(lambda steps: methods, _why_not)
+def _dbcache(series: str, **common: Any) -> Peer:
+    def of(warmup: int, threshold: float) -> Method:
+        return _method(series, warmup=warmup, threshold=threshold, **common)
+
+    methods = [of(*each) for each in _SETTINGS]
+    return Peer(lambda steps: methods, _why_not, of)
+
+
+def _masks(methods: list[Method]) -> Peer:
+    return Peer(lambda steps: methods, _why_not, lambda w, n: _scm(warmup=w, interval=n, policy="static"))
 
 
 _scm = partial(_method, "SCM + TaylorSeer (cache-dit)", order=1)
 DBCACHES = {
-    "dbcache": _peer([_method("DBCache (cache-dit)", warmup=w, threshold=t) for w, t in _SETTINGS]),
-    "dbcache-taylorseer": _peer(
-        [_method("DBCache + TaylorSeer (cache-dit)", warmup=w, threshold=t, order=1) for w, t in _SETTINGS]
-    ),
+    "dbcache": _dbcache("DBCache (cache-dit)"),
+    "dbcache-taylorseer": _dbcache("DBCache + TaylorSeer (cache-dit)", order=1),
     # Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
     # Under policy `dynamic` some of the masked steps compute all the same.
-    "scm": _peer(
+    "scm": _masks(
         [
             *(_scm(warmup=8, mask=mask, policy="static") for mask in MASKS),
             *(_scm(warmup=8, mask=mask, policy="dynamic", threshold=0.2) for mask in MASKS),

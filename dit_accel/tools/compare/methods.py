@@ -60,6 +60,7 @@ class Peer(NamedTuple):
 
     methods: Callable[[int], list[Method]]  # its settings for runs of so many steps
     why_not: Callable[[Any], str | None]  # why it can't run on a pipeline here, or None
+    of: Callable[..., Method] | None = None  # one more setting, by its values; None = there are no others
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:

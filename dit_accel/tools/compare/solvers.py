@@ -59,13 +59,15 @@ def fewer_steps(solver: str | None, steps: int) -> list[Method]:
     only where their error resembles Euler's.
     """
     counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
+    return [with_steps(solver, count) for count in (counts if solver is None else (*counts, steps))]
+
+
+def with_steps(solver: str | None, count: int) -> Method:
+    """Runs of ``count`` steps, with the model's own solver or one of `SOLVERS`."""
     if solver is None:
-        changes = {f"{count} steps": {"num_inference_steps": count} for count in counts}
-        return [Method("fewer steps", name, lambda _, each=each: nullcontext(each)) for name, each in changes.items()]
-    return [
-        Method(f"fewer steps, {solver}", f"{solver} {count} steps", partial(_solved, solver=solver, count=count))
-        for count in (*counts, steps)
-    ]
+        return Method("fewer steps", f"{count} steps", lambda _: nullcontext({"num_inference_steps": count}))
+    put_on = partial(_solved, solver=solver, count=count)
+    return Method(f"fewer steps, {solver}", f"{solver} {count} steps", put_on)
 
 
 def _why_not(pipe: Any) -> str | None:
@@ -75,9 +77,9 @@ def _why_not(pipe: Any) -> str | None:
 
 
 FEWER_STEPS = {
-    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None),
-    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not),
-    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not),
+    "fewer-steps": Peer(partial(fewer_steps, None), lambda pipe: None, partial(with_steps, None)),
+    "fewer-steps-dpm": Peer(partial(fewer_steps, "DPM++ 2M"), _why_not, partial(with_steps, "DPM++ 2M")),
+    "fewer-steps-unipc": Peer(partial(fewer_steps, "UniPC"), _why_not, partial(with_steps, "UniPC")),
 }
 
 

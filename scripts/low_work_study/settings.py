@@ -1,0 +1,130 @@
+"""What is measured: settings of methods, and numbers to be searched for that bring a method to a computed fraction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dit_accel.pipeline import preset_for
+from dit_accel.tools.compare import PEERS, Method, fixed_schedules, our_methods, spread
+from dit_accel.tools.compare.methods import OURS
+
+# They decide by values of the whole batch, so that a prompt of it would not get what it gets alone.
+ALONE = (
+    "SeaCache",
+    "FirstBlockCache",
+    "DBCache (cache-dit)",
+    "DBCache + TaylorSeer (cache-dit)",
+    "SCM + TaylorSeer (cache-dit)",
+)
+MOST_STEPS = 50  # from one computed step to the next, in the closed loop at low work
+
+# The closed loop's series, and what they change in `turbo`.
+LOOPS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    f"{OURS}, warm-up 1": {"warmup": 1},
+    f"{OURS}, no cool-down": {"cooldown": 0},
+}
+# Warm-up and interval that come to 5, 6, 8 and 10 of 50 steps: of a fixed interval on our engine, and of TaylorSeer as
+# diffusers counts, where a warm-up of 3 steps leaves no 5.
+INTERVALS = [(1, 20), (1, 14), (1, 9), (1, 6), (3, 46), (3, 24), (3, 12), (3, 8)]
+_TAYLOR = [(1, 20), (1, 12), (1, 8), (1, 6), (3, 24), (3, 12), (3, 8)]
+# More settings of peers, whose own don't reach so low.
+LOWER: dict[str, list[tuple]] = {
+    "taylorseer-lite": [(warmup, order, interval) for warmup, interval in _TAYLOR for order in (1, 2)],
+    "taylorseer-layers": [(warmup, 1, interval) for warmup, interval in _TAYLOR],
+    "dbcache": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "dbcache-taylorseer": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "scm": [(3, 8), (3, 12), (3, 16), (3, 24), (1, 8), (1, 12)],
+    "fewer-steps": [(count,) for count in (5, 6, 8, 10)],
+    "fewer-steps-dpm": [(count,) for count in (5, 6, 8, 10)],
+    "fewer-steps-unipc": [(count,) for count in (5, 6, 8, 10)],
+}
+# Peers whose threshold is searched for, with the rest of their setting.
+SEARCHED: dict[str, Callable[[float], tuple]] = {
+    "sea-cache": lambda threshold: (threshold, 16),
+    "first-block-cache": lambda threshold: (threshold,),
+    "mag-cache": lambda threshold: (threshold, 24, 0.04),
+}
+FEW_TARGETS = (0.15, 0.3, 0.6, 1.2, 2.4)
+FEW_INTERVALS = [(1, 2), (1, 3), (2, 2), (2, 3)]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A method whose work a number sets, of which more means less work.
+
+    Args:
+        of: the method with such a number.
+        low, high: between which numbers it is looked for.
+    """
+
+    of: Callable[[float], Method]
+    low: float
+    high: float
+
+
+def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[str, Search]:
+    """By name: the closed loop, whose target is searched for, and peers with a threshold.
+
+    Args:
+        changes: keys of the closed loop's preset.
+    """
+
+    def looping(series: str) -> Callable[[float], Method]:
+        own = {"max_interval": MOST_STEPS, **LOOPS[series], **changes}
+        return lambda target: _loop(pipe, "turbo", series, target_error=target, **own)
+
+    found = {series: Search(looping(series), 0.1, 100.0) for series in LOOPS}
+    for name, setting in SEARCHED.items():
+        of = PEERS[name].of
+        if name in peers and of is not None:
+            found[name] = Search(
+                lambda number, of=of, setting=setting: of(*setting(float(f"{number:.4g}"))), 0.02, 50.0
+            )
+    return found
+
+
+def low_settings(pipe: Any, steps: int, peers: Sequence[str]) -> list[Method]:
+    """Settings that may come near the wanted fractions of runs of ``steps``; which do shows when they run."""
+    others = [method for name in peers if name not in SEARCHED for method in PEERS[name].methods(steps)]
+    others += [PEERS[name].of(*setting) for name in peers for setting in LOWER.get(name, ()) if PEERS[name].of]
+    return _distinct([*_intervals(pipe, INTERVALS), *fixed_schedules(pipe), *others])
+
+
+def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str, Any]) -> list[Method]:
+    """Settings on top of runs of few steps: our presets, the closed loop over targets, and some of everyone else's."""
+    presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
+    swept = [
+        _loop(pipe, "turbo", series, target_error=target, **LOOPS[series], **changes)
+        for series in LOOPS
+        for target in FEW_TARGETS
+    ]
+    others = [method for name in peers for method in spread(PEERS[name].methods(steps), 4)]
+    return _distinct([*presets, *swept, *_intervals(pipe, FEW_INTERVALS), *others])
+
+
+def _loop(pipe: Any, preset: str, series: str, *, name: str | None = None, **changes: Any) -> Method:
+    """The closed loop, each prompt of a batch decided by itself."""
+    method = our_methods(pipe, [preset_for(pipe, preset, per_prompt=True, **changes)])[0]
+    return replace(method, series=series, name=name or f"{series}, target {changes['target_error']:.4g}")
+
+
+def _intervals(pipe: Any, settings: Sequence[tuple[int, int]]) -> list[Method]:
+    """A fixed interval over the whole stack, of order 1 and 2."""
+    methods = []
+    for warmup, interval in settings:
+        for order in (1, 2):
+            changes = {"warmup": warmup, "interval": interval, "order": order, "cooldown": 1}
+            method = our_methods(pipe, [preset_for(pipe, "exact", **changes)])[0]
+            methods.append(replace(method, name=f"stack W={warmup} N={interval} D={order}"))
+    return methods
+
+
+def _distinct(methods: Sequence[Method]) -> list[Method]:
+    """One of each name, the first."""
+    found: dict[str, Method] = {}
+    for method in methods:
+        found.setdefault(method.name, method)
+    return list(found.values())
