@@ -2,9 +2,9 @@
 """The closed loop and its nearest rivals on several models, schedules, sizes and dtypes, cell by cell.
 
 A cell is a model under one flow shift, number of steps, size and dtype. In each cell the target of `balanced` is swept,
-and so are TaylorSeer lite and SeaCache; every run is compared with the plain run of the same prompts and seeds. Prompts
-go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides for a batch as a whole,
-gets them one by one). Writes a JSON file and a Markdown table.
+and so are the rivals that forecast the transformer's output; every run is compared with the plain run of the same
+prompts and seeds. Prompts go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides
+for a batch as a whole, gets them one by one). Writes a JSON file and a Markdown table.
 
     python scripts/conditions.py --output /tmp/conditions --processes 12
     python scripts/conditions.py --output /tmp/conditions --models demo-textures=/tmp/demo-textures --growth 0.5
@@ -35,14 +35,14 @@ from dit_accel import accelerated
 from dit_accel.loop import growth
 from dit_accel.models import denoisers
 from dit_accel.tools.bench.origin import describe_run
-from dit_accel.tools.compare.caches import CACHES
+from dit_accel.tools.compare import PEERS, spread
 from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
 
 TARGETS = (0.05, 0.1, 0.2, 0.4)
-RIVALS = ("taylorseer-lite", "sea-cache")
+RIVALS = ("taylorseer-lite", "sea-cache", "spectrum", "meancache", "hicache", "foca", "dmd")
 ONE_BY_ONE = "SeaCache"
 FRACTIONS = (0.25, 0.3, 0.35, 0.4)
 HELD_OUT = {
@@ -102,15 +102,18 @@ def measure_cell(cell: Cell, folder: str, options: argparse.Namespace) -> list[R
     given = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
     arguments = demo_arguments(Path(folder)) | {key: value for key, value in given.items() if value is not None}
     prompts = HELD_OUT[cell.model](options.prompts, options.split)
+    unseen = HELD_OUT[cell.model](options.prompts + 1, "tuning")[-1:]
     counter = WorkCounter(denoisers(pipe))
     with counter.calibrating():
         plain = run(pipe, arguments, prompts)
-    subject = Subject(pipe, arguments["num_inference_steps"], 1, lambda: None)
+    subject = Subject(pipe, arguments["num_inference_steps"], 1, partial(run, pipe, arguments, unseen))
     rows = []
     for series, name, put_on in settings(subject, options):
         groups = [[prompt] for prompt in prompts] if series == ONE_BY_ONE else [prompts]
         made, shares = [], []
         for group in groups:
+            with put_on():
+                pass  # what needs calibration does it now, and not where runs are counted
             with put_on(), counter.counting() as share:
                 made += run(pipe, arguments, group)
                 shares.append(share())  # of the plain run's, which was of all prompts
@@ -129,7 +132,7 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
         changes = {"target_error": target, "per_prompt": True, **dict(options.set)}
         yield "closed loop", f"target {target:g}", partial(accelerated, subject.pipe, "balanced", **changes)
     for rival in RIVALS if options.rivals else ():
-        for method in CACHES[rival].methods(subject.steps):
+        for method in spread(PEERS[rival].methods(subject.steps), 1 if options.smoke else None):
             yield method.series, method.name, partial(method.put_on, subject)
 
 

@@ -16,6 +16,8 @@ ALONE = (
     "FirstBlockCache",
     "DBCache (cache-dit)",
     "DBCache + TaylorSeer (cache-dit)",
+    "DBCache + DMD (cache-dit)",
+    "DBCache + FoCa (cache-dit)",
     "SCM + TaylorSeer (cache-dit)",
 )
 MOST_STEPS = 50  # from one computed step to the next, in the closed loop at low work
@@ -37,6 +39,13 @@ LOWER: dict[str, list[tuple]] = {
     "dbcache": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
     "dbcache-taylorseer": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
     "scm": [(3, 8), (3, 12), (3, 16), (3, 24), (1, 8), (1, 12)],
+    "dbcache-dmd": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "dbcache-foca": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "spectrum": [(interval, growth, 0.5) for interval, growth in ((4, 3.0), (5, 4.0), (8, 8.0), (20, 10.0), (45, 1.0))],
+    "meancache": [(share, moves) for share in (0.1, 0.12, 0.16) for moves in ("skipped", "whole")],
+    "hicache": [(warmup, order, interval, 0.5) for warmup, interval in _TAYLOR for order in (1, 2)],
+    "foca": _TAYLOR,
+    "dmd": _TAYLOR,
     "fewer-steps": [(count,) for count in (5, 6, 8, 10)],
     "fewer-steps-dpm": [(count,) for count in (5, 6, 8, 10)],
     "fewer-steps-unipc": [(count,) for count in (5, 6, 8, 10)],

@@ -14,6 +14,7 @@ def test_a_cell_has_the_loop_and_its_rivals(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     found = json.loads((tmp_path / "found.json").read_text())
     series = {row["series"] for row in found["rows"]}
-    assert {"closed loop", "TaylorSeer lite (diffusers)", "SeaCache"} <= series
+    rivals = {"TaylorSeer lite (diffusers)", "SeaCache", "Spectrum", "MeanCache", "HiCache", "FoCa", "DMD"}
+    assert series == {"closed loop", *rivals}
     assert all(0 < row["computed"] <= 1.001 and len(row["psnr"]) == 1 for row in found["rows"])
     assert (tmp_path / "found.md").read_text().count("\n") == 3

@@ -15,6 +15,7 @@ from typing import Any
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.compare.caches import CACHES
 from dit_accel.tools.compare.dbcache import DBCACHES
+from dit_accel.tools.compare.forecasters import FORECASTERS
 from dit_accel.tools.compare.methods import Method, Subject, fixed_schedules, our_methods
 from dit_accel.tools.compare.runs import Bench, Prompt
 from dit_accel.tools.compare.solvers import FEWER_STEPS
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 # Who we are compared with: what users of diffusers can run instead, where it is installed.
-PEERS = {**CACHES, **DBCACHES, **FEWER_STEPS}
+PEERS = {**CACHES, **FORECASTERS, **DBCACHES, **FEWER_STEPS}
 
 
 def peer_methods(

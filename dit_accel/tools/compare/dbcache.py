@@ -1,4 +1,4 @@
-"""cache-dit, where it is installed: DBCache with and without TaylorSeer, and its masks of steps (SCM)."""
+"""cache-dit, where it is installed: DBCache alone and with its calibrators, and its masks of steps (SCM)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from dit_accel.tools.compare.methods import Method, Peer, Subject
 # Warm-up and threshold.
 _SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
 MASKS = ("slow", "medium", "fast", "ultra")
+CALIBRATORS = {"TaylorSeer": "D=1", "DMD": "DMD", "FoCa": "FoCa"}  # as names of methods tell them; with their defaults
 
 
-def _why_not(pipe: Any) -> str | None:
+def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
     """Why cache-dit can't run on a pipeline, or None."""
     if find_spec("cache_dit") is None:
         return "cache-dit is not installed"
     import cache_dit
 
     _quieten()
+    if not hasattr(cache_dit, f"{calibrator}CalibratorConfig"):
+        return f"cache-dit {cache_dit.__version__} has no calibrator {calibrator}"
     known = cache_dit.BlockAdapterRegister.is_supported(pipe)
     return None if known else f"cache-dit {cache_dit.__version__} does not know {type(pipe).__name__}"
 
 
 def _method(series: str, **setting: Any) -> Method:
-    letters = {"mask": "", "warmup": "W=", "interval": "N=", "threshold": "R=", "policy": "", "order": "D="}
-    label = " ".join(f"{letter}{setting[key]}" for key, letter in letters.items() if key in setting)
+    letters = {"mask": "", "warmup": "W=", "interval": "N=", "threshold": "R=", "policy": "", "calibrator": ""}
+    shown = setting | ({"calibrator": CALIBRATORS[setting["calibrator"]]} if "calibrator" in setting else {})
+    label = " ".join(f"{letter}{shown[key]}" for key, letter in letters.items() if key in shown)
     kind = "SCM" if "policy" in setting else "DBCache"
     return Method(series, f"{kind} {label}", partial(_put_on, **setting))
 
@@ -39,7 +43,7 @@ def _put_on(
     subject: Subject,
     warmup: int,
     threshold: float = 0.08,
-    order: int | None = None,
+    calibrator: str | None = None,
     mask: str | None = None,
     interval: int | None = None,
     policy: str = "dynamic",
@@ -64,7 +68,7 @@ def _put_on(
             steps_computation_mask=masked,
             steps_computation_policy=policy,
         ),
-        calibrator_config=order and cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order),
+        calibrator_config=calibrator and getattr(cache_dit, f"{calibrator}CalibratorConfig")(),
     )
     try:
         yield {}
@@ -79,22 +83,28 @@ def _quieten() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _dbcache(series: str, **common: Any) -> Peer:
+def _dbcache(series: str, calibrator: str | None = None) -> Peer:
     def of(warmup: int, threshold: float) -> Method:
-        return _method(series, warmup=warmup, threshold=threshold, **common)
+        return _method(series, warmup=warmup, threshold=threshold, calibrator=calibrator)
 
     methods = [of(*each) for each in _SETTINGS]
-    return Peer(lambda steps: methods, _why_not, of)
+    return Peer(lambda steps: methods, partial(_why_not, calibrator=calibrator), of)
+
+
+def _calibrated(calibrator: str) -> Peer:
+    return _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator)
 
 
 def _masks(methods: list[Method]) -> Peer:
     return Peer(lambda steps: methods, _why_not, lambda w, n: _scm(warmup=w, interval=n, policy="static"))
 
 
-_scm = partial(_method, "SCM + TaylorSeer (cache-dit)", order=1)
+_scm = partial(_method, "SCM + TaylorSeer (cache-dit)", calibrator="TaylorSeer")
 DBCACHES = {
     "dbcache": _dbcache("DBCache (cache-dit)"),
-    "dbcache-taylorseer": _dbcache("DBCache + TaylorSeer (cache-dit)", order=1),
+    "dbcache-taylorseer": _calibrated("TaylorSeer"),
+    "dbcache-dmd": _calibrated("DMD"),
+    "dbcache-foca": _calibrated("FoCa"),
     # Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
     # Under policy `dynamic` some of the masked steps compute all the same.
     "scm": _masks(

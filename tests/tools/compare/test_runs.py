@@ -68,7 +68,7 @@ def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
     assert bench.pipe is pipe and isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
 
 
-@pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache"])
+@pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache", "meancache", "dmd"])
 def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
     """Where branches run one after the other, peers that know one state keep one for each."""
     assert guided_bench.subject.branches == 2
