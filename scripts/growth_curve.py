@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from conditions import HELD_OUT
+from conditions_study.cells import HELD_OUT
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from dit_accel.loop import growth

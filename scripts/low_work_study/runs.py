@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from conditions import HELD_OUT, run
+from conditions_study.cells import HELD_OUT, run
 from demo_models.judging import attributes, differences
 from demo_models.prompts import HeldOutPrompt
 from diffusers import DiffusionPipeline

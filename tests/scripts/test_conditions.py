@@ -8,7 +8,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "conditions.py"
 
 
-def test_a_cell_has_the_loop_and_its_rivals(tmp_path):
+def test_cells_have_the_loop_and_its_rivals(tmp_path):
     """Every row says where it was measured, how much was computed, and the PSNR of each prompt."""
     command = [sys.executable, str(SCRIPT), "--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
     subprocess.run(command, check=True, capture_output=True)
@@ -17,4 +17,7 @@ def test_a_cell_has_the_loop_and_its_rivals(tmp_path):
     rivals = {"TaylorSeer lite (diffusers)", "SeaCache", "Spectrum", "MeanCache", "HiCache", "FoCa", "DMD"}
     assert series == {"closed loop", *rivals}
     assert all(0 < row["computed"] <= 1.001 and len(row["psnr"]) == 1 for row in found["rows"])
-    assert (tmp_path / "found.md").read_text().count("\n") == 3
+    kinds = {(row["cell"]["guidance"], row["cell"]["strength"]) for row in found["rows"]}
+    assert kinds == {(None, None), (3.0, None), (None, 0.6)}
+    assert (tmp_path / "found.md").read_text().count("| demo-flux") == 2 * len(kinds)
+    assert (tmp_path / "found.png").exists()

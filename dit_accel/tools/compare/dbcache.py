@@ -83,16 +83,16 @@ def _quieten() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _dbcache(series: str, calibrator: str | None = None) -> Peer:
+def _dbcache(series: str, **common: str) -> Peer:
     def of(warmup: int, threshold: float) -> Method:
-        return _method(series, warmup=warmup, threshold=threshold, calibrator=calibrator)
+        return _method(series, warmup=warmup, threshold=threshold, **common)
 
     methods = [of(*each) for each in _SETTINGS]
-    return Peer(lambda steps: methods, partial(_why_not, calibrator=calibrator), of)
+    return Peer(lambda steps: methods, partial(_why_not, **common), of)
 
 
 def _calibrated(calibrator: str) -> Peer:
-    return _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator)
+    return _dbcache(f"DBCache + {calibrator} (cache-dit)", calibrator=calibrator)
 
 
 def _masks(methods: list[Method]) -> Peer:

@@ -185,7 +185,9 @@ class _Forecasting(Hook):
         self.trails: defaultdict[int, list[Record]] = defaultdict(list)
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        step = self._scheduler.step_index or 0
+        scheduler = self._scheduler
+        # Of this run, which may begin in the middle of the schedule.
+        step = 0 if scheduler.step_index is None else scheduler.step_index - (scheduler.begin_index or 0)
         if step < self._step:  # another run
             self.trails.clear()
         self._branch = self._branch + 1 if step == self._step else 0

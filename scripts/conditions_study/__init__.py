@@ -1,0 +1,1 @@
+"""Cells of the study of conditions, and what is told of them."""

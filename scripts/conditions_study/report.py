@@ -1,0 +1,99 @@
+"""Tables and a figure of what was measured under conditions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from dit_accel.tools.figures import new_figure, tidy_axes
+
+from .cells import Cell
+
+LOOP = "closed loop"
+LEVELS = ("quality", "balanced", "turbo")
+FRACTIONS = (0.2, 0.25, 0.3, 0.4)
+
+Row = dict[str, Any]
+Statistic = Callable[[Sequence[float]], float]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """The loop at fractions beside the best rival there, what the leads come to, and presets cell by cell."""
+    lines = [_row("cell", *(f"{share:g}" for share in FRACTIONS)), _row(*["---"] * (len(FRACTIONS) + 1))]
+    leads: dict[str, list[float]] = {"mean of prompts": [], "worst prompt": []}
+    for cell, own in by_cell(rows).items():
+        entries = []
+        for share in FRACTIONS:
+            ours = [at(own, share, statistic) for statistic in (mean, min)]
+            best = [best_rival(own, share, statistic) for statistic in (mean, min)]
+            if ours[0] is None:
+                entries.append("")
+                continue
+            found = [a - b for a, b in zip(ours, best, strict=True) if b is not None]
+            for kept, lead in zip(leads.values(), found, strict=False):
+                kept.append(lead)
+            entries.append(f"{ours[0]:.1f} / {ours[1]:.1f} ({', '.join(f'{lead:+.1f}' for lead in found)})")
+        lines.append(_row(cell, *entries))
+    for of, found in leads.items():
+        if found:
+            behind = sum(lead < 0 for lead in found)
+            lines.append(
+                f"\nLead, {of}: {mean(found):+.1f} dB on average, median {median(found):+.1f}, "
+                f"least {min(found):+.1f}; behind in {behind} of {len(found)} places."
+            )
+    lines += ["", _row("cell", *LEVELS), _row(*["---"] * (len(LEVELS) + 1))]
+    for cell, own in by_cell(rows).items():
+        made = {row["name"]: f"{row['computed']:.3f}, {mean(row['psnr']):.1f} / {min(row['psnr']):.1f}" for row in own}
+        lines.append(_row(cell, *(made.get(level, "") for level in LEVELS)))
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """What presets mean in every cell: computed fraction and PSNR."""
+    figure = new_figure(7, 4.5)
+    axes = figure.subplots()
+    for level in LEVELS:
+        for video, marker in ((False, "o"), (True, "^")):
+            own = [
+                row
+                for row in rows
+                if row["name"] == level and (row["cell"]["model"] in ("demo-wan", "demo-hunyuan")) is video
+            ]
+            kind = f"{level}, {'videos' if video else 'images'}"
+            places = [[row["computed"] for row in own], [mean(row["psnr"]) for row in own]]
+            axes.scatter(*places, marker=marker, s=22, color=f"C{LEVELS.index(level)}", label=kind)
+    axes.set(xlabel="computed fraction", ylabel="PSNR against all steps computed, dB")
+    axes.legend(frameon=False, ncols=3, fontsize="small")
+    tidy_axes(axes, "both")
+    figure.savefig(file)
+
+
+def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each cell, by what it is called."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: json.dumps(row["cell"])):
+        found.setdefault(str(Cell(**row["cell"])), []).append(row)
+    return found
+
+
+def at(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
+    """The loop's dB at a computed fraction, between the targets measured; None beyond them."""
+    points = sorted((row["computed"], statistic(row["psnr"])) for row in rows if row["series"] == LOOP)
+    if not points or not points[0][0] <= share <= points[-1][0]:
+        return None
+    return float(np.interp(share, *zip(*points, strict=True)))
+
+
+def best_rival(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
+    """The most dB of any other setting that computes no more."""
+    others = [row for row in rows if row["series"] != LOOP and row["computed"] <= 1.02 * share]
+    return max((statistic(row["psnr"]) for row in others), default=None)
+
+
+def _row(*entries: object) -> str:
+    return f"| {' | '.join(map(str, entries))} |"
