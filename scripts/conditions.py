@@ -37,6 +37,7 @@ from dit_accel.models import denoisers
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare.caches import CACHES
 from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.solvers import SOLVERS, solver_over
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
@@ -63,11 +64,13 @@ class Cell:
     steps: int | None = None
     size: int | None = None
     dtype: str = "bfloat16"
+    scheduler: str = "Euler"
 
     def __str__(self) -> str:
         shift, size = f"shift {self.shift or 'own'}", self.size and f"{self.size}²"
+        solver = self.scheduler != "Euler" and self.scheduler
         return ", ".join(
-            part for part in (self.model, shift, size, self.steps and f"{self.steps} steps", self.dtype) if part
+            part for part in (self.model, solver, shift, size, self.steps and f"{self.steps} steps", self.dtype) if part
         )
 
 
@@ -86,6 +89,11 @@ CELLS = [
     Cell("demo-wan", shift=3.0),
     Cell("demo-hunyuan", shift=7.0),
     Cell("demo-hunyuan", shift=3.0),
+    *(
+        Cell(model, shift=shift, size=256, dtype="float32", scheduler=scheduler)
+        for model, shift in (("demo-flux", 3.0), ("demo-wan", 7.0))
+        for scheduler in SOLVERS
+    ),
 ]
 
 Row = dict[str, Any]
@@ -99,6 +107,8 @@ def measure_cell(cell: Cell, folder: str, options: argparse.Namespace) -> list[R
     pipe.set_progress_bar_config(disable=True)
     if cell.shift is not None:
         pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)
+    if cell.scheduler != "Euler":
+        pipe.scheduler = solver_over(pipe.scheduler, cell.scheduler)
     given = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
     arguments = demo_arguments(Path(folder)) | {key: value for key, value in given.items() if value is not None}
     prompts = HELD_OUT[cell.model](options.prompts, options.split)
@@ -181,6 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", default=["demo-flux", "demo-wan", "demo-hunyuan"], help="NAME or NAME=FOLDER"
     )
+    parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="cells of these alone")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="tuning")
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
@@ -198,7 +209,7 @@ def main() -> None:
     diffusers.utils.logging.set_verbosity_error()
     named = dict(name.partition("=")[::2] for name in options.models)
     folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
-    cells = [cell for cell in CELLS if cell.model in folders]
+    cells = [cell for cell in CELLS if cell.model in folders and cell.scheduler in options.schedulers]
     if options.smoke:
         cells = [Cell(name, steps=8, size=64, dtype="float32") for name in folders]
         options.prompts, options.targets = 1, options.targets[:1]
