@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The closed loop and its nearest rivals on several models, schedules, sizes and dtypes, cell by cell.
 
-A cell is a model under one flow shift, number of steps, size and dtype. In each cell the target of `balanced` is swept,
-and so are TaylorSeer lite and SeaCache; every run is compared with the plain run of the same prompts and seeds. Prompts
-go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides for a batch as a whole,
-gets them one by one). Writes a JSON file and a Markdown table.
+A cell is a model under one scheduler, flow shift, number of steps, size and dtype. In each cell the target of
+`balanced` is swept, and so are TaylorSeer lite and SeaCache; every run is compared with the plain run of the same
+prompts and seeds. Prompts go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides
+for a batch as a whole, gets them one by one). Writes a JSON file and a Markdown table.
 
     python scripts/conditions.py --output /tmp/conditions --processes 12
     python scripts/conditions.py --output /tmp/conditions --models demo-textures=/tmp/demo-textures --growth 0.5
