@@ -36,6 +36,7 @@ from dit_accel.models import denoisers
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS, spread
 from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.solvers import SOLVERS
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.metrics import psnr
@@ -113,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", default=["demo-flux", "demo-wan", "demo-hunyuan"], help="NAME or NAME=FOLDER"
     )
+    parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="cells of these alone")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--targets", type=float, nargs="*", default=TARGETS)
@@ -133,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     diffusers.utils.logging.set_verbosity_error()
     named = dict(name.partition("=")[::2] for name in options.models)
     folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
-    cells = [cell for cell in CELLS if cell.model in folders]
+    cells = [cell for cell in CELLS if cell.model in folders and cell.scheduler in options.schedulers]
     if options.smoke:
         kinds: list[dict[str, Any]] = [{}, {"guidance": 3.0, "steps": 4}, {"strength": 0.6}]
         cells = [

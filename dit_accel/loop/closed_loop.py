@@ -5,9 +5,10 @@ Between them the output is forecast, as the polynomial through the newest of the
 
 1. **Correct.** With F known here, the forecast steps before it lie between records, and the parabola through the
    nearest of these tells what their outputs would have been far better than the extrapolation did. The latents are
-   off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far step i moved the
-   latents. At the right latents the output would have been ``F + J δ`` (J: :mod:`dit_accel.loop.growth`); that is what
-   is recorded, and the pipeline goes on with ``F + J δ + δ / m``, m the move of this step itself.
+   off by ``δ = Σ_i m_i · (F̄_i − F̂_i)``, F̂ the forecasts, F̄ the interpolation and m_i how far the output of step i has
+   moved the latents (:mod:`dit_accel.loop.moves`). At the right latents the output would have been ``F + J δ`` (J:
+   :mod:`dit_accel.loop.growth`); that is what is recorded, and the pipeline goes on with ``F + J δ + δ' / m'``: δ' and
+   m', the move of this step's own output, are those that last to the end of the run.
 2. **Judge.** A forecast of F from the records before it costs no step: its error ``e = ‖F − F̂‖ / ‖F‖`` is measured for
    every degree, and (damping) for the share of the slope that would have fitted best one computed step before.
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes errs by
@@ -32,6 +33,7 @@ import torch
 
 from dit_accel.kernels import weighted_sum
 from dit_accel.loop.forecast import History, forecast, forecast_weights
+from dit_accel.loop.moves import Moves
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import StepMode
@@ -39,6 +41,7 @@ from dit_accel.presets import Preset
 
 ABOUT = 0.9  # of the farthest reach counts as far; 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 INTERPOLATED = 2  # degree between records; 3 measured 0.2 dB lower in the mean of 16 cells, up to 0.7 dB for videos
+LEAST_LASTING = 0.1  # share of an output's farthest move that lasts, or the correction would be far too large meanwhile
 NO_SLOPE = 2.0**-20  # above 0, so that a forecast which follows none of the slope counts as one that might
 
 Output = tuple[torch.Tensor, ...]  # the tensors of a transformer's output, batch first
@@ -51,14 +54,14 @@ class Course:
     Args:
         coordinates: what forecasts run over: step indices or sigmas.
         weights: what an error of the step's output counts.
-        moves: what the step's output is multiplied with when it is added to the latents; None = the scheduler does
-            something else with it, and nothing can be corrected.
-        responses: what a shift of the latents by as much as the step moves them adds to its output; None = nothing.
+        moves: how far outputs move the latents, in an entry a step and one for the end of the run; None = that is not
+            known, and nothing can be corrected.
+        responses: what a shift of the latents adds to the step's output; None = nothing.
     """
 
     coordinates: Sequence[float]
     weights: Sequence[float]
-    moves: Sequence[float] | None = None
+    moves: Moves | None = None
     responses: Sequence[float] | None = None
 
 
@@ -209,20 +212,25 @@ class ClosedLoop:
         """
         steps, self.forecast_steps = self.forecast_steps, []
         settings, course = self.gap.preset.forecast, self.gap.course
-        if not settings.corrector or not steps or course.moves is None or course.moves[step] == 0.0:
+        if not settings.corrector or not steps or course.moves is None:
             return output, output
-        forecasts = [(course.coordinates[each], course.moves[each] / course.moves[step]) for each in steps]
-        missed = missed_weights(
-            settings.method, self.outputs.coordinates, self.order, course.coordinates[step], forecasts
-        )
+        now, end = course.moves[step], course.moves[-1]
+        most = max(abs(later[step]) for later in course.moves[step + 1 :])
+        if abs(end[step]) <= LEAST_LASTING * most:
+            return output, output
         response = course.responses[step] if course.responses is not None else 0.0
         parts = list(zip(output, *self.outputs.values, strict=True))
 
-        def plus(share: float) -> Output:
-            weights = [share * weight for weight in missed]
+        def plus_missed(shares: Sequence[float]) -> Output:
+            forecasts = [(course.coordinates[each], share) for each, share in zip(steps, shares, strict=True)]
+            weights = missed_weights(
+                settings.method, self.outputs.coordinates, self.order, course.coordinates[step], forecasts
+            )
             return tuple(weighted_sum(each, [1.0 + weights[0], *weights[1:]]) for each in parts)
 
-        return plus(1.0 + response), plus(response) if response else output
+        answer = [response * now[each] for each in steps]
+        whole = [share + end[each] / end[step] for share, each in zip(answer, steps, strict=True)]
+        return plus_missed(whole), plus_missed(answer) if response else output
 
     def judge(self, step: int, output: Output, used: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
         """What each degree's forecast of ``output`` would have missed, and what share of the slope fits it best.
@@ -296,13 +304,13 @@ def missed_weights(
     here: float,
     forecasts: Sequence[tuple[float, float]],
 ) -> list[float]:
-    """What forecasts missed, ``Σ_i (m_i / m) · (F̄_i − F̂_i)``, as weights over the computed output and the records.
+    """What forecasts missed, ``Σ_i a_i · (F̄_i − F̂_i)``, as weights over the computed output and the records.
 
     Args:
         method, order: of the forecasts.
         coordinates: of the records that they used, newest first.
         here: where the output was computed.
-        forecasts: coordinate of each, and its ``m_i / m``.
+        forecasts: coordinate of each, and its factor ``a_i``.
 
     Returns:
         Weights of the output and then the records; they sum to zero.

@@ -207,7 +207,7 @@ class Controller:
             if tick.repeats is not None:
                 self.note(f"every step computed: {tick.repeats}")
             elif forecast.corrector and tick.moves is None:
-                self.note("nothing corrected: the scheduler is not known to take plain Euler steps")
+                self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
             self._start_step(tick)
         self._tick = tick

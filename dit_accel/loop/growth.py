@@ -39,12 +39,13 @@ def error_weights(sigmas: Sequence[float]) -> list[float]:
 
 
 def responses(sigmas: Sequence[float]) -> list[float]:
-    """``J · Δσ`` of every step: what a shift of the latents by as much as the step moves them adds to its output.
+    """J of every step: what a shift of the latents adds to its output.
 
     Args:
-        sigmas: as for :func:`error_weights`.
+        sigmas: as for :func:`error_weights`. Where they rise, the model's output points the other way, and J with it.
     """
-    return [RESPONSE * abs(noise - end) / max(1 - noise, LEAST_SHARE) for noise, end in pairwise(_levels(sigmas))]
+    response = math.copysign(RESPONSE, sigmas[-1] - sigmas[0])
+    return [response / max(1 - noise, LEAST_SHARE) for noise in _levels(sigmas)[:-1]]
 
 
 def _levels(sigmas: Sequence[float]) -> list[float]:

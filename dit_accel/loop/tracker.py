@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.loop.moves import Moves, euler_moves, linear_moves
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
@@ -38,8 +39,7 @@ class Tick:
         sigmas: its noise levels, one a step, 0 to 1 where the model predicts a flow, else as the angle between picture
             and noise, ``atan σ``, for σ itself grows without bounds; the timesteps where it has none.
         repeats: why the run's timesteps repeat and nothing may be forecast, or None.
-        moves: what each step's output is multiplied with when it is added to the latents, where the scheduler does no
-            more than that; None where it does, or where that is not known.
+        moves: how far a flow's outputs move the latents; None where these are no sum of them, or that is not known.
     """
 
     run: object
@@ -48,7 +48,7 @@ class Tick:
     timesteps: Sequence[float]
     sigmas: Sequence[float]
     repeats: str | None = None
-    moves: Sequence[float] | None = None
+    moves: Moves | None = None
 
     def coordinates(self, kind: str) -> Sequence[float]:
         """What forecasts run over, for every step of the run.
@@ -102,11 +102,11 @@ class SchedulerClock:
         self._sigmas = self._values
         if sigmas is not None and len(sigmas) >= len(values):
             self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :]
-        self._moves = _euler_moves(scheduler)[self._first :] if _takes_euler_steps(scheduler) else None
         self._count = self._first
         self._previous: float | None = None
         order = getattr(scheduler, "order", 1)
         self._repeats = f"{type(scheduler).__name__} repeats timesteps (order {order})" if order > 1 else None
+        self._moves = _flow_moves(scheduler, self._first) if self._repeats is None else None
 
     def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
         if hasattr(scheduler, "step_index"):
@@ -162,16 +162,15 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
 
 
-def _takes_euler_steps(scheduler: Any) -> bool:
-    """Whether the latents after a step are those before it plus a multiple of the output, and nothing else."""
-    if not any(cls.__name__ == EULER for cls in type(scheduler).__mro__) or scheduler.config.stochastic_sampling:
-        return False
-    # Beyond a flow's sigmas the pipeline makes the velocity of something else that the transformer gives (Cosmos).
-    return float(scheduler.sigmas.max()) <= FLOW_SIGMA_MAX
-
-
-def _euler_moves(scheduler: Any) -> list[float]:
-    return [after - before for before, after in pairwise(scheduler.sigmas.tolist())]
+def _flow_moves(scheduler: Any, first: int) -> Moves | None:
+    """How far a flow's outputs move the latents; Euler's steps are known without a trial."""
+    sigmas = getattr(scheduler, "sigmas", None)
+    # Beyond a flow's sigmas the pipeline may make the velocity of something else that the transformer gives (Cosmos).
+    if sigmas is None or float(sigmas.max()) > FLOW_SIGMA_MAX:
+        return None
+    if any(cls.__name__ == EULER for cls in type(scheduler).__mro__) and not scheduler.config.stochastic_sampling:
+        return euler_moves(sigmas.tolist()[first:])
+    return linear_moves(scheduler, first)
 
 
 def _largest(timestep: torch.Tensor | float) -> float:

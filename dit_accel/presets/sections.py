@@ -94,8 +94,8 @@ class OutputForecast(Forecast):
     """The transformer's output, for any model."""
     corrector: bool = False
     """A computed step also makes good what the forecasts before it missed, judged by interpolation through its own
-    output. Where the scheduler takes plain Euler steps (FlowMatchEulerDiscreteScheduler); elsewhere the report says
-    that nothing is corrected."""
+    output. For flow models, under schedulers that add up outputs without noise (Euler, UniPC, DPM++); elsewhere the
+    report says that nothing is corrected."""
     beyond: float = Field(default=0.0, ge=0.0, le=1.0)
     """control adaptive: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds half of what
     the next degree adds, up to order."""

@@ -15,6 +15,7 @@ from demo_models.texture_demo import MixedDemo, TextureDemo
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
 
 from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.solvers import solver_over
 from dit_accel.tools.demo import demo_arguments
 
 HELD_OUT = {
@@ -31,6 +32,7 @@ class Cell:
     """Conditions of a run; None = the model's own.
 
     Args:
+        scheduler: Euler's, or one of `dit_accel.tools.compare.solvers.SOLVERS`.
         guidance: true classifier-free guidance of an image model, with an empty negative prompt.
         strength: image-to-image, from the pictures of other prompts.
     """
@@ -40,6 +42,7 @@ class Cell:
     steps: int | None = None
     size: int | None = None
     dtype: str = "bfloat16"
+    scheduler: str = "Euler"
     guidance: float | None = None
     strength: float | None = None
 
@@ -50,6 +53,7 @@ class Cell:
             f"{self.steps} steps": self.steps,
             f"CFG {self.guidance}": self.guidance,
             f"image-to-image {self.strength}": self.strength,
+            self.scheduler: self.scheduler != "Euler",
             self.dtype: self.dtype != "bfloat16",
         }
         return ", ".join([self.model, *(words for words, said in told.items() if said)])
@@ -67,6 +71,8 @@ CELLS = [
     Cell("demo-flux", shift=1.5, guidance=3.0),
     Cell("demo-flux", shift=3.0, steps=28, size=256, guidance=5.0),
     Cell("demo-flux", shift=3.0, strength=0.6),
+    Cell("demo-flux", shift=3.0, scheduler="UniPC"),
+    Cell("demo-flux", shift=1.5, steps=28, scheduler="DPM++ 2M"),
     Cell("demo-textures"),
     Cell("demo-textures", shift=3.0),
     Cell("demo-textures", shift=1.0, steps=28),
@@ -79,10 +85,13 @@ CELLS = [
     Cell("demo-mixed", shift=1.5, guidance=3.0),
     Cell("demo-mixed", shift=1.5, steps=28, strength=0.6),
     Cell("demo-mixed", shift=7.0, steps=12),
+    Cell("demo-mixed", shift=1.5, scheduler="UniPC"),
     Cell("demo-wan", shift=7.0),
+    Cell("demo-wan", shift=3.0, scheduler="UniPC"),
     Cell("demo-wan", shift=3.0),
     Cell("demo-wan", shift=1.5, steps=28),
     Cell("demo-hunyuan", shift=7.0),
+    Cell("demo-hunyuan", shift=7.0, scheduler="DPM++ 2M"),
     Cell("demo-hunyuan", shift=3.0),
     Cell("demo-hunyuan", shift=1.5, steps=28),
 ]
@@ -103,6 +112,8 @@ class Conditions:
         pipe.set_progress_bar_config(disable=True)
         if cell.shift is not None:
             pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)
+        if cell.scheduler != "Euler":
+            pipe.scheduler = solver_over(pipe.scheduler, cell.scheduler)
         given = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
         if cell.guidance is not None:
             given |= {"true_cfg_scale": cell.guidance, "negative_prompt": ""}

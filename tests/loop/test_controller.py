@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
 from dit_accel.loop import controller
 from dit_accel.loop.branch import Call
@@ -15,8 +16,9 @@ from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import History
 from dit_accel.loop.growth import responses
+from dit_accel.loop.moves import euler_moves
 from dit_accel.loop.storage import PLAIN
-from dit_accel.loop.tracker import StepMode, Tick
+from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick
 from dit_accel.presets import load_preset
 from dit_accel.sparse.site_state import SiteState
 
@@ -27,7 +29,7 @@ FULL, UPDATE, DISPATCH = StepMode.FULL, StepMode.UPDATE, StepMode.DISPATCH
 class FakeClock:
     """Reads the step off the timestep itself."""
 
-    moves = tuple(-(1 + step % 3) / STEPS for step in range(STEPS))
+    moves = euler_moves([2 - sum((1 + step % 3) / STEPS for step in range(past)) for past in range(STEPS + 1)])
 
     def __init__(self, *, repeats: str | None = None) -> None:
         self.repeats = repeats
@@ -47,15 +49,17 @@ class Loop:
     Without changes: warm-up 2, an UPDATE every 4 steps, 1 final step, forecasts of order 1.
     """
 
-    def __init__(self, preset: str = "exact", *, repeats: str | None = None, **overrides) -> None:
+    def __init__(
+        self, preset: str = "exact", *, repeats: str | None = None, clock: SchedulerClock | None = None, **overrides
+    ) -> None:
         defaults = {"schedule": {"warmup": 2, "interval": 4, "cooldown": 1}} if preset == "exact" else {}
-        self.clock = FakeClock(repeats=repeats)
+        self.clock = clock or FakeClock(repeats=repeats)
         self.controller = Controller(load_preset(preset, **{**defaults, **overrides}), self.clock, "any")
         self.controller.add_transformer("transformer", ["first", "second"])
 
     def call(
         self,
-        step: int,
+        step: float | torch.Tensor,
         value: float | torch.Tensor = 1.0,
         *,
         context: str | None = "cond",
@@ -122,11 +126,46 @@ def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
     for step in range(STEPS):
         value = (step / 4) ** (order + 1)
         call, output = loop.call(step, value)
-        latents, exact = latents + loop.clock.moves[step] * output, exact + loop.clock.moves[step] * value
+        latents, exact = latents + loop.clock.moves[-1][step] * output, exact + loop.clock.moves[-1][step] * value
         error = (latents - exact).abs().max().item()
         assert call.mode is DISPATCH or error < 1e-5
         apart.append(error)
     assert max(apart) > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+@pytest.mark.parametrize("solver", [UniPCMultistepScheduler, DPMSolverMultistepScheduler], ids=["unipc", "dpm++"])
+def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
+    """A later step reads outputs again, forecast or corrected; the latents end where exact outputs would bring them."""
+    monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))
+
+    def end(corrector: bool | None) -> torch.Tensor:
+        scheduler = solver(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+        scheduler.set_timesteps(STEPS)
+        forecast = {"method": "newton", "order": 1, "coordinate": "step", "corrector": bool(corrector)}
+        loop = Loop(clock=SchedulerClock(lambda: scheduler), forecast=forecast)
+        latents = torch.zeros(1, 4)
+        for step, timestep in enumerate(scheduler.timesteps):
+            output = torch.full((1, 4), (step / 4) ** 2)
+            if corrector is not None:
+                _, output = loop.call(timestep, output)
+            latents = scheduler.step(output, timestep, latents, return_dict=False)[0]
+        return latents
+
+    torch.testing.assert_close(end(True), end(None), rtol=0, atol=1e-4)
+    assert (end(False) - end(None)).abs().min() > 0.01
+
+
+def test_an_output_that_hardly_lasts_corrects_nothing():
+    """Made good by the end, a miss would mean to go far astray until then."""
+    loop = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}})
+    update = 6
+    *before, end = FakeClock.moves
+    loop.clock.moves = [*before, [0.05 * move if step == update else move for step, move in enumerate(end)]]
+    for step in range(STEPS):
+        value = torch.full((1, 4), float(step**2))
+        call, output = loop.call(step, value)
+        assert call.mode is not UPDATE or step == 2 or (output is value) == (step == update)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -138,9 +177,9 @@ def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkey
         latents = exact = worst = 0.0
         known = responses([1 - i / STEPS for i in range(STEPS)])
         for step in range(STEPS):
-            move = loop.clock.moves[step]
+            move = loop.clock.moves[-1][step]
             value = (step / 4) ** (order + 1)
-            _, output = loop.call(step, value - known[step] / move * (exact - float(latents)))
+            _, output = loop.call(step, value - known[step] * (exact - float(latents)))
             latents, exact = float((latents + move * output).mean()), exact + move * value
             worst = max(worst, abs(latents - exact))
         return worst

@@ -34,7 +34,8 @@ def test_weights_are_finite_and_one_on_average(sigmas):
     assert sum(weights) == pytest.approx(len(sigmas))
 
 
-def test_a_response_is_the_share_of_the_image_that_a_step_moves():
-    """Small where much of the image is settled, and bounded where nothing is."""
-    assert responses([0.6, 0.5, 0.2]) == pytest.approx([RESPONSE * 0.25, RESPONSE * 0.6, RESPONSE * 0.25])
-    assert responses([1.0, 0.5])[0] == pytest.approx(RESPONSE * 0.5 / LEAST_SHARE)
+def test_a_response_is_larger_where_little_of_the_image_is_settled():
+    """It goes against the shift, whichever way noise levels run, and is bounded where nothing is settled."""
+    assert responses([0.6, 0.5, 0.2]) == pytest.approx([-RESPONSE / 0.4, -RESPONSE / 0.5, -RESPONSE / 0.8])
+    assert responses([0.4, 0.5, 0.8]) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
+    assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)

@@ -49,10 +49,34 @@ def test_moves_are_known_of_flows_alone():
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(4)
     moves = clock.read(scheduler.timesteps[0]).moves
-    assert list(moves) == pytest.approx((scheduler.sigmas[1:] - scheduler.sigmas[:-1]).tolist())
+    assert moves[-1] == pytest.approx((scheduler.sigmas[1:] - scheduler.sigmas[:-1]).tolist())
     scheduler.set_timesteps(4)
     scheduler.sigmas = 80 * scheduler.sigmas
     assert clock.read(scheduler.timesteps[0]).moves is None
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["from-noise", "from-an-image"])
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("flow-match-euler", True),
+        ("unipc", True),
+        ("dpm++", False),
+        ("ddim-without-step-index", False),
+    ],
+)
+def test_moves_of_a_run(name, known, first):
+    """Linear schedulers of flows have them, for the steps of the run alone and as long as it lasts."""
+    scheduler = SCHEDULERS[name]()
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(8)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first)
+    ticks = denoise(scheduler, clock, scheduler.timesteps[first:])
+    assert all(tick.moves is ticks[0].moves for tick in ticks)
+    assert (ticks[0].moves is not None) == known
+    if known:
+        assert [len(row) for row in ticks[0].moves] == [8 - first] * (9 - first)
 
 
 SCHEDULERS = {

@@ -83,14 +83,19 @@ FEWER_STEPS = {
 }
 
 
-@contextmanager
-def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
-    own = subject.pipe.scheduler
+def solver_over(own: Any, solver: str) -> Any:
+    """One of `SOLVERS` over the noise levels and timesteps that the scheduler ``own`` of a flow model chooses."""
     scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
     scheduler.own = own
     shift = {key: own.config[key] for key in SHIFT if key in own.config}
     scheduler.register_to_config(**shift)  # pipelines read from it how far to shift the noise levels
-    subject.pipe.scheduler = scheduler
+    return scheduler
+
+
+@contextmanager
+def _solved(subject: Subject, solver: str, count: int) -> Iterator[dict[str, Any]]:
+    own = subject.pipe.scheduler
+    subject.pipe.scheduler = solver_over(own, solver)
     try:
         yield {"num_inference_steps": count}
     finally:
