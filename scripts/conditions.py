@@ -42,7 +42,7 @@ from dit_accel.tools.demo import demo_path
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.tune.runs import IDENTICAL
 
-TARGETS = (0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
+TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
 ONE_BY_ONE = "SeaCache"
 PARTS = 3  # of a cell's settings, measured at a time

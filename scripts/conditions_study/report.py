@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
             places = [[row["computed"] for row in own], [mean(row["psnr"]) for row in own]]
             axes.scatter(*places, marker=marker, s=22, color=f"C{LEVELS.index(level)}", label=kind)
     axes.set(xlabel="computed fraction", ylabel="PSNR against all steps computed, dB")
-    axes.legend(frameon=False, ncols=3, fontsize="small")
+    axes.legend(frameon=False, ncols=3, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
     tidy_axes(axes, "both")
     figure.savefig(file)
 
