@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
     cells = [cell for cell in CELLS if cell.model in folders and cell.scheduler in options.schedulers]
     if options.smoke:
-        kinds: list[dict[str, Any]] = [{}, {"guidance": 3.0, "steps": 4}, {"strength": 0.6}]
+        kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
         cells = [
             Cell(**{"model": name, "steps": 8, "size": 64, "dtype": "float32"} | kind)
             for name in folders
