@@ -32,23 +32,25 @@ LOOPS: dict[str, dict[str, Any]] = {
 # diffusers counts, where a warm-up of 3 steps leaves no 5.
 INTERVALS = [(1, 20), (1, 14), (1, 9), (1, 6), (3, 46), (3, 24), (3, 12), (3, 8)]
 _TAYLOR = [(1, 20), (1, 12), (1, 8), (1, 6), (3, 24), (3, 12), (3, 8)]
+_DBCACHE: list[tuple] = [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)]
+_STEPS: list[tuple] = [(count,) for count in (5, 6, 8, 10)]
 # More settings of peers, whose own don't reach so low.
 LOWER: dict[str, list[tuple]] = {
     "taylorseer-lite": [(warmup, order, interval) for warmup, interval in _TAYLOR for order in (1, 2)],
     "taylorseer-layers": [(warmup, 1, interval) for warmup, interval in _TAYLOR],
-    "dbcache": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
-    "dbcache-taylorseer": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "dbcache": _DBCACHE,
+    "dbcache-taylorseer": _DBCACHE,
     "scm": [(3, 8), (3, 12), (3, 16), (3, 24), (1, 8), (1, 12)],
-    "dbcache-dmd": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
-    "dbcache-foca": [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)],
+    "dbcache-dmd": _DBCACHE,
+    "dbcache-foca": _DBCACHE,
     "spectrum": [(interval, growth, 0.5) for interval, growth in ((4, 3.0), (5, 4.0), (8, 8.0), (20, 10.0), (45, 1.0))],
     "meancache": [(share, moves) for share in (0.1, 0.12, 0.16) for moves in ("skipped", "whole")],
     "hicache": [(warmup, order, interval, 0.5) for warmup, interval in _TAYLOR for order in (1, 2)],
     "foca": _TAYLOR,
     "dmd": _TAYLOR,
-    "fewer-steps": [(count,) for count in (5, 6, 8, 10)],
-    "fewer-steps-dpm": [(count,) for count in (5, 6, 8, 10)],
-    "fewer-steps-unipc": [(count,) for count in (5, 6, 8, 10)],
+    "fewer-steps": _STEPS,
+    "fewer-steps-dpm": _STEPS,
+    "fewer-steps-unipc": _STEPS,
 }
 # Peers whose threshold is searched for, with the rest of their setting.
 SEARCHED: dict[str, Callable[[float], tuple]] = {
