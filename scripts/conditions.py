@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
+from multiprocessing.pool import Pool, ThreadPool
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,10 +46,10 @@ from dit_accel.tools.tune.runs import IDENTICAL
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
 ONE_BY_ONE = "SeaCache"
-PARTS = 3  # of a cell's settings, measured at a time
+PARTS = 3  # of a cell's settings, where several are measured at a time
 
 
-def measure_part(work: tuple[Cell, int, str, argparse.Namespace]) -> list[Row]:
+def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]:
     """A row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
     cell, part, folder, options = work
     torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def measure_part(work: tuple[Cell, int, str, argparse.Namespace]) -> list[Row]:
     with counter.calibrating():
         plain = conditions.run(conditions.prompts)
     rows = []
-    for series, name, put_on in islice(settings(conditions.subject, options), part, None, PARTS):
+    for series, name, put_on in islice(settings(conditions.subject, options), part.start, None, part.step):
         try:
             made, computed = run_setting(conditions, counter, put_on, one_by_one=series == ONE_BY_ONE)
         except Exception as error:
@@ -101,6 +102,11 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
     for rival in RIVALS if options.rivals else ():
         for method in spread(PEERS[rival].methods(subject.steps), options.settings):
             yield method.series, method.name, partial(method.put_on, subject)
+
+
+def pool_of(processes: int) -> Pool:
+    """New processes, or this one where it is to be a single one."""
+    return multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else ThreadPool(1)
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -146,9 +152,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.prompts, options.targets, options.settings = 1, (), 1
     found: dict[str, Any] = {"run": describe_run(torch.device(options.device)), "rows": []}
     found |= {"growth": options.growth, "set": dict(options.set), "split": options.split}
-    work = [(cell, part, folders[cell.model], options) for cell in cells for part in range(PARTS)]
+    parts = PARTS if options.processes > 1 else 1
+    work = [(cell, slice(part, None, parts), folders[cell.model], options) for cell in cells for part in range(parts)]
     end = time.monotonic() + 60 * options.minutes
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+    with pool_of(options.processes) as pool:
         for rows in pool.imap_unordered(measure_part, work):
             found["rows"] += rows
             options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import diffusers
 import torch
-from conditions import key_value
+from conditions import key_value, pool_of
 from low_work_study.report import Row, failed, figure, runs_in, sheet, tables
 from low_work_study.runs import Case, begin, measure
 
@@ -73,7 +73,7 @@ def found(options: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Row
     ends = time.monotonic() + 60 * options.minutes
     with (
         tempfile.TemporaryDirectory() as store,
-        multiprocessing.get_context("spawn").Pool(options.processes) as pool,
+        pool_of(options.processes) as pool,
     ):
         tasks = []
         for case, names, rows, reasons in pool.imap(begin, cases(options, store)):

@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-FEW = {"--steps": "4", "--tokens": "512"}  # in place of what the docstring shows
+FEW = {"--steps": "2", "--tokens": "512"}  # in place of what the docstring shows
 PRINTS = {  # and the files that it leaves
     "compare_methods": ("flux-taylorseer", set()),
     "image": ("PSNR to the plain image", {"plain.png", "accelerated.png"}),
-    "own_loop": ("steps              4", set()),
+    "own_loop": ("steps              2", set()),
     "sparse_attention": ("of the tiles", set()),
-    "video": ("steps              4", {"video.gif"}),
+    "video": ("steps              2", {"video.gif"}),
 }
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
