@@ -14,9 +14,11 @@ Between them the output is forecast, as the polynomial through the newest of the
 3. **Decide.** A polynomial of degree D through the outputs at D + 1 nodes errs by
    ``F^(D+1) / (D+1)! · Π_k (t − t_k)`` (remainder of interpolation). The error e tells the first factor; the forecasts
    to come have this step as a node and lack the oldest, so that at step n they err by
-   ``e_n = e · Π_k |t_n − t'_k| / Π_k |t − t_k|``. The degree that reaches farthest is gone on with, and the next
-   computed step comes after the largest 1 <= n <= max_interval with ``Σ_(i<n) w_i · e_i <= target_error``, w_i what an
-   error counts i steps from here (:mod:`dit_accel.loop.growth`).
+   ``e_n = e · b_n / b · Π_k |t_n − t'_k| / Π_k |t − t_k|``, b how much outputs bend there. The degree that reaches
+   farthest is gone on with, and the next computed step comes after the largest 1 <= n <= max_interval with
+   ``Σ_(i<n) w_i · e_i <= target_error``, w_i what an error counts i steps from here (w and b:
+   :mod:`dit_accel.loop.growth`). Nothing corrects a gap that would reach the end of the run: it has to be within the
+   target by UNREPAIRED, or else the last step is computed.
 
 A :class:`ClosedLoop` does this for the samples of a batch that are decided together, in one branch of classifier-free
 guidance. Branches share a :class:`Gap`: all of them compute in the same steps, and the worst one decides which.
@@ -42,6 +44,7 @@ from dit_accel.presets import Preset
 ABOUT = 0.9  # of the farthest reach counts as far; 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 INTERPOLATED = 2  # degree between records; 3 measured 0.2 dB lower in the mean of 16 cells, up to 0.7 dB for videos
 LEAST_LASTING = 0.1  # share of an output's farthest move that lasts, or the correction would be far too large meanwhile
+UNREPAIRED = 2.0  # times the error that counts where no computed step follows, and all of it stays
 NO_SLOPE = 2.0**-20  # above 0, so that a forecast which follows none of the slope counts as one that might
 
 Output = tuple[torch.Tensor, ...]  # the tensors of a transformer's output, batch first
@@ -57,12 +60,14 @@ class Course:
         moves: how far outputs move the latents, in an entry a step and one for the end of the run; None = that is not
             known, and nothing can be corrected.
         responses: what a shift of the latents adds to the step's output; None = nothing.
+        bends: how much outputs bend at the step, beside other steps; None = alike.
     """
 
     coordinates: Sequence[float]
     weights: Sequence[float]
     moves: Moves | None = None
     responses: Sequence[float] | None = None
+    bends: Sequence[float] | None = None
 
 
 class Gap:
@@ -125,13 +130,14 @@ class Gap:
             error: ‖F − F̂‖ / ‖F‖.
         """
         schedule, coordinates = self.preset.schedule, self.course.coordinates
-        here = coordinates[step]
+        bends = self.course.bends or [1.0] * len(coordinates)
+        here, end = coordinates[step], len(coordinates)
         used = math.ceil(order) + 1
-        remainder = math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
+        remainder = bends[step] * math.prod(abs(here - node) for node in nodes[:used]) if nodes else 0.0
         ahead = [here, *nodes][:used]
         interval, counted = 1, 0.0
-        while interval < schedule.max_interval and step + interval < len(coordinates):
-            there = math.prod(abs(coordinates[step + interval] - node) for node in ahead)
+        while interval < schedule.max_interval and step + interval < end:
+            there = bends[step + interval] * math.prod(abs(coordinates[step + interval] - node) for node in ahead)
             expected = error * there / remainder if remainder else math.inf
             counted += self.course.weights[step + interval] * expected
             # Written so that an error that is not a number keeps the interval at 1.
@@ -139,6 +145,8 @@ class Gap:
                 break
             interval += 1
         following = step + interval
+        if following == end and not UNREPAIRED * counted <= self.target_error:
+            following = max(end - 1, step + 1)
         self._next_update = following if step != self._observed_step else min(self._next_update, following)
         self._observed_step = step
 

@@ -14,7 +14,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
 from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
-from dit_accel.loop.growth import error_weights, responses
+from dit_accel.loop.growth import bends, error_weights, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import GIB, ModelSize, plan_memory
 from dit_accel.loop.report import RunReport, StepRecord
@@ -202,8 +202,8 @@ class Controller:
         schedule, forecast = self.preset.schedule, self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
-            coordinates = tick.coordinates(forecast.coordinate)
-            self._course = Course(coordinates, error_weights(tick.sigmas), tick.moves, responses(tick.sigmas))
+            sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
+            self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
             if tick.repeats is not None:
                 self.note(f"every step computed: {tick.repeats}")
             elif forecast.corrector and tick.moves is None:

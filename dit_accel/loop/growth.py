@@ -11,7 +11,10 @@ does to the result, ``|Δσ| · A`` at the end of its step. Likewise a shift δ 
 by about ``J δ`` with ``J = −r / (1 − σ)``: at r = 1 the model would keep the noise that it sees in the latents and put
 all of the shift down to the image, at r = 0 it would take no notice.
 
-docs/concepts.md says more, docs/results.md what was measured and how p and r were chosen.
+And outputs bend more as noise goes, by about ``σ^(−q)``, since the last steps settle the finest details: so an error
+that was measured at one noise level says too little of forecasts at a lower one.
+
+docs/concepts.md says more, docs/results.md what was measured and how p, r and q were chosen.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from itertools import pairwise
 
 GROWTH = 0.75  # p
 RESPONSE = 0.5  # r
+BEND = 0.75  # q
 SCALES = (1.0, math.pi / 2, 1000.0)  # of flows' noise levels, of angles atan σ, and of timesteps where neither is known
-LEAST_SHARE = 1e-3  # of the image that any latents count for
+LEAST_SHARE = 1e-3  # of the image, and of noise, that any latents count for
 
 
 def error_weights(sigmas: Sequence[float]) -> list[float]:
@@ -46,6 +50,15 @@ def responses(sigmas: Sequence[float]) -> list[float]:
     """
     response = math.copysign(RESPONSE, sigmas[-1] - sigmas[0])
     return [response / max(1 - noise, LEAST_SHARE) for noise in _levels(sigmas)[:-1]]
+
+
+def bends(sigmas: Sequence[float]) -> list[float]:
+    """How much outputs bend at every step, beside each other.
+
+    Args:
+        sigmas: as for :func:`error_weights`.
+    """
+    return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
 
 
 def _levels(sigmas: Sequence[float]) -> list[float]:

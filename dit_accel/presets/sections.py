@@ -35,6 +35,9 @@ class AdaptiveSchedule(Schedule):
     """Relative L2 errors of the forecast outputs, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come
     to together. Each counts by what it does to the result: by how far its step moves the latents, and how much that
     has grown by the end."""
+    cooldown: int = Field(default=0, ge=0)
+    """Steps at the end that compute everything whatever they would count; the loop computes the last one where it
+    does."""
     max_interval: int = Field(default=16, ge=1)
     """Most steps from one UPDATE to the next."""
     per_prompt: bool = False

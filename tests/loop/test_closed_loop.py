@@ -17,10 +17,11 @@ def modes(control: Gap) -> str:
     return "".join(LETTERS[control.mode(step)] for step in range(len(control.course.coordinates)))
 
 
-def closed_loop(coordinates=range(40), weights=None, **keys) -> Gap:
-    """Without weights the errors of all steps count alike."""
+def closed_loop(coordinates=range(40), weights=None, bends=None, **keys) -> Gap:
+    """Without weights the errors of all steps count alike, and without bends all outputs bend alike."""
     schedule = {"control": "adaptive", "target_error": 0.05, "warmup": 0, "cooldown": 0, **keys}
-    return Gap(Preset.model_validate({"schedule": schedule}), Course(coordinates, weights or [1.0] * len(coordinates)))
+    course = Course(coordinates, weights or [1.0] * len(coordinates), bends=bends)
+    return Gap(Preset.model_validate({"schedule": schedule}), course)
 
 
 def interval_after(control: Gap, step: int) -> int:
@@ -136,6 +137,22 @@ def test_closed_loop_adds_up_what_forecasts_move_the_latents():
         control = closed_loop(range(40), [1.0] * 6 + [weight] * 34, target_error=0.045)
         control.observe(5, [4], 0, 0.01)
         assert interval_after(control, 5) == interval
+
+
+def test_closed_loop_expects_more_where_outputs_bend_more():
+    """e = 0.01 over one step at order 0, a remainder that counts twice and from step 8 on four times as much."""
+    for bends, interval in (([1.0] * 40, 4), ([2.0] * 40, 4), ([1.0] * 6 + [2.0] * 34, 3), ([1.0] * 8 + [4.0] * 32, 3)):
+        control = closed_loop(target_error=0.065, bends=bends)
+        control.observe(5, [4], 0, 0.01)
+        assert interval_after(control, 5) == interval
+
+
+@pytest.mark.parametrize("error, computed", [(0.0, False), (0.004, False), (0.005, True), (math.nan, True)])
+def test_the_last_step_computes_where_an_error_would_stay(error, computed):
+    """Nothing corrects the last gap: of the errors 1, 2 and 3 times e twice as much must be within the target."""
+    control = closed_loop(range(8), target_error=0.05)
+    control.observe(4, [3], 0, error)
+    assert (control.mode(7) is not StepMode.DISPATCH) is computed
 
 
 def test_closed_loop_survives_equal_coordinates():

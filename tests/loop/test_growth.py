@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dit_accel.loop.growth import GROWTH, LEAST_SHARE, RESPONSE, error_weights, responses
+from dit_accel.loop.growth import BEND, GROWTH, LEAST_SHARE, RESPONSE, bends, error_weights, responses
 
 FALLING = [1.0, 0.9, 0.7, 0.3]
 
@@ -39,3 +39,10 @@ def test_a_response_is_larger_where_little_of_the_image_is_settled():
     assert responses([0.6, 0.5, 0.2]) == pytest.approx([-RESPONSE / 0.4, -RESPONSE / 0.5, -RESPONSE / 0.8])
     assert responses([0.4, 0.5, 0.8]) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
     assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)
+
+
+def test_outputs_bend_more_where_less_noise_is_left():
+    """Whichever way noise levels run, and bounded where none is left."""
+    assert bends([0.8, 0.4]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
+    assert bends([0.2, 0.6]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
+    assert bends([1.0, 0.0]) == pytest.approx([1.0, LEAST_SHARE**-BEND])
