@@ -21,6 +21,7 @@ from dit_accel.models.control_net import ControlNetHook, control_net, defer_call
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.hooks import find_hook
+from dit_accel.models.other_caches import refuse_other_cache
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.presets import VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
@@ -31,6 +32,7 @@ class Acceleration:
     Args:
         controller: of this denoising loop.
         drivers: one a transformer.
+        clock: that the controller reads.
         owner: the pipeline that carries this object, or None.
         deferral: control net whose calls are deferred, and the hook that does it, or None.
     """
@@ -39,11 +41,13 @@ class Acceleration:
         self,
         controller: Controller,
         drivers: list[TransformerDriver],
+        clock: SchedulerClock | TimestepClock,
         owner: Any = None,
         deferral: tuple[torch.nn.Module, ControlNetHook] | None = None,
     ) -> None:
         self._controller = controller
         self._drivers = drivers
+        self._clock = clock
         self._owner = owner
         self._deferral = deferral
         self._restored = False
@@ -68,7 +72,12 @@ class Acceleration:
         return self._drivers[0].token_order
 
     def report(self) -> RunReport:
-        """What the last run did; the current one if it is still going."""
+        """What the last run did; the current one if it is still going. A later one that was not accelerated is a note
+        in it, and a warning.
+        """
+        reason = None if self._restored else self._why_not_in_effect()
+        if reason is not None:
+            self._controller.warn(f"not in effect: {reason}")
         return self._controller.read_report()
 
     def symbols(self) -> dict[str, SparseSymbols]:
@@ -91,6 +100,18 @@ class Acceleration:
         self._controller.reset()
         if self._owner is not None and vars(self._owner).get("dit_accel") is self:
             del self._owner.dit_accel
+
+    def _why_not_in_effect(self) -> str | None:
+        """Why the pipeline runs plainly by now, or None."""
+        driven = [driver.transformer for driver in self._drivers]
+        for name, transformer in denoisers(self._owner).items():
+            if not any(transformer is each for each in driven):
+                return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
+        if not all(driver.is_attached for driver in self._drivers):
+            return "its hook on the transformer was taken off; call accelerate_pipeline(pipe) again"
+        if self._clock.missed_run:
+            return "the scheduler has begun another run since this one, in which the transformer's hook was not called"
+        return None
 
     def __repr__(self) -> str:
         return f"Acceleration(preset={self.preset.name!r}, family={self.family!r})"
@@ -130,7 +151,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
     Raises:
         PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
-        UnsupportedError: the pipeline has no transformer, or the preset is for another model family.
+        UnsupportedError: the pipeline has no transformer, the preset is for another model family, or a transformer has
+            another cache on it, of diffusers or cache-dit.
     """
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
@@ -196,7 +218,8 @@ def accelerate_transformer(
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: the preset is for another model family, or the timesteps can't be told apart.
+        UnsupportedError: the preset is for another model family, the timesteps can't be told apart, or the transformer
+            has another cache on it.
     """
     family = known_family(transformer)
     is_video = family is not None and family.name in VIDEO_FAMILIES
@@ -215,17 +238,18 @@ def _attach(
     controller = Controller(preset, clock, "any" if family is None else family.name)
     drivers = [drive(transformer, controller, name) for name, transformer in transformers.items()]
     for driver in drivers:
+        refuse_other_cache(driver.transformer, driver.name)
         _check_family(preset, driver)
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
-    for transformer in transformers.values():
-        hook = find_hook(transformer)
-        if hook is not None:
-            hook.acceleration.restore()
+    hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
+    for earlier in (getattr(owner, "dit_accel", None), *(hook.acceleration for hook in hooks)):
+        if earlier is not None:
+            earlier.restore()
     net = net if preset.forecast.level == "output" else None  # at others every step runs blocks, which read it
     deferral = None if net is None else (net, defer_calls(net))
-    acceleration = Acceleration(controller, drivers, owner, deferral)
+    acceleration = Acceleration(controller, drivers, clock, owner, deferral)
     try:
         for driver in drivers:
             controller.add_transformer(driver.name, driver.layers())

@@ -26,11 +26,11 @@ def weighted_sum(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``sum_m weights[m] * history[m]``, summed in float32 and rounded once. Forward only: no gradient flows.
+    """``sum_m weights[m] * history[m]``, summed in float32, or float64, and rounded once. Forward only: no gradient.
 
     Args:
-        history: M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16 or float32) and device; a stacked
-            ``[M, ...]`` tensor will do.
+        history: M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16, float32; the reference takes float64
+            too) and device; a stacked ``[M, ...]`` tensor will do.
         weights: M floats.
         plan: write only the rows that it reuses; the features are then ``[B, S, H, D]`` over the plan's sequence.
         out: like a history entry, which it may be; required with a plan (last stride 1), else None = allocated.
@@ -46,9 +46,7 @@ def weighted_sum(
     _require_arguments(history, weights, plan, out)
     first = history[0]
     out = torch.empty_like(first, memory_format=torch.contiguous_format) if out is None else out
-    fits = plan is None or plan.block in BLOCK_SIZES
-    limit = None if fits else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
-    if resolve_backend(backend, first, {"triton": limit}) == "triton":
+    if resolve_backend(backend, first, {"triton": _triton_limit(first, plan)}) == "triton":
         from dit_accel.kernels._triton.forecast import weighted_sum_into
 
         weighted_sum_into(history, weights, plan, out)
@@ -61,8 +59,16 @@ def weighted_sum(
     return out
 
 
+def _triton_limit(first: torch.Tensor, plan: AttentionPlan | None) -> str | None:
+    """What keeps the Triton kernel from these features, or None."""
+    if first.dtype == torch.float64:
+        return "it sums in float32, got float64"
+    fits = plan is None or plan.block in BLOCK_SIZES
+    return None if fits else f"plan.block must be one of {BLOCK_SIZES}, got {plan.block}"
+
+
 def _sum_reference(history: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    total = history[0].float() * weights[0]
+    total = history[0].to(torch.promote_types(history[0].dtype, torch.float32)) * weights[0]
     for features, weight in zip(history[1:], weights[1:], strict=True):
         total.add_(features, alpha=weight)
     return total
@@ -72,7 +78,7 @@ def _require_arguments(history, weights, plan, out) -> None:
     if not len(history) or len(history) != len(weights):
         raise ShapeError(f"history and weights must have one length, at least 1, got {len(history)} and {len(weights)}")
     first = history[0]
-    checks.require_dtype("history[0]", first, checks.FLOAT_DTYPES)
+    checks.require_dtype("history[0]", first, (*checks.FLOAT_DTYPES, torch.float64))
     for index, features in enumerate(history):
         checks.require_shape(f"history[{index}]", features, tuple(first.shape))
         checks.require_same(f"history[{index}]", features, "history[0]", first)

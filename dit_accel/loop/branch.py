@@ -39,7 +39,7 @@ class BranchState:
     """What one branch of one transformer remembers within a run.
 
     Args:
-        shapes: of the tensors that its calls get.
+        shapes: of the tensors that its calls get, and what tells the form of their output.
         size: what they make the blocks remember.
         memory: how that is kept.
         loops: one for all samples whose steps are decided apart.

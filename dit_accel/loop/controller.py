@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 
 import torch
 
+from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
@@ -106,7 +108,7 @@ class Controller:
             transformer: its name in the pipeline.
             context: branch as the pipeline names it, or None: then repeated calls in one step are told apart by order.
             timestep: what the pipeline passes to the transformer.
-            shapes: shapes of the call's tensors; a change within a run ends that run.
+            shapes: of the call's tensors, and what tells the form of its output; a change within a run ends that run.
             size: what they make the transformer remember; asked for at a branch's first call.
             samples: rows whose steps are decided apart; asked for likewise.
 
@@ -125,6 +127,15 @@ class Controller:
             self._timings.append((self._step_record, elapsed()))
         finally:
             self.call = None
+
+    def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
+        """Notes a call that runs without the loop, which may be one of no run at all, and drops the run's caches."""
+        with suppress(UnsupportedError):  # a training loop draws timesteps of its own
+            if timestep is not None:
+                self._follow(timestep)
+                self._step_record.mode = StepMode.FULL.value
+        self._forget()
+        self.warn(reason)
 
     def forecast_output(self, call: Call) -> Output:
         """The transformer's output, forecast for every sample."""
@@ -176,6 +187,11 @@ class Controller:
         if remark not in self.report.notes:
             self.report.notes.append(remark)
 
+    def warn(self, remark: str) -> None:
+        """A remark that is a warning too: something is not accelerated at all."""
+        self.note(remark)
+        warnings.warn(f"dit-accel: {remark}", stacklevel=2)
+
     def fall_back(self, site: str, reason: str) -> None:
         """Notes that a site ran densely though the preset asked for less."""
         entry = {"site": site, "reason": reason}
@@ -198,19 +214,7 @@ class Controller:
         size: Callable[[], ModelSize],
         samples: Callable[[], Sequence[Rows]],
     ) -> Call:
-        tick = self._clock.read(timestep)
-        schedule, forecast = self.preset.schedule, self.preset.forecast
-        if self._tick is None or tick.run is not self._tick.run:
-            self.reset()
-            sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
-            self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
-            if tick.repeats is not None:
-                self.note(f"every step computed: {tick.repeats}")
-            elif forecast.corrector and tick.moves is None:
-                self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
-        if self._tick is None or tick.step != self._tick.step:
-            self._start_step(tick)
-        self._tick = tick
+        tick, schedule = self._follow(timestep), self.preset.schedule
         branch = self._branch(transformer, context, shapes, size, samples)
         modes = tuple(
             StepMode.FULL if tick.repeats is not None else loop.mode(tick.step, branch.updated) for loop in branch.loops
@@ -224,6 +228,22 @@ class Controller:
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
         return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips)
+
+    def _follow(self, timestep: torch.Tensor | float) -> Tick:
+        """Where the loop stands; a new run or step begins in the report."""
+        tick, forecast = self._clock.read(timestep), self.preset.forecast
+        if self._tick is None or tick.run is not self._tick.run:
+            self.reset()
+            sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
+            self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
+            if tick.repeats is not None:
+                self.warn(f"every step computed: {tick.repeats}")
+            elif forecast.corrector and tick.moves is None:
+                self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
+        if self._tick is None or tick.step != self._tick.step:
+            self._start_step(tick)
+        self._tick = tick
+        return tick
 
     def _start_step(self, tick: Tick) -> None:
         self._anonymous_calls.clear()
@@ -247,7 +267,7 @@ class Controller:
             context = f"call {count}"
         key = (transformer, context)
         if key in self._branches and self._branches[key].shapes != shapes:
-            self._forget("shapes changed")
+            self._forget("shapes or return_dict changed")
         elif key in self._called:  # another pipeline's loop over the same transformer, which this clock can't follow
             self._forget("branch called twice")
         self._called.add(key)

@@ -78,6 +78,17 @@ class SchedulerClock:
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
         self._timesteps: torch.Tensor | None = None
+        self._seen = self._scheduler_now()
+
+    @property
+    def missed_run(self) -> bool:
+        """Whether the scheduler has begun a run of which no step was read; of another scheduler that is not known."""
+        scheduler, timesteps = self._scheduler_now()
+        return scheduler is self._seen[0] and timesteps is not self._seen[1]
+
+    def _scheduler_now(self) -> tuple[Any, Any]:
+        scheduler = self._scheduler()
+        return scheduler, getattr(scheduler, "timesteps", None)
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
         scheduler = self._scheduler()
@@ -88,7 +99,7 @@ class SchedulerClock:
         return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats, self._moves)
 
     def _start(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
-        self._timesteps = scheduler.timesteps
+        self._timesteps, self._seen = scheduler.timesteps, (scheduler, scheduler.timesteps)
         values = [float(value) for value in scheduler.timesteps.tolist()]
         self._first = getattr(scheduler, "begin_index", None) or 0
         if getattr(scheduler, "begin_index", None) is None and getattr(scheduler, "step_index", None) is None:
@@ -126,9 +137,14 @@ class TimestepClock:
     Args:
         timesteps: the values that the loop passes to the transformer, in order.
 
+    Attributes:
+        missed_run: as that of :class:`SchedulerClock`; here it is never known.
+
     Raises:
         UnsupportedError: no timesteps, or equal neighbours, which could not be told apart.
     """
+
+    missed_run = False
 
     def __init__(self, timesteps: Sequence[float] | torch.Tensor) -> None:
         self._values = [float(value) for value in timesteps]

@@ -13,6 +13,7 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
+from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
@@ -21,10 +22,10 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
-from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled, register_hook, remove_hook
+from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled
 from dit_accel.models.part_hook import PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
-from dit_accel.models.token_order_hook import TokenOrder, put_on, take_off
+from dit_accel.models.token_order_hook import ORDER_HOOK, TokenOrder, order_hooks
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
@@ -115,30 +116,21 @@ class FamilyDriver(TransformerDriver):
         preset = self.controller.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
-                register_hook(block, self._hand_written[name.split(".")[-2]](name, self))
+                self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
             elif preset.forecast.level == "layer":
                 for part, module in self._parts(block).items():
-                    register_hook(module, PartHook(self.controller, name, part))
+                    self.hook(module, PartHook(self.controller, name, part))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
                     missed = partial(self.controller.fall_back, each.site)
                     hook = interceptor.AttentionHook(partial(self._caught, each), partial(self._attend, each), missed)
-                    register_hook(each.module, hook, ATTENTION_HOOK)
+                    self.hook(each.module, hook, ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
-            put_on(self._order, self.transformer, self.family.order, next(iter(self.blocks().values())))
-
-    def detach(self) -> None:
-        super().detach()
-        for name, block in self.blocks().items():
-            remove_hook(block)
-            for module in self._parts(block).values():
-                remove_hook(module)
-            for each in self._sites[name]:
-                remove_hook(each.module, ATTENTION_HOOK)
-        if self._order is not None:
-            take_off(self.transformer, self.family.order, next(iter(self.blocks().values())))
+            first_block = next(iter(self.blocks().values()))
+            for module, order_hook in order_hooks(self._order, self.transformer, self.family.order, first_block):
+                self.hook(module, order_hook, ORDER_HOOK)
 
     def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
         found = {part: getattr(block, part, None) for part in self.family.parts}
@@ -176,6 +168,8 @@ class FamilyDriver(TransformerDriver):
             return super().forward(original, context, (), arguments)
         finally:
             self.fuses, self.text, self.joint = False, None, None
+            if self._order is not None:
+                self._order.is_on = False
 
     def _reads_text(self, arguments: Arguments) -> bool:
         """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
@@ -214,11 +208,11 @@ class FamilyDriver(TransformerDriver):
     ) -> torch.Tensor | None:
         """An attention at its site."""
         tokens, text = self.joint, self.text if attention.sees_text else None
-        if torch.is_autocast_enabled(q.device.type):
-            self.controller.fall_back(attention.site, "autocast")
-            return None
-        if mask is not None and text is None:
-            self.controller.fall_back(attention.site, "attends under a mask")
+        reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q)
+        if reason is None and mask is not None and text is None:
+            reason = "attends under a mask"
+        if reason is not None:
+            self.controller.fall_back(attention.site, reason)
             return None
         attend = self.site(attention.site, attention.block).attend_computed
         size = self.controller.preset.blocks.size
@@ -298,3 +292,8 @@ class FamilyDriver(TransformerDriver):
                 left_out = 1 - site.attended - site.probed
                 computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
         return computed
+
+
+def why_no_kernels(x: torch.Tensor) -> str | None:
+    """Why kernels can't work on such a tensor, or None."""
+    return None if x.dtype in FLOAT_DTYPES else f"computes in {x.dtype}, which kernels do not take"

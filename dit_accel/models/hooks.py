@@ -1,14 +1,22 @@
-"""Hooks on a model's modules, beside those of diffusers and beneath accelerate's offload."""
+"""Hooks on a model's modules, beside those of diffusers and beneath accelerate's offload.
+
+``HookRegistry.remove_hook`` of diffusers cuts a chain. Where the hook that it takes out is not the last, the next one
+gets what that hook called as its ``forward``, in the place of its own ``new_forward``, and keeps the hook taken out as
+its ``original_forward``. So the next one no longer runs, and when it is taken out in turn, the first is back. The chain
+on a module is mended whenever a hook of ours on it is put on, taken off or called.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import HookFunctionReference
 
 from dit_accel.errors import UnsupportedError
 
@@ -17,12 +25,18 @@ ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other
 
 
 class Hook(ModelHook):
-    """A hook of ours, which belongs to one module and can't be copied with it."""
+    """A hook of ours, which belongs to one module and can't be copied or pickled with it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Mends the chain; diffusers runs it before it reads what forward to call, also of a hook that is cut off."""
+        if not torch.compiler.is_compiling():
+            mend_chain(module)
+        return args, kwargs
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            "an accelerated pipeline or transformer can't be copied, for its hooks would run the original: call "
-            "restore_pipeline(pipe) first, then accelerate the original and the copy"
+            "an accelerated pipeline or transformer can't be copied or pickled (torch.save), for its hooks would run "
+            "the original: call restore_pipeline(pipe) first, then accelerate the original and the copy"
         )
 
 
@@ -35,6 +49,7 @@ def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) ->
     """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
     with _beneath_offload(module):
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+        mend_chain(module)
 
 
 def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
@@ -43,7 +58,9 @@ def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
         return
     registry = module._diffusers_hook
     with _beneath_offload(module):
+        mend_chain(module)
         registry.remove_hook(name, recurse=False)
+        mend_chain(module)
         if not registry.hooks:
             del module._diffusers_hook
             if getattr(module.forward, "__func__", None) is type(module).forward:
@@ -54,6 +71,29 @@ def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
     """Our hook of that name on a module, whoever put it there; None = there is none."""
     registry = getattr(module, "_diffusers_hook", None)
     return registry.hooks.get(name) if registry is not None else None
+
+
+def mend_chain(module: torch.nn.Module) -> None:
+    """Has every hook on a module run, and call the one beneath it that is still there."""
+    registry = module._diffusers_hook
+    for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
+        own = getattr(registry.hooks[name], "new_forward", None)
+        if own is None:
+            reference.forward = _beneath(reference.forward, registry)
+            continue
+        is_cut = getattr(reference.forward, "func", None) != own
+        reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
+        if is_cut:
+            reference.forward = update_wrapper(partial(own, module), own)
+
+
+def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
+    """A forward itself, or what lies beneath it if it is that of hooks that were taken out."""
+    cells = getattr(getattr(forward, "func", None), "__closure__", None) or ()
+    for reference in (cell.cell_contents for cell in cells):
+        if isinstance(reference, HookFunctionReference) and reference not in registry._fn_refs:
+            return _beneath(reference.original_forward or reference.forward, registry)
+    return forward
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -8,7 +8,7 @@ Projections at either end are left alone, for LoRA replaces them and would work 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family import OrderFacts
-from dit_accel.models.hooks import Hook, register_hook, remove_hook
+from dit_accel.models.hooks import Hook
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
 ORDER_HOOK = "dit_accel_token_order"  # beside our other hook on the first block
@@ -36,10 +36,12 @@ class TokenOrder:
         self._block = block
         self._first_frame_apart = first_frame_apart
         self.grid: Grid | None = None  # of the latest call
+        self.is_on = False  # in the call in progress
         self._on_device: dict[tuple[torch.device, bool], torch.Tensor] = {}  # of this grid; by device and `undo`
 
     def start(self, grid: Grid) -> None:
         """A call with this grid begins."""
+        self.is_on = True
         if grid != self.grid:
             self.grid = grid
             self._on_device.clear()
@@ -50,11 +52,13 @@ class TokenOrder:
         return token_order(self._name, self.grid, self._block, first_frame_apart=self._first_frame_apart)
 
     def apply(self, x: torch.Tensor, axis: int, *, undo: bool = False) -> torch.Tensor:
-        """``x`` with its tokens, along ``axis``, brought into this order or back from it.
+        """``x`` with its tokens, along ``axis``, brought into this order or back from it; as it is where this is off.
 
         Raises:
             UnsupportedError: there are not as many tokens as in the clip.
         """
+        if not self.is_on:
+            return x
         order = self._on_device.get((x.device, undo))
         if order is None:
             order = (inverse_order(self.permutation) if undo else self.permutation).to(x.device)
@@ -100,15 +104,11 @@ class ReorderOutput(Hook):
         return tuple(parts)
 
 
-def put_on(order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
-    """Hooks the transformer where its family's facts say that the order goes on and off."""
+def order_hooks(
+    order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module
+) -> Iterator[tuple[nn.Module, Hook]]:
+    """What hooks the order takes where the family's facts say that it goes on and off, and the modules they go to."""
     for name, axes in facts.tables.items():
-        register_hook(transformer.get_submodule(name), ReorderOutput(order, axes), ORDER_HOOK)
-    register_hook(first_block, ReorderInput(order), ORDER_HOOK)
-    register_hook(transformer.get_submodule(facts.exit), ReorderInput(order, undo=True), ORDER_HOOK)
-
-
-def take_off(transformer: nn.Module, facts: OrderFacts, first_block: nn.Module) -> None:
-    """Undoes :func:`put_on`."""
-    for module in (*map(transformer.get_submodule, facts.tables), first_block, transformer.get_submodule(facts.exit)):
-        remove_hook(module, ORDER_HOOK)
+        yield transformer.get_submodule(name), ReorderOutput(order, axes)
+    yield first_block, ReorderInput(order)
+    yield transformer.get_submodule(facts.exit), ReorderInput(order, undo=True)

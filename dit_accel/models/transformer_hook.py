@@ -17,9 +17,14 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.control_net import computed
-from dit_accel.models.hooks import Hook, parameter_names, register_hook, remove_hook
+from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, parameter_names, register_hook, remove_hook
+from dit_accel.models.other_caches import refuse_other_cache
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
+GRADIENTS = (
+    "calls whose inputs or weights ask for gradients run plainly; where nothing is trained, put them under "
+    "torch.no_grad()"
+)
 COMPILED_WHOLE = (
     "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
     "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
@@ -45,6 +50,7 @@ class TransformerDriver:
         self.controller = controller
         self.name = name
         self._parameters = parameter_names(transformer)
+        self._hooked: list[tuple[torch.nn.Module, str]] = []
         if "timestep" not in self._parameters:
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
@@ -59,11 +65,21 @@ class TransformerDriver:
 
     def attach(self, acceleration: Any) -> None:
         """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
-        register_hook(self.transformer, TransformerHook(self, acceleration))
+        self.hook(self.transformer, TransformerHook(self, acceleration))
+
+    def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
+        """Hooks a module until :meth:`detach`."""
+        register_hook(module, hook, name)
+        self._hooked.append((module, name))
+
+    @property
+    def is_attached(self) -> bool:
+        return getattr(find_hook(self.transformer), "driver", None) is self
 
     def detach(self) -> None:
-        """Undoes :meth:`attach`."""
-        remove_hook(self.transformer)
+        """Undoes :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
+        while self._hooked:
+            remove_hook(*self._hooked.pop())
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
         """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
@@ -94,7 +110,8 @@ class TransformerDriver:
         if "timestep" not in arguments:
             model = type(self.transformer).__name__
             raise UnsupportedError(f"{model} was called without timestep, which tells its step")
-        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        shapes = *(tensor.shape for tensor in tensors), arguments.get("return_dict", True)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments)
         with self.controller.calling(self.name, context, arguments["timestep"], shapes, *asked) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
@@ -113,6 +130,10 @@ class TransformerDriver:
             self.controller.read(call)
             self.account(call, arguments)
         return output
+
+    def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A call runs plainly, for forecasts and kernels give no gradients."""
+        self.controller.stand_aside(self.named(args, kwargs).get("timestep"), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
@@ -145,11 +166,17 @@ class TransformerHook(Hook):
         self.driver = driver
         self.acceleration = acceleration
         self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
+        self._is_first_call = True  # of a pipeline's call
 
     @torch.compiler.disable
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module._compiled_call_impl is not None:
             raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
+        refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
+        self._is_first_call = False
+        if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
+            self.driver.stand_aside(args, kwargs)
+            return self.fn_ref.original_forward(*args, **kwargs)
         # diffusers < 0.38 keeps the context's name in another attribute.
         context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
         return self.driver.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
@@ -157,4 +184,11 @@ class TransformerHook(Hook):
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called by diffusers at the end of a pipeline call."""
         self.driver.controller.release()
+        self._is_first_call = True
         return module
+
+
+def _wants_gradients(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether, where gradients are on, a call's inputs or weights ask for any."""
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return any(each.requires_grad for each in (*module.parameters(), *tensors))

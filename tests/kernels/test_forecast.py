@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dit_accel.errors import ShapeError
+from dit_accel.errors import BackendError, ShapeError, UnsupportedError
 from dit_accel.kernels import weighted_sum
 
 WEIGHTS = {1: [1.0], 2: [1.5, -0.5], 3: [3.0, -3.0, 1.0]}
@@ -29,6 +29,15 @@ def test_sum_is_rounded_once(weights, implementation, make_tensor):
     actual = weighted_sum(history, weights, backend=backend)
     assert (actual.shape, actual.dtype) == (history[0].shape, dtype)
     assert_rounded_once(actual, exact_sum(history, weights), history, weights)
+
+
+def test_float64_is_summed_in_float64(make_tensor):
+    """By the reference, which `auto` takes; the kernel asked for by name says that it can't."""
+    history = [make_tensor(2, 37, 129).double() for _ in range(3)]
+    actual, exact = weighted_sum(history, WEIGHTS[3]), exact_sum(history, WEIGHTS[3])
+    assert actual.dtype == torch.float64 and float((actual - exact).abs().max()) < 1e-14
+    with pytest.raises((UnsupportedError, BackendError), match=r"float64|can't run here"):
+        weighted_sum(history, WEIGHTS[3], backend="triton")
 
 
 @pytest.mark.parametrize("case", [(2, 3, 200, 64), (1, 5, 40, 64), (1, 2, 260, 128)], ids=str)

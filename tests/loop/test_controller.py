@@ -369,7 +369,7 @@ def test_changed_shape_drops_caches_and_is_noted():
     call, _ = loop.call(3, torch.ones(2, 4), shapes=((2, 4),))
     assert call.mode is UPDATE
     assert len(call.branch.loops[0].outputs) == 1
-    assert loop.controller.report.notes == ["shapes changed at step 3: caches dropped"]
+    assert loop.controller.report.notes == ["shapes or return_dict changed at step 3: caches dropped"]
     assert loop.call(4, shapes=((2, 4),))[1].shape == (2, 4)
 
 

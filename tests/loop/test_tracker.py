@@ -43,6 +43,21 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
     assert list(tick.coordinates("auto")) == list(range(20))
 
 
+def test_a_run_that_was_not_read_is_missed():
+    """Once the scheduler has begun it, until it or a later one is read; another scheduler tells nothing."""
+    holder = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    scheduler, clock = holder["scheduler"], SchedulerClock(lambda: holder["scheduler"])
+    assert not clock.missed_run
+    for _ in range(2):
+        scheduler.set_timesteps(4)
+        assert clock.missed_run
+        clock.read(scheduler.timesteps[0])
+        assert not clock.missed_run
+    scheduler.set_timesteps(4)
+    holder["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+    assert not clock.missed_run
+
+
 def test_moves_are_known_of_flows_alone():
     """Beyond sigma 1 the transformer's output is no velocity, though the scheduler takes Euler steps (Cosmos)."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()

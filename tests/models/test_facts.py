@@ -270,6 +270,7 @@ def test_what_facts_can_not_do_is_refused(name, level):
         accelerate_pipeline(pipeline(name), preset)
 
 
+@torch.no_grad()
 def test_attention_under_a_mask_of_the_users_is_left_alone():
     """What a mask in `joint_attention_kwargs` excludes stays excluded, and the report says that the block is dense."""
     pipe = tiny_pipeline("flux")

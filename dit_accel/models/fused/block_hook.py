@@ -14,7 +14,7 @@ from torch import nn
 from dit_accel.kernels import attention
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.family_driver import FamilyDriver, why_no_kernels
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
@@ -79,7 +79,7 @@ class BlockHook(Hook, ABC):
         if not is_ours or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
-        reason = why_not_replaceable(module) or why_called(module, "norm")
+        reason = why_not_replaceable(module) or why_called(module, "norm") or why_no_kernels(given.hidden_states)
         forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, given)

@@ -1,0 +1,182 @@
+"""Hooks stay in effect, and come off without a trace, whatever diffusers puts on and takes off around them."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
+from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
+
+STEPS = 10
+LEVELS = {
+    "output": load_preset("turbo"),
+    "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
+    "tiles": load_preset("turbo", skip={"policy": "sparge", "steps": "all", "tau_kv": 0.6}),
+}
+
+
+class Named:
+    """A hook that adds its name to the list that a forward returns."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+class Around(Named, ModelHook):
+    def new_forward(self, module, *args):
+        return [*self.fn_ref.original_forward(*args), self.name]
+
+
+class Behind(Named, ModelHook):
+    def post_forward(self, module, output):
+        return [*output, self.name]
+
+
+class Ours(Named, Hook):
+    def new_forward(self, module, *args):
+        return [*self.fn_ref.original_forward(*args), self.name]
+
+
+class Plain(nn.Module):
+    def forward(self):
+        return []
+
+
+def hooked(kinds):
+    """A module under hooks of these kinds, by name."""
+    module = Plain()
+    for name, kind in kinds.items():
+        if kind is Ours:
+            register_hook(module, kind(name), name)
+        else:
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(kind(name), name)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Around, Behind], ids=["new-forward", "post-forward"])
+@pytest.mark.parametrize("called", [True, False], ids=["called-in-between", "not-called"])
+@pytest.mark.parametrize("order", list(itertools.permutations(["before", "around", "after"])), ids=" ".join)
+def test_what_is_left_runs_whatever_goes_first(order, called, kind):
+    """diffusers takes its hooks off in any order, called in between or not, and ours goes at any time."""
+    for goes_after in range(len(order) + 1):
+        module = hooked({"before": kind, "around": Around, "ours": Ours, "after": kind})
+        left = ["before", "around", "ours", "after"]
+        for name in order[:goes_after]:
+            module._diffusers_hook.remove_hook(name, recurse=False)
+            left.remove(name)
+            assert not called or module.forward() == left
+        assert module.forward() == left
+        remove_hook(module, "ours")
+        left.remove("ours")
+        assert module.forward() == left
+
+
+def test_a_hook_of_ours_that_is_put_on_or_taken_off_mends_the_others():
+    """diffusers' own hook is cut off where ours was beneath it, or where another one was."""
+    module = hooked({"ours": Ours, "around": Around})
+    remove_hook(module, "ours")
+    assert module.forward() == ["around"]
+    module._diffusers_hook.remove_hook("around", recurse=False)
+    assert module.forward() == []
+
+    module = hooked({"before": Behind, "around": Around})
+    module._diffusers_hook.remove_hook("before", recurse=False)
+    register_hook(module, Ours("ours"), "ours")
+    assert module.forward() == ["around", "ours"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
+    """diffusers takes offload hooks from beneath ours and puts them on anew when a LoRA is loaded."""
+    expected = accelerate_pipeline(_with_lora(tiny_pipeline("flux")), LEVELS[level])
+    pipe = tiny_pipeline("flux")
+    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+    accelerate_pipeline(pipe, LEVELS[level])
+    tiny_output(pipe, "flux", steps=5)
+    _with_lora(pipe)
+    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), tiny_output(expected, "flux", steps=STEPS))
+    report, expected_report = pipe.dit_accel.report(), expected.dit_accel.report()
+    assert report.computed_fraction == expected_report.computed_fraction < 1
+    assert len(report.steps) == STEPS and report.fallbacks == expected_report.fallbacks
+    plain = tiny_output(restore_pipeline(expected), "flux", steps=2)
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=2), plain)
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen-image"])
+def test_offload_hooks_that_go_leave_the_acceleration_in_effect(name):
+    """As before on other families, whose offload hooks are taken off here as loading a LoRA does."""
+    expected = accelerate_pipeline(tiny_pipeline(name), "turbo")
+    pipe = tiny_pipeline(name)
+    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+    accelerate_pipeline(pipe, "turbo")
+    pipe.transformer._diffusers_hook.remove_hook("group_offloading", recurse=True)
+    assert torch.equal(tiny_output(pipe, name, steps=STEPS), tiny_output(expected, name, steps=STEPS))
+    assert pipe.dit_accel.report().computed_fraction == expected.dit_accel.report().computed_fraction < 1
+
+
+def test_every_transformer_and_block_that_was_touched_is_restored():
+    """Also those that were swapped since, a whole transformer or one of its blocks."""
+    pipe, other = tiny_pipeline("wan"), tiny_pipeline("wan", seed=1)
+    first, block = pipe.transformer, pipe.transformer.blocks[0]
+    skip, blocks = {"policy": "sparge", "steps": "all"}, {"token_order": "hilbert"}
+    preset = load_preset("video-turbo", model="wan", skip=skip, blocks=blocks)
+    attributes = {name: set(vars(module)) for name, module in first.named_modules()}
+    plain = tiny_output(pipe, "wan", steps=2)
+    accelerate_pipeline(pipe, preset)
+    pipe.transformer.blocks[0] = other.transformer.blocks[0]
+    pipe.transformer = other.transformer
+    accelerate_pipeline(pipe, preset)
+    pipe.transformer = first
+    restore_pipeline(pipe)
+    first.blocks[0] = block
+    assert all(find_hook(transformer) is None for transformer in (first, other.transformer))
+    assert {name: set(vars(module)) for name, module in first.named_modules()} == attributes
+    assert torch.equal(tiny_output(pipe, "wan", steps=2), plain)
+
+
+def test_an_acceleration_that_is_not_in_effect_says_so():
+    """A replaced transformer, a hook that somebody took off, and a forward that goes around it."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "turbo")
+    tiny_output(pipe, "flux", steps=STEPS)
+    assert not pipe.dit_accel.report().notes
+    first, pipe.transformer = pipe.transformer, tiny_pipeline("flux", seed=1).transformer
+    with pytest.warns(UserWarning, match=r"pipe.transformer was replaced; call accelerate_pipeline\(pipe\) again"):
+        assert any(note.startswith("not in effect: pipe.transformer") for note in pipe.dit_accel.report().notes)
+
+    pipe.transformer = first
+    tiny_output(pipe, "flux", steps=STEPS)
+    assert not pipe.dit_accel.report().notes
+    hooked_forward, first.forward = first.forward, type(first).forward.__get__(first)
+    tiny_output(pipe, "flux", steps=STEPS)
+    with pytest.warns(UserWarning, match="begun another run since this one, in which the transformer's hook was not"):
+        pipe.dit_accel.report()
+
+    first.forward = hooked_forward
+    first._diffusers_hook.remove_hook("dit_accel")
+    with pytest.warns(UserWarning, match="its hook on the transformer was taken off"):
+        pipe.dit_accel.report()
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, "torch.save"], ids=["pickle", "torch-save"])
+@pytest.mark.parametrize("name, preset", [("flux", "flux-flashomni"), ("flux-controlnet", "exact"), ("ltx", "turbo")])
+def test_pickling_waits_for_a_restored_pipeline(name, preset, write, tmp_path):
+    """One clear line for a pipeline and for its transformer; weights and restored pipelines are written as ever."""
+    write = write if callable(write) else lambda thing: torch.save(thing, tmp_path / "saved")
+    pipe = accelerate_pipeline(tiny_pipeline(name), preset)
+    for each in (pipe, pipe.transformer):
+        with pytest.raises(UnsupportedError, match=r"can't be copied or pickled.* call restore_pipeline\(pipe\) first"):
+            write(each)
+    write(pipe.transformer.state_dict())
+    write(restore_pipeline(pipe))
+
+
+def _with_lora(pipe):
+    pipe.load_lora_weights(tiny_flux_lora(pipe))
+    return pipe
