@@ -202,9 +202,9 @@ def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, mod
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        (("tune", "--target-psnr", "inf"), "a target must be positive and finite, got inf"),
-        (("tune", "--target-psnr", "nan"), "a target must be positive and finite, got nan"),
-        (("tune", "--target-error", "inf"), "a target must be positive and finite, got inf"),
+        (("tune", "--target-psnr", "inf"), "target_psnr must be positive and finite, got inf"),
+        (("tune", "--target-psnr", "nan"), "target_psnr must be positive and finite, got nan"),
+        (("tune", "--target-error", "inf"), "target_error must be positive and finite, got inf"),
         (("tune", "--target-psnr", "30", "-o", "mine.yaml"), "--output: mine.yaml exists"),
         (("tune", "--target-psnr", "30", "-o", "/proc/x.yaml"), "--output: /proc/x.yaml can't be written"),
         (("tune", "--target-psnr", "30", "--prompts", "empty.txt"), "--prompts: empty.txt holds no prompts"),

@@ -38,7 +38,8 @@ class Target:
             raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
         target = cls("psnr", psnr) if psnr is not None else cls("latent_error", latent_error)
         if not 0 < target.value < math.inf:
-            raise TuningError(f"a target must be positive and finite, got {target.value}")
+            name = "target_error" if psnr is None else "target_psnr"
+            raise TuningError(f"{name} must be positive and finite, got {target.value}")
         return target
 
     @property
