@@ -73,10 +73,12 @@ class _Loader(yaml.SafeLoader):
         self._level += 1
         node = super().compose_node(parent, index)
         self._level -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._extents:
+                raise _refusal(f"alias {shortened(event.anchor)} stands inside what it repeats", event)
+            return node
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:
             raise _refusal(f"a value has {len(event.value):,} characters, of {LONGEST_VALUE:,} at most", event)
-        if isinstance(event, yaml.AliasEvent) and node not in self._extents:
-            raise _refusal(f"alias {shortened(event.anchor)} stands inside what it repeats", event)
         if isinstance(node, yaml.MappingNode):
             _refuse_repeated_keys(node)
         self._extents[node] = values, levels = self._extent(node)

@@ -26,6 +26,10 @@ REFUSED = {
         "a: &a [[[[[[[[[[1]]]]]]]]]]\nb: [[[[[[[[[[*a]]]]]]]]]]",
         "more than 20 levels inside each other, aliases",
     ),
+    "many-aliases": (
+        "a: &a [" + "1," * 4000 + "]\nb: [" + "*a," * 12_000 + "]",
+        "more than 5,000 values, aliases written",
+    ),
     "long-list": ("- 1\n" * 6000, "more than 5,000 values"),
     "long-integer": (f"a: {'9' * 5000}", "a value has 5,000 characters, of 1,000 at most, line 1"),
     "digitless-integer": ("a: 0b_", "invalid literal for int()"),
