@@ -35,3 +35,17 @@ class TuningError(DitAccelError, ValueError):
 
 class ComparisonError(DitAccelError, ValueError):
     """What a comparison has measured so far belongs to another one."""
+
+
+def shown(value: object) -> str:
+    """A value that came, as messages show it: its ``repr``, shortened."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # Python writes no integers of more than 4,300 digits
+        return f"a value too long to show ({type(value).__name__})"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text as messages show it: its beginning where it is longer, and in one line."""
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= most else f"{text[: most // 2]}… ({len(text):,} characters)"

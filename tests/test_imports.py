@@ -27,6 +27,7 @@ LAYERS = [
     {"sla", "pipeline"},
     {"tools"},
     {"cli"},
+    {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "tools"}

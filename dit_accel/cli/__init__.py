@@ -7,6 +7,9 @@ when they run, so that help and completion are quick.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +18,16 @@ from typer.core import TyperGroup
 import dit_accel
 from dit_accel.cli import bench, compare, env, generate, inspect, presets, tune
 from dit_accel.cli.options import OptionError
-from dit_accel.errors import BackendError, ComparisonError, DitAccelError, PresetError, TuningError, UnsupportedError
+from dit_accel.errors import (
+    BackendError,
+    ComparisonError,
+    DitAccelError,
+    PresetError,
+    TuningError,
+    UnsupportedError,
+    shortened,
+    shown,
+)
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same picture."
 
@@ -25,12 +37,31 @@ MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningErro
 class _Commands(TyperGroup):
     """Turns errors raised on purpose into one line and an exit code; others are defects and keep their traceback."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _told():
+            _require_text(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _told():
             return super().invoke(ctx)
-        except DitAccelError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2 if isinstance(error, MISTAKES) else 1) from None
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except DitAccelError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, MISTAKES) else 1) from None
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Checks that what the shell gave is text: bytes that are not UTF-8 arrive as lone surrogates."""
+    for before, argument in pairwise(["", *arguments]):
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            option = next((word for word in (argument, before) if word.startswith("-")), "arguments")
+            raise OptionError(shortened(option.partition("=")[0]), f"must be UTF-8, got {shown(argument)}")
 
 
 app = typer.Typer(

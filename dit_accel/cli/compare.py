@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
 from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import model_preset, tuning_prompts
@@ -59,6 +61,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     repeats: options.RepeatsOption = options.REPEATS,
+    force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Compare presets with other ways to make a pipeline faster: same pipeline, prompts and seeds.
@@ -75,7 +78,7 @@ def command(
     console = Console(quiet=quiet)
     if (prompt is None) == (prompts is None):
         raise options.OptionError("--prompt", "give either a prompt or --prompts, a file of them")
-    options.require_writable(output.with_name(f"{output.name}.json"), "--output")
+    _require_output(output, force)
     require_extra("matplotlib", "dit-accel compare, which plots what it measures,")
     named_peers = _peers(peers)
     for name in _names(presets):
@@ -111,6 +114,16 @@ def command(
     written = sweep.publish()
     _print_summary(console, sweep)
     console.out(f"wrote {', '.join(map(str, written))}", highlight=False)
+
+
+def _require_output(stem: Path, force: bool) -> None:
+    """Checks that the files of a comparison can be written; one that goes on replaces its own."""
+    if not stem.name:
+        raise options.OptionError("--output", f"{stem} is a folder; give the stem of files in it")
+    document, *others = (stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png"))
+    goes_on = os.path.isfile(document)
+    for path in (document, *others):
+        require_writable(path, "--output", force=force or goes_on)
 
 
 def _names(listed: str | None) -> list[str]:

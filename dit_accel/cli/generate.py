@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,8 @@ import typer
 
 from dit_accel.cli import options
 from dit_accel.cli.comparison import Side, Sides, both_sides
-from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output
+from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output, unused
+from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
@@ -34,6 +36,7 @@ def command(
         float | None,
         typer.Option(
             "--guidance",
+            callback=options.require_finite,
             help="guidance_scale (Wan's too); on FLUX and HunyuanVideo with --negative-prompt, and on demo models that "
             "are guided so, true_cfg_scale, above 1.",
         ),
@@ -49,7 +52,12 @@ def command(
     fps: options.FpsOption = None,
     num_images: Annotated[
         int | None,
-        typer.Option("--num-images", min=1, help="Pictures of the prompt: NAME-0.png, NAME-1.png, …; not for video."),
+        typer.Option(
+            "--num-images",
+            min=1,
+            max=options.MOST_IMAGES,
+            help="Pictures of the prompt: NAME-0.png, NAME-1.png, …; not for video.",
+        ),
     ] = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
@@ -61,7 +69,7 @@ def command(
             "-o",
             help="What to write: a picture (.png, .jpg, .webp, …); of a video model a clip (.mp4, with the "
             "extra `video`, or .gif) or, for a name without suffix, a folder of frames 0000.png, 0001.png, …",
-            show_default="output.png, and output.mp4 for video",
+            show_default="output.png, output-2.png, …, and .mp4 for video",
         ),
     ] = None,
     compare: Annotated[
@@ -86,6 +94,7 @@ def command(
             "null where both are identical, and plain values are null without --compare.",
         ),
     ] = None,
+    force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Make pictures or clips with an accelerated pipeline.
@@ -99,13 +108,14 @@ def command(
     from rich.console import Console
 
     console = Console(quiet=quiet)
-    for path, option in ((plot, "--plot"), (json_path, "--json")):
-        if path is not None:
-            options.require_writable(path, option)
+    if json_path is not None:
+        require_writable(json_path, "--json", force=force)
     if plot is not None:
+        require_plot(plot, "--plot", force=force)
         require_extra("matplotlib", "--plot")
     if output is not None:
-        require_plausible_output(output)
+        for file in numbered(output, num_images or 1):
+            require_plausible_output(file, compare=compare, force=force)
     preset, overrides = options.named_preset(preset, model, settings)
     if preset == "none" and (compare or plot or settings):
         used = "--compare" if compare else "--plot" if plot else "--set"
@@ -127,10 +137,14 @@ def command(
         "num-images": num_images,
     }
     arguments = call_arguments(pipe, model, given)
-    count = num_images or 1
-    files = [numbered(output or medium.default_output, index, count) for index in range(count)]
+    files = numbered(output or medium.default_output, num_images or 1)
+    if output is None and not force:
+        files = unused(medium.default_output, num_images or 1, partial(medium.files, compare=compare))
     for file in files:
-        medium.require_output(file, compare=compare)
+        medium.require_output(file, compare=compare, force=force)
+    written = [("--output", each) for file in files for each in medium.files(file, compare=compare)]
+    named = [(option, path) for option, path in (("--plot", plot), ("--json", json_path)) if path is not None]
+    require_distinct([*written, *named])
     if compare:
         sides = both_sides(pipe, arguments, seed, chosen, repeats, console, whole=offload != "none")
     else:

@@ -10,8 +10,9 @@ import typer
 
 from dit_accel.cli import options
 from dit_accel.cli.media import Clips, medium_of
+from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.errors import ShapeError
+from dit_accel.errors import ShapeError, shortened, shown
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 
@@ -40,6 +41,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
+    force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Run once and draw what was computed.
@@ -60,39 +62,52 @@ def command(
     given["image"] = read_image(image)
     try:
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise options.OptionError("--output", f"{output} can't be made: {error.strerror}") from None
-    options.require_writable(output / "report.json", "--output")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise options.OptionError("--output", f"{shortened(str(output))} can't be made: {reason}") from None
+    figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
+    for path in (*figures, *output.glob("symbols-*.png")):
+        require_writable(path, "--output", force=force)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
-    medium.require_output(file, compare=False)
+    medium.require_output(file, compare=False, force=force)
     arguments = call_arguments(pipe, model, given)
     accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
     made = timed_call(pipe, arguments, seed).results[0]
     report = pipe.dit_accel.report()
+    if layer is not None:
+        _require_symbols(pipe, layer)
 
     with console.status("drawing"):
         medium.write(made, file)
-        timeline_figure(report, output / "timeline.png")
-        density_figure(report, output / "density.png")
-        (output / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        timeline, density, facts = figures
+        timeline_figure(report, timeline)
+        density_figure(report, density)
+        facts.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
         _draw_symbols(pipe, made, layer, output, console)
     console.out(str(report), highlight=False)
     console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)
+
+
+def _require_symbols(pipe: Any, layer: str) -> None:
+    """Checks that the run has symbols of a layer."""
+    symbols = pipe.dit_accel.symbols()
+    if layer not in symbols:
+        level = pipe.dit_accel.preset.forecast.level
+        fix = "run more --steps" if level == "head" else "use a preset of level head"
+        none = f"a run of level {level} has no symbols here; {fix}"
+        valid = f"layers: {', '.join(symbols)}" if symbols else none
+        raise options.OptionError("--layer", f"no symbols of layer {shown(layer)}; {valid}")
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
     from dit_accel.tools.figures import symbol_map
 
     symbols = pipe.dit_accel.symbols()
-    level = pipe.dit_accel.preset.forecast.level
-    if layer is not None and layer not in symbols:
-        none = f"level {level} has no symbols; use a preset of level head"
-        valid = f"layers: {', '.join(symbols)}" if symbols else none
-        raise options.OptionError("--layer", f"no symbols of layer {layer!r}; {valid}")
     if not symbols:
+        level = pipe.dit_accel.preset.forecast.level
         console.out(f"no symbol map: this run has no symbols (level {level})", highlight=False)
         return
     drawn = layer or list(symbols)[len(symbols) // 2]

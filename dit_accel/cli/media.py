@@ -6,10 +6,16 @@ Checks raise an ``OptionError``, or an ``UnsupportedError`` where imageio-ffmpeg
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
+from io import BytesIO
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.options import OptionError, require_writable
+from dit_accel.cli.options import OptionError
+from dit_accel.cli.outputs import require_writable
+from dit_accel.errors import shortened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,23 +28,33 @@ FRAMES_A_SECOND = {"Wan": 16.0, "CogVideoX": 8.0, "Mochi": 30.0}
 USUAL_FRAMES_A_SECOND = 24.0
 
 
-def require_plausible_output(path: Path) -> None:
+def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     """Checks what needs no model: that a picture, a clip or a folder of frames could be written to ``path``."""
-    from PIL import Image
-
     from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
-    if not path.name:
-        raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
     if is_folder_of_frames(path):
         return
-    if path.suffix.lower() not in (*FILE_SUFFIXES, *Image.registered_extensions()):
+    is_clip = path.suffix.lower() in FILE_SUFFIXES
+    if not is_clip and not _is_written_by_pillow(path.suffix):
+        name = shortened(str(path))
         raise OptionError(
-            "--output", f"{path} must end in .png, .jpg or .webp, or for a clip in {' or '.join(FILE_SUFFIXES)}"
+            "--output", f"{name} must end in .png, .jpg or .webp, or for a clip in {' or '.join(FILE_SUFFIXES)}"
         )
-    require_writable(path, "--output")
-    if path.suffix.lower() in FILE_SUFFIXES:
+    for file in _with_comparison(path, compare):
+        require_writable(file, "--output", force=force)
+    if is_clip:
         require_codec(path, "--output")
+
+
+def _is_written_by_pillow(suffix: str) -> bool:
+    """Whether Pillow writes RGB pictures in the format of a suffix; many it only reads, or only with plug-ins."""
+    from PIL import Image
+
+    try:
+        Image.new("RGB", (16, 16)).save(BytesIO(), Image.registered_extensions().get(suffix.lower(), suffix))
+    except (KeyError, OSError, ValueError):
+        return False
+    return True
 
 
 class Pictures:
@@ -46,14 +62,16 @@ class Pictures:
 
     default_output = Path("output.png")
 
-    def require_output(self, path: Path, *, compare: bool) -> None:
+    def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         """Checks that a picture can be written to ``path``, and its comparison beside it."""
-        from PIL import Image
-
-        for file in _with_comparison(path, compare):
-            require_writable(file, "--output")
-        if path.suffix.lower() not in Image.registered_extensions():
+        for file in self.files(path, compare=compare):
+            require_writable(file, "--output", force=force)
+        if not _is_written_by_pillow(path.suffix):
             raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes pictures")
+
+    def files(self, path: Path, *, compare: bool) -> list[Path]:
+        """NAME, and with a comparison NAME-plain and NAME-compare."""
+        return _with_comparison(path, compare)
 
     def write(self, picture: Image.Image, path: Path) -> None:
         picture.save(path)
@@ -82,7 +100,7 @@ class Clips:
     def __init__(self, fps: float) -> None:
         self.fps = fps
 
-    def require_output(self, path: Path, *, compare: bool) -> None:
+    def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
         """Checks that a clip can be written to ``path``, and its comparison beside it in the same form."""
         from dit_accel.tools.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
 
@@ -95,14 +113,19 @@ class Clips:
             )
         require_codec(path, "--output", folder=is_folder)
         for clip in _with_comparison(path, compare):
-            if is_folder and clip.is_file():
+            if is_folder and os.path.isfile(clip):
                 raise OptionError("--output", f"{clip} is no folder that frames can be written into; name a new one")
             if is_folder and (foreign := foreign_files(clip)):
                 holds = f"folder {clip} holds more than frames of a clip ({foreign[0]})"
                 raise OptionError("--output", f"{holds}; name another or a new one")
-            require_writable(clip / "0000.png" if is_folder and clip.is_dir() else clip, "--output")
+            first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
+            require_writable(first, "--output", force=force)
         if compare:
-            require_writable(_strip(path), "--output")
+            require_writable(_strip(path), "--output", force=force)
+
+    def files(self, path: Path, *, compare: bool) -> list[Path]:
+        """NAME, and with a comparison NAME-plain, NAME-compare and the picture NAME-strip.png."""
+        return [*_with_comparison(path, compare), *([_strip(path)] if compare else [])]
 
     def write(self, clip: np.ndarray, path: Path) -> None:
         from dit_accel.tools.video import write_clip
@@ -141,9 +164,18 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
     return Pictures()
 
 
-def numbered(path: Path, index: int, count: int) -> Path:
-    """The path of one of ``count`` pictures: NAME itself, or NAME-0, NAME-1, …"""
-    return path if count == 1 else _beside(path, str(index))
+def numbered(path: Path, pictures: int) -> list[Path]:
+    """The paths of so many pictures: NAME itself, or NAME-0, NAME-1, …"""
+    if not path.name:
+        raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
+    return [path] if pictures == 1 else [_beside(path, str(index)) for index in range(pictures)]
+
+
+def unused(path: Path, pictures: int, files: Callable[[Path], list[Path]]) -> list[Path]:
+    """The paths of pictures of which no file exists yet: those of NAME, else of NAME-2, NAME-3, …"""
+    names = chain([path], (_beside(path, str(number)) for number in count(2)))
+    candidates = (numbered(name, pictures) for name in names)
+    return next(each for each in candidates if not any(file.exists() for path in each for file in files(path)))
 
 
 def _beside(path: Path, kind: str) -> Path:

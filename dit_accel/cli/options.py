@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dit_accel.errors import DitAccelError
+from dit_accel.errors import DitAccelError, PresetError, shortened, shown
 from dit_accel.tools.demo import DEFAULT_MODEL as DEFAULT_MODEL
 from dit_accel.tools.demo import model_preset
 from dit_accel.tools.repeats import REPEATS as REPEATS
@@ -18,6 +18,28 @@ if TYPE_CHECKING:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Offload = Literal["none", "model", "sequential"]
+
+# Bounds beyond all reason, so that a slip of the finger is told before any work.
+MOST_STEPS = 10_000
+MOST_PIXELS = 16_384  # of a side
+MOST_FRAMES = 10_000
+MOST_IMAGES = 1_000
+MOST_REPEATS = 1_000
+LONGEST_PROMPTS = 2**20  # bytes of a file
+
+
+class OptionError(DitAccelError, ValueError):
+    """A command line option can't be used as it was given."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+
+
+def require_finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise OptionError(option.opts[0], f"must be a finite number, got {value}")
+    return value
+
 
 PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the picture or clip shows.")]
 ModelOption = Annotated[
@@ -45,11 +67,18 @@ SetOption = Annotated[
     ),
 ]
 StepsOption = Annotated[
-    int | None, typer.Option("--steps", min=1, help="Denoising steps.", show_default="the pipeline's")
+    int | None,
+    typer.Option("--steps", min=1, max=MOST_STEPS, help="Denoising steps.", show_default="the pipeline's"),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the starting noise.")]
-HeightOption = Annotated[int | None, typer.Option("--height", min=1, help="Pixels.", show_default="the pipeline's")]
-WidthOption = Annotated[int | None, typer.Option("--width", min=1, help="Pixels.", show_default="the pipeline's")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=-(2**63), max=2**63 - 1, help="Seed of the starting noise, of 64 bits.")
+]
+HeightOption = Annotated[
+    int | None, typer.Option("--height", min=1, max=MOST_PIXELS, help="Pixels.", show_default="the pipeline's")
+]
+WidthOption = Annotated[
+    int | None, typer.Option("--width", min=1, max=MOST_PIXELS, help="Pixels.", show_default="the pipeline's")
+]
 ImageOption = Annotated[
     Path | None,
     typer.Option(
@@ -59,11 +88,24 @@ ImageOption = Annotated[
 ]
 FramesOption = Annotated[
     int | None,
-    typer.Option("--num-frames", min=1, help="Frames of the clip; video only.", show_default="the pipeline's"),
+    typer.Option(
+        "--num-frames",
+        min=1,
+        max=MOST_FRAMES,
+        help="Frames of the clip; video only.",
+        show_default="the pipeline's",
+    ),
 ]
 FpsOption = Annotated[
     float | None,
-    typer.Option("--fps", min=1, max=100, help="Frames a second of the written clip.", show_default="the model's"),
+    typer.Option(
+        "--fps",
+        min=1,
+        max=100,
+        callback=require_finite,
+        help="Frames a second of the written clip.",
+        show_default="the model's",
+    ),
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -79,31 +121,29 @@ OffloadOption = Annotated[
 ]
 RepeatsOption = Annotated[
     int,
-    typer.Option("--repeats", min=1, help="Speed-ups are medians of at least so many, plain and accelerated in turn."),
+    typer.Option(
+        "--repeats",
+        min=1,
+        max=MOST_REPEATS,
+        help="Speed-ups are medians of at least so many, plain and accelerated in turn.",
+    ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
-class OptionError(DitAccelError, ValueError):
-    """A command line option can't be used as it was given."""
-
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(f"{option}: {message}")
-
-
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML."""
-    import yaml
+    from dit_accel.presets.reading import read_yaml
 
     overrides = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise OptionError("--set", f"must be KEY=VALUE, e.g. target_error=0.1, got {setting!r}")
+            raise OptionError("--set", f"must be KEY=VALUE, e.g. target_error=0.1, got {shown(setting)}")
         try:
-            overrides[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise OptionError("--set", f"the value in {setting!r} is not YAML") from None
+            overrides[key.strip()] = read_yaml(value)
+        except PresetError as error:
+            raise OptionError("--set", f"the value in {shown(setting)} is {error}") from None
     return overrides
 
 
@@ -144,19 +184,14 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
 
 def read_prompts(path: Path) -> list[str]:
     """The lines of a file that say something."""
+    from dit_accel.presets.reading import read_text
+
+    name = shortened(str(path))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError("--prompts", f"{path} can't be read: {error}") from None
-    return [line.strip() for line in lines if line.strip()]
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Checks, before anything is computed, that the file ``path`` can be written."""
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise OptionError(option, f"{path} is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise OptionError(option, f"folder {folder} does not exist; create it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise OptionError(option, f"{path} can't be written: no permission")
+        text = read_text(path, LONGEST_PROMPTS)
+    except (OSError, ValueError) as error:
+        raise OptionError("--prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise OptionError("--prompts", f"{name} holds no prompts; write one a line")
+    return prompts

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import os
 import time
 import traceback
 import warnings
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dit_accel.cli.options import OptionError
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import UnsupportedError, shortened, shown
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 
 if TYPE_CHECKING:
@@ -58,14 +60,16 @@ def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload:
     transformers.utils.logging.disable_progress_bar()
     if console.quiet:
         diffusers.utils.logging.set_verbosity_error()
-    with console.status(f"loading {model}"), warnings.catch_warnings():
+    with explained_memory(), console.status(f"loading {model}"), warnings.catch_warnings():
         # Newer diffusers call the argument `dtype` and warn about the name that all versions take.
         warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
         try:
             pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=precision)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise OptionError("--model", f"{model} can't be loaded: {reason}") from error
+        except Exception as error:  # diffusers checks little of what a folder holds: a wrong one fails in any way
+            if _lacks_memory(error):
+                raise
+            reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
+            raise OptionError("--model", f"{shortened(model)} can't be loaded: {reason}") from error
         if offload == "model":
             pipe.enable_model_cpu_offload(device=place)
         elif offload == "sequential":
@@ -118,17 +122,19 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
 
 def read_image(path: Path | None) -> Image.Image | None:
     """An RGB picture from a file, if one was given."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if path is None:
         return None
+    name = shortened(str(path))
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except FileNotFoundError:
-        raise OptionError("--image", f"{path} does not exist") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise OptionError("--image", f"{path} can't be read as a picture: {error}") from None
+        raise OptionError("--image", f"{name} does not exist") from None
+    except Exception as error:  # what decoders raise of broken files is of any kind
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError("--image", f"{name} can't be read as a picture: {shortened(str(reason))}") from None
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
@@ -159,35 +165,68 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
     Raises:
         UnsupportedError: the pipeline's own check of its inputs refused them.
-        typer.Exit: the device's memory did not suffice (code 1, with advice).
+        typer.Exit: as :func:`explained_memory`.
     """
-    import torch
-
     try:
-        yield
+        with explained_memory():
+            yield
     except ValueError as error:
         if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
         raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
-    except torch.OutOfMemoryError as error:
+
+
+@contextlib.contextmanager
+def explained_memory() -> Iterator[None]:
+    """Within, memory that does not suffice, a device's or the host's, is told with advice.
+
+    Raises:
+        typer.Exit: it did not (code 1).
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
-        typer.echo(f"error: out of memory: {advice}\n{str(error).splitlines()[0]}", err=True)
+        reason = shortened((str(error) or type(error).__name__).splitlines()[0])
+        typer.echo(f"error: out of memory: {advice} ({reason})", err=True)
         raise typer.Exit(1) from None
+
+
+def _lacks_memory(error: Exception) -> bool:
+    import torch
+
+    told = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _resolve_model(model: str) -> str:
     """The folder of a demo model or a local pipeline, or ``model`` itself as an id on the hub."""
-    folder = demo_path(model) or Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "model_index.json").is_file():
-            raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
-        return str(folder)
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    folder = str(demo_path(model) or os.path.expanduser(model))
+    if os.path.isdir(folder):
+        _require_index(Path(folder))
+        return folder
+    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(demo_names()) or "none in this installation"
         raise OptionError(
-            "--model", f"{model} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})"
+            "--model",
+            f"{shortened(model)} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})",
         )
     return model
+
+
+def _require_index(folder: Path) -> None:
+    """Checks that a folder says what pipeline it holds."""
+    file = folder / "model_index.json"
+    if not file.is_file():
+        raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
+    try:
+        index = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError("--model", f"{file} is not JSON: {error}") from None
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise OptionError("--model", f"{file} must be a mapping with a _class_name, as save_pretrained writes it")
 
 
 def _resolve_device(device: str | None) -> torch.device:
@@ -198,14 +237,17 @@ def _resolve_device(device: str | None) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise OptionError("--device", f"{device!r} is no device; use cuda, cuda:1, mps or cpu") from None
+        raise OptionError("--device", f"{shown(device)} is no device; use cuda, cuda:1, mps or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
         raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
-    if place.type == "mps" and not torch.backends.mps.is_available():
-        raise OptionError("--device", "MPS is not available on this machine; use --device cpu")
+    try:
+        torch.zeros(1, device=place).item()
+    except Exception as error:  # each kind of device fails in a way of its own where it can't run
+        reason = shortened(str(error).splitlines()[0])
+        raise OptionError("--device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
     return place
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dit_accel.cli.outputs import ForceOption, require_writable
+
 app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")
 
 
@@ -48,16 +50,16 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
 @app.command("schema")
 def schema_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.", show_default="print")] = None,
+    force: ForceOption = False,
 ) -> None:
     """Print the JSON schema of preset files, for completion and checks in an editor."""
     import json
 
-    from dit_accel.cli.options import require_writable
     from dit_accel.presets import preset_schema
 
     text = json.dumps(preset_schema(), indent=2, ensure_ascii=False) + "\n"
     if output is None:
         typer.echo(text, nl=False)
     else:
-        require_writable(output, "--output")
+        require_writable(output, "--output", force=force)
         output.write_text(text, encoding="utf-8")

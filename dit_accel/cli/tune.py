@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
 from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import tuning_prompts
@@ -63,6 +65,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
+    force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
     """Search a preset's thresholds for a quality that you name, and confirm it on prompts that the search never saw.
@@ -79,9 +82,12 @@ def command(
     Target.of(target_psnr, target_error)
     if output.suffix not in (".yaml", ".yml"):
         raise options.OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
-    if preset is not None and Path(preset).resolve() == output.resolve():
+    if preset is not None and os.path.realpath(preset) == os.path.realpath(output):
         raise options.OptionError("--output", f"{output} is the preset to start from, which it would replace")
-    options.require_writable(output, "--output")
+    plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
+    goes_on = os.path.isdir(state)  # and replaces its own files
+    for path in (output, plot):
+        require_writable(path, "--output", force=force or goes_on)
     require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
     plain = "a plain run has no thresholds; choose a preset"
     preset, overrides = options.named_preset(preset, model, settings, plain)
@@ -110,11 +116,10 @@ def command(
             arguments=arguments,
             seed=seed,
             evaluations=evaluations,
-            state=output.with_name(f"{output.stem}-tuning"),
+            state=state,
             progress=tell,
             **overrides,
         )
-    plot = output.with_suffix(".png")
     result.write(output)
     result.plot(plot)
     _print_summary(console, result)

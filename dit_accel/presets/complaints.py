@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from dit_accel.errors import shortened, shown
 from dit_accel.presets.section import Formed, formed, section_in
 
 RENAMED = {  # keys, and values of keys, that were called otherwise once
@@ -22,15 +23,24 @@ RENAMED = {  # keys, and values of keys, that were called otherwise once
 
 DROPPED = {"schedule.error_in": "errors always count by what they do to the result now; leave it out"}
 
+MOST_COMPLAINTS = 8  # that one message makes
+
 Model = type[BaseModel] | None
 
 
-def explain(error: Mapping[str, Any], model: type[BaseModel], within: str = "") -> str:
-    """One validation error of ``model`` in words: the dotted key, what came, what is valid.
+def explained(failure: ValidationError, model: type[BaseModel], within: str = "") -> str:
+    """The validation errors of ``model`` in words: each with the dotted key, what came, what is valid.
 
     Args:
         within: where the model stands in the preset: empty, or its section with a dot, ``"skip."``.
     """
+    errors = failure.errors()
+    told = [_explain(error, model, within) for error in errors[:MOST_COMPLAINTS]]
+    more = len(errors) - len(told)
+    return "; ".join([*told, *([f"and {more:,} more"] if more else [])])
+
+
+def _explain(error: Mapping[str, Any], model: type[BaseModel], within: str) -> str:
     path, place, inside = _find(error["loc"], model)
     key = ".".join(path)
     match error["type"]:
@@ -41,7 +51,7 @@ def explain(error: Mapping[str, Any], model: type[BaseModel], within: str = "") 
         case "missing":
             return _missing(path, place)
         case "union_tag_not_found":
-            return f"{key}: must be a mapping of keys, got {error['input']!r}"
+            return f"{key}: must be a mapping of keys, got {shown(error['input'])}"
         case "union_tag_invalid":
             section = cast("type[Formed]", inside)
             *others, last = (repr(name) for name in section.forms)
@@ -59,7 +69,7 @@ def _find(location: tuple[Any, ...], model: type[BaseModel]) -> tuple[list[str],
         if inside is not None and issubclass(inside, Formed) and inside.is_formed() and part in inside.forms:
             inside = inside.forms[part]
             continue
-        path.append(str(part))
+        path.append(shortened(str(part)))
         place = inside
         field = None if place is None else place.model_fields.get(part)
         inside = None if field is None else section_in(field)
@@ -88,9 +98,9 @@ def _unknown(path: list[str], place: Model, within: str) -> str:
 
 def _wrong_value(path: list[str], message: str, given: Any, within: str) -> str:
     key = ".".join(path)
-    if (renamed := RENAMED.get(f"{within}{key}: {given}")) is not None:
+    if isinstance(given, str) and (renamed := RENAMED.get(f"{within}{key}: {given}")) is not None:
         return f"{key}: {given!r} is called {renamed!r} now"
-    return f"{key}: {message}, got {given!r}"
+    return f"{key}: {message}, got {shown(given)}"
 
 
 def _before(path: list[str]) -> str:

@@ -7,9 +7,10 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from dit_accel.errors import PresetError
+from dit_accel.errors import PresetError, shown
 from dit_accel.presets.complaints import RENAMED, did_you_mean
 from dit_accel.presets.preset import Preset
+from dit_accel.presets.reading import MOST_LEVELS
 from dit_accel.presets.section import Formed, section_in
 
 
@@ -42,6 +43,9 @@ def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             (dotted,) = meanings
         *sections, key = dotted.split(".")
+        if len(sections) > MOST_LEVELS:
+            wrong.append(f"keyword {shown(keyword)} has {len(sections):,} dots: write section.key=value")
+            continue
         change = {key: value}
         for section in reversed(sections):
             change = {section: change}
@@ -63,10 +67,12 @@ def merge(target: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
     if meanings:
         section, key = meanings[-1].split(".")
-        return f"keyword {keyword!r} may mean {' or '.join(meanings)}: write e.g. {section}={{{key!r}: …}}"
+        return f"keyword {shown(keyword)} may mean {' or '.join(meanings)}: write e.g. {section}={{{key!r}: …}}"
     for former, today in RENAMED.items():
         if former.rpartition(".")[-1] == keyword:
             return f"unknown keyword {keyword!r}: it is called {today.rpartition('.')[-1]!r} now"
     sections = [name for name in Preset.model_fields if name != "name"]
     meant = did_you_mean(keyword, [*keywords(), *sections])
-    return f"unknown keyword {keyword!r}{meant}; valid are {', '.join(sections)}, and keys of the sections among them"
+    return (
+        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and keys of the sections among them"
+    )

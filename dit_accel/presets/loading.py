@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from dit_accel.errors import PresetError
-from dit_accel.presets.complaints import did_you_mean, explain
+from dit_accel.errors import PresetError, shortened, shown
+from dit_accel.presets.complaints import did_you_mean, explained
 from dit_accel.presets.keywords import merge, nested
 from dit_accel.presets.names import ALIASES, name_of_today
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
+from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.skip import drop_foreign_keys
+
+LONGEST_CHAIN = 20  # presets that start from each other
 
 
 def _config_directory() -> Path:
@@ -34,11 +37,11 @@ def preset_path(name: str) -> Path:
     Raises:
         PresetError: no such preset; the message lists those that exist.
     """
-    path = _config_directory() / f"{name_of_today(name)}.yaml"
-    if not path.is_file():
-        meant = did_you_mean(name, preset_names(), ALIASES)
-        raise PresetError(f"unknown preset {name!r}{meant}; available: {', '.join(preset_names())}")
-    return path
+    known = preset_names()
+    if (today := name_of_today(name)) not in known:
+        meant = did_you_mean(name, known, ALIASES)
+        raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
+    return _config_directory() / f"{today}.yaml"
 
 
 def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
@@ -73,7 +76,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
     _apply(values, nested(overrides))
     if "name" in values:
-        raise PresetError(f"preset {name!r} is not valid: unknown key 'name'; a preset is called after its file")
+        raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; a preset is called after its file")
     return _validated({**values, "name": name}, source=name)
 
 
@@ -102,20 +105,26 @@ def _ask_for_nothing(schema: Any) -> None:
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """A preset file as plain values, with its ``base`` chain merged in."""
-    if path.resolve() in seen:
-        raise PresetError(
-            f"base of preset {path} leads back to itself: {' -> '.join(p.name for p in (*seen, path.resolve()))}"
-        )
+    file = f"preset file {shortened(str(path))}"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        real = Path(os.path.realpath(path))
+        values = read_yaml(read_text(path))
     except FileNotFoundError:
-        raise PresetError(f"preset file {path} does not exist") from None
+        raise PresetError(f"{file} does not exist") from None
     except OSError as error:
-        raise PresetError(f"preset file {path} can't be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PresetError(f"preset file {path} is not valid YAML: {error}") from None
+        raise PresetError(f"{file} can't be read: {error.strerror}") from None
+    except PresetError as error:
+        raise PresetError(f"{file} is {error}") from None
+    except ValueError as error:
+        raise PresetError(f"{file} can't be read: {error}") from None
+    if real in seen:
+        raise PresetError(
+            f"base of preset {path} leads back to itself: {' -> '.join(each.name for each in (*seen, real))}"
+        )
+    if len(seen) == LONGEST_CHAIN:
+        raise PresetError(f"{file} stands behind {LONGEST_CHAIN} bases of bases: name one of the first as base")
     if not isinstance(values, dict):
-        raise PresetError(f"preset file {path} must hold a mapping of sections, got {type(values).__name__}")
+        raise PresetError(f"{file} must hold a mapping of sections, got {type(values).__name__}")
     (skip,) = _sections("skip", values)
     if isinstance(projection := skip.get("projection"), str):
         skip["projection"] = str(path.parent / projection)
@@ -124,7 +133,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return values
     beside = path.parent / str(base)
     base_path = beside if beside.suffix in (".yaml", ".yml") else preset_path(str(base))
-    merged = _read(base_path, (*seen, path.resolve()))
+    merged = _read(base_path, (*seen, real))
     _apply(merged, values)
     return merged
 
@@ -162,6 +171,4 @@ def _validated(values: dict[str, Any], source: str) -> Preset:
     try:
         return Preset.model_validate(values)
     except ValidationError as failure:
-        raise PresetError(
-            f"preset {source!r} is not valid: " + "; ".join(explain(e, Preset) for e in failure.errors())
-        ) from None
+        raise PresetError(f"preset {shown(source)} is not valid: {explained(failure, Preset)}") from None

@@ -7,7 +7,10 @@ from typing import Any, ClassVar, Self, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from dit_accel.errors import PresetError
+from dit_accel.errors import PresetError, shown
+
+MOST_STEPS = 10_000  # more than any run has: a bound for keys that count steps
+MOST_TOKENS = 2**31 - 1  # likewise for keys that count tokens or blocks of them
 
 
 class Section(BaseModel):
@@ -53,7 +56,7 @@ class Formed(Section):
     @classmethod
     def _form(cls, values: dict[str, Any]) -> type[Any]:
         if (form := cls.form_of(values)) not in cls.forms:
-            raise PresetError(f"{cls.chooser} must be one of {', '.join(cls.forms)}, got {form!r}")
+            raise PresetError(f"{cls.chooser} must be one of {', '.join(cls.forms)}, got {shown(form)}")
         return cls.forms[form]
 
     @model_validator(mode="wrap")

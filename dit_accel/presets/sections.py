@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from dit_accel.presets.section import Formed, Section
+from dit_accel.presets.section import MOST_STEPS, Formed, Section
 
 
 class Schedule(Formed):
@@ -17,9 +17,9 @@ class Schedule(Formed):
     control: Literal["interval", "adaptive"] = "adaptive"
     """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures at every
     UPDATE how wrong the forecast would have been and sets the next gap by it."""
-    warmup: int = Field(default=4, ge=0)
+    warmup: int = Field(default=4, ge=0, le=MOST_STEPS)
     """Steps at the start that compute everything."""
-    cooldown: int = Field(default=1, ge=0)
+    cooldown: int = Field(default=1, ge=0, le=MOST_STEPS)
     """Steps at the end that compute everything."""
 
 
@@ -35,10 +35,10 @@ class AdaptiveSchedule(Schedule):
     """Relative L2 errors of the forecast outputs, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come
     to together. Each counts by what it does to the result: by how far its step moves the latents, and how much that
     has grown by the end."""
-    cooldown: int = Field(default=0, ge=0)
+    cooldown: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps at the end that compute everything whatever they would count; the loop computes the last one where it
     does."""
-    max_interval: int = Field(default=16, ge=1)
+    max_interval: int = Field(default=16, ge=1, le=MOST_STEPS)
     """Most steps from one UPDATE to the next."""
     per_prompt: bool = False
     """level output: the loop runs for each prompt of a batch by itself, and those that need a step are computed as a
@@ -54,7 +54,7 @@ class IntervalSchedule(Schedule):
 
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
-    interval: int = Field(ge=1, examples=[5])
+    interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
     """One UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
-from dit_accel.presets.complaints import explain
-from dit_accel.presets.section import Formed
+from dit_accel.errors import shortened
+from dit_accel.presets.complaints import explained
+from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed
 
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
 _ALTERNATIVES = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
@@ -31,14 +32,14 @@ class Skip(Formed):
     steps: Literal["dispatch", "all"] = "dispatch"
     """dispatch: tiles are left out of DISPATCH steps only, which attend at level head alone. all: of every step after
     the warm-up, at any level; a computed step then chooses its tiles by its own queries and keys."""
-    refresh: int = Field(default=1, ge=1)
+    refresh: int = Field(default=1, ge=1, le=MOST_STEPS)
     """steps all: a computed step keeps the masks of an earlier one until so many steps have passed since they were
     drawn; 1 = they are drawn at each computed step."""
     residual: bool = False
     """steps all, refresh > 1: a step that draws masks attends densely, and what these leave out of its output is added
     to the outputs of the steps that keep them (DiTFastAttn's residual sharing); takes memory for one attention output a
     block and branch."""
-    probe_blocks: int = Field(default=0, ge=0)
+    probe_blocks: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """steps all: so many row-blocks of each computed step that leaves tiles out attend densely as well, and the report
     has by how much both differ. They are spread over the sequence, and change from step to step."""
     layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -93,7 +94,7 @@ class Skip(Formed):
         """The section for one block."""
         for key in _WHOLE_RUN:
             if key in changes:
-                raise ValueError(f"layers.{name}: {key} is the same for all blocks: set skip.{key}")
+                raise ValueError(f"layers.{shortened(name)}: {key} is the same for all blocks: set skip.{key}")
         values = self.model_dump(exclude_unset=True, exclude={"layers"})
         drop_foreign_keys(values, changes)
         values |= changes
@@ -103,8 +104,8 @@ class Skip(Formed):
         try:
             return form.model_validate(values)
         except ValidationError as failure:
-            complaints = "; ".join(explain(error, form, within="skip.") for error in failure.errors())
-            raise ValueError(f"layers.{name}: {complaints}") from None
+            complaints = explained(failure, form, within="skip.")
+            raise ValueError(f"layers.{shortened(name)}: {complaints}") from None
 
 
 class _NotSparge:
@@ -216,7 +217,7 @@ class StaticSkip(_NotSparge, _NotSla, Skip):
     """A pattern that no query or key changes (OmniAttention)."""
     pattern: Literal["causal", "sliding"] = "sliding"
     """causal: keys up to the query. sliding: keys within half a window on either side."""
-    window: int | None = Field(default=None, ge=1)
+    window: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Width of the sliding window in tokens."""
 
     def idle_keys(self) -> list[str]:

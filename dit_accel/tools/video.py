@@ -6,6 +6,7 @@ frame, and mp4 loses a little detail.
 
 from __future__ import annotations
 
+import os
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -38,12 +39,12 @@ def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
 
 def is_folder_of_frames(path: Path) -> bool:
     """Whether a path is meant for a folder of frames: it has no suffix, or is a folder already."""
-    return path.is_dir() or not path.suffix
+    return os.path.isdir(path) or not path.suffix
 
 
 def foreign_files(folder: Path) -> list[str]:
     """Names in a folder that are no frames of one clip; empty where there is no such folder."""
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    found = {path.name for path in folder.iterdir()} if os.path.isdir(folder) else set()
     return sorted(found - {path.name for path in _frames(folder)})
 
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -65,7 +66,6 @@ def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
 
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
     """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
-    import torch
     from diffusers import DiffusionPipeline
 
     assert run("generate", "-p", "a fox", "-m", models / "flux", *SMALL, "--seed", 7, "--preset", "none").exit_code == 0
@@ -125,8 +125,9 @@ def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
 def test_default_preset_is_balanced(run, models, tmp_path):
     """For a FLUX model, and for one without an adapter of its own."""
     for model in ("flux", "sd3"):
-        assert run("generate", "-p", "a", "-m", models / model, *SMALL, "--json", "o.json").exit_code == 0
-        assert json.loads((tmp_path / "o.json").read_text())["preset"] == "balanced"
+        files = ("-o", f"{model}.png", "--json", f"{model}.json")
+        assert run("generate", "-p", "a", "-m", models / model, *SMALL, *files).exit_code == 0
+        assert json.loads((tmp_path / f"{model}.json").read_text())["preset"] == "balanced"
 
 
 MISTAKES = {
@@ -137,7 +138,7 @@ MISTAKES = {
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),
-    "set-yaml": (["--set", "forecast.order=[1"], "is not YAML"),
+    "set-yaml": (["--set", "forecast.order=[1"], "is not valid YAML"),
     "model-path": (["-m", "./missing"], "--model: ./missing is neither"),
     "model-name": (["-m", "missing"], "--model: missing is neither"),
     "model-folder": (["-m", "."], "no model_index.json"),
@@ -151,7 +152,7 @@ MISTAKES = {
     "output-format": (["-o", "o.txt"], "must end in .png"),
     "plain-is-a-folder": (["-o", "{models}/o.png", "--compare"], "o-plain.png is a folder"),
     "numbered-is-a-folder": (["-o", "{models}/n.png", "--num-images", "2"], "n-1.png is a folder"),
-    "json-folder": (["--json", "missing/o.json"], "--json: folder"),
+    "json-folder": (["--json", "missing/o.json"], "missing does not exist"),
     "image-not-taken": (["--image", "{models}/picture.png"], "FluxPipeline takes no image"),
     "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
     "guidance-without-embedding": (["-m", "{models}/flux-schnell", "--guidance", "3"], "no guidance embedding"),
@@ -176,18 +177,27 @@ def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch):
-    """A device that runs out of memory gives exit code 1 and says what to try."""
-    import torch
-    from diffusers import FluxPipeline
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "host"],
+)
+@pytest.mark.parametrize("failing", ["__call__", "from_pretrained"])
+def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch, error, failing):
+    """Memory that does not suffice, for the model or its run, gives exit code 1 and says what to try."""
+    from diffusers import DiffusionPipeline, FluxPipeline
 
-    def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None, **__):
+        raise error
 
-    monkeypatch.setattr(FluxPipeline, "__call__", exhausted)
+    monkeypatch.setattr(FluxPipeline if failing == "__call__" else DiffusionPipeline, failing, exhausted)
     result = run("generate", "-p", "a", "-m", models / "flux", *SMALL)
     assert result.exit_code == 1
-    assert "--offload model" in result.stderr and "Traceback" not in result.output
+    assert "--offload model" in result.stderr.splitlines()[-1] and "Traceback" not in result.output
 
 
 def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path):
@@ -208,8 +218,8 @@ def test_inspect_at_level_output_says_why_there_is_no_map(run, models, tmp_path)
     result = run(*arguments)
     assert result.exit_code == 0 and "no symbols (level output)" in result.stdout
     assert not list((tmp_path / "run").glob("symbols-*"))
-    result = run(*arguments, "--layer", "transformer_blocks.0")
-    assert result.exit_code == 2 and "level output has no symbols" in result.stderr
+    result = run(*arguments, "--layer", "transformer_blocks.0", "--force")
+    assert result.exit_code == 2 and "a run of level output has no symbols here; use a preset" in result.stderr
 
 
 def test_presets_list_names_every_preset(run):
@@ -251,7 +261,6 @@ def test_schema_is_json_and_can_be_written(run, tmp_path):
 
 def test_env_reports_versions_and_backends(run):
     """Versions and one line a kernel backend, with no GPU needed."""
-    import torch
 
     result = run("env")
     assert result.exit_code == 0
@@ -273,7 +282,6 @@ def test_bench_kernels_measures_and_writes(run, tmp_path):
 
 def test_bench_kernels_without_a_gpu_says_so(run, tmp_path, monkeypatch):
     """Exit code 2 and one line, as for every mistake."""
-    import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run("bench", "kernels")

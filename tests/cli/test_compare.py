@@ -85,7 +85,7 @@ def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
         (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("-p", "a", "--peers", "magic"), "--peers: 'magic' is no peer; there are taylorseer, "),
         (("-p", "a", "--presets", "flux-balance"), "did you mean 'balanced'"),
-        (("-p", "a", "--output", "no/where"), "--output: folder"),
+        (("-p", "a", "--output", "no/where"), "no does not exist"),
     ],
     ids=["no-prompt", "two-prompts", "prompts", "peer", "preset", "folder"],
 )

@@ -67,7 +67,7 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
         (("--target-psnr", 30, "--preset", "none"), "--preset: a plain run has no thresholds"),
         (("--target-psnr", 30, "--preset", "flux-balance"), "did you mean 'balanced'"),
         (("--target-psnr", 30, "--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
-        (("--target-psnr", 30, "--output", "no/mine.yaml"), "--output: folder"),
+        (("--target-psnr", 30, "--output", "no/mine.yaml"), "no does not exist"),
         (("--target-psnr", 30, "--output", "mine.txt"), "--output: mine.txt must end in .yaml"),
         (("--target-psnr", 30, "--preset", "balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
     ],

@@ -98,7 +98,9 @@ def test_image_is_the_first_frame_of_image_to_video(run, models, tmp_path):
     clips = []
     for level in (0, 255):
         Image.new("RGB", (48, 64), (level, 90, 90)).save(tmp_path / "first.png")
-        result = run("generate", "-p", "a", "-m", models / "wan-i2v", *SMALL, "--image", "first.png", "-o", "frames")
+        result = run(
+            "generate", "-p", "a", "-m", models / "wan-i2v", *SMALL, "--image", "first.png", "-o", "frames", "-f"
+        )
         assert result.exit_code == 0, result.output
         clips.append(read_clip(tmp_path / "frames"))
     assert (clips[0] != clips[1]).any()

@@ -434,7 +434,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     """Bytes that are no UTF-8 are a PresetError that names the file."""
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"description: caf\xe9\n")
-    with pytest.raises(PresetError, match=r"latin\.yaml is not valid YAML"):
+    with pytest.raises(PresetError, match=r"latin\.yaml can't be read: 'utf-8' codec"):
         load_preset(path)
 
 

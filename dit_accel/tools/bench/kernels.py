@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     """Runs the command and returns its exit code: 0 success, 1 a check failed, 2 a mistake in what was asked for."""
     options = _parser(program).parse_args(arguments)
     try:
+        if not options.force:
+            _require_new(options.output)
         document = _merge(options.merge) if options.merge else run(options)
     except DitAccelError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -160,6 +163,12 @@ def write(document: Document, output: Path) -> int:
     return 0
 
 
+def _require_new(output: Path) -> None:
+    for suffix in (".json", ".md", ".png"):
+        if os.path.exists(file := output.with_name(output.name + suffix)):
+            raise OptionError(f"--output: {file} exists; name another stem, or replace it with --force")
+
+
 def _merge(paths: Sequence[Path]) -> Document:
     try:
         return merged([json.loads(path.read_text(encoding="utf-8")) for path in paths])
@@ -201,6 +210,7 @@ def _parser(program: str | None) -> argparse.ArgumentParser:
     add("--shapes", metavar="N,M", help=f"sequence lengths, of {', '.join(map(str, FULL.tokens()))}; all by default")
     add("--backends", metavar="A,B", help="which backends; by default all that run here")
     add("--output", type=Path, default=DEFAULT_OUTPUT, help="stem of the files (default: %(default)s)")
+    add("--force", action="store_true", help="replace files that exist")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--quick", action="store_true", help="one short sequence and two sparsities; on a CPU tiny sizes")
     add("--merge", type=Path, nargs="+", metavar="JSON", help="measure nothing: write these runs as one")

@@ -23,7 +23,7 @@ class Sweep:
         settings: what all rows have in common, JSON values; a file of others is refused.
 
     Raises:
-        ComparisonError: the file holds a comparison with other settings.
+        ComparisonError: the file holds a comparison with other settings, or none.
     """
 
     def __init__(self, stem: Path, settings: dict[str, Any]) -> None:
@@ -93,8 +93,12 @@ class Sweep:
 
 
 def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    document = json.loads(file.read_text(encoding="utf-8"))
-    if (difference := difference_of(document["settings"], settings)) is not None:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        difference = difference_of(document["settings"], settings)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ComparisonError(f"{file} holds no comparison: name another output, or remove the file") from None
+    if difference is not None:
         raise ComparisonError(
             f"{file} holds a comparison that differs in {difference}: ask for the same again to go on, name another "
             "output, or remove the file"

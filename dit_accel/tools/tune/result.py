@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -31,13 +32,14 @@ class Target:
         """The target from two arguments, of which one is None.
 
         Raises:
-            TuningError: both or none are given, or it is not positive.
+            TuningError: both or none are given, or it is not a positive number.
         """
         if (psnr is None) == (latent_error is None):
             raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
         target = cls("psnr", psnr) if psnr is not None else cls("latent_error", latent_error)
-        if not target.value > 0:
-            raise TuningError(f"a target must be positive, got {target.value}")
+        if not 0 < target.value < math.inf:
+            name = "target_error" if psnr is None else "target_psnr"
+            raise TuningError(f"{name} must be positive and finite, got {target.value}")
         return target
 
     @property

@@ -53,8 +53,12 @@ class Store:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if self._file.is_file():
-            self._values = json.loads(self._file.read_text(encoding="utf-8"))
-            if (difference := difference_of(self._values["request"], request)) is not None:
+            try:
+                self._values = json.loads(self._file.read_text(encoding="utf-8"))
+                difference = difference_of(self._values["request"], request)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise TuningError(f"{self._file} holds no tuning: name another output, or remove the folder") from None
+            if difference is not None:
                 raise TuningError(
                     f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, "
                     "name another output, or remove the folder"

@@ -136,11 +136,13 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
 
 
 def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
-    """What only fails at a timed size is not timed there; the files of an earlier run don't stay behind."""
+    """What only fails at a timed size is not timed there; an earlier run's files go, by --force alone."""
     (tmp_path / "k.png").write_bytes(b"earlier")
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
     monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
-    assert main([*CPU, "--ops", "gemm_q", "--output", str(tmp_path / "k")]) == 1
+    asked = [*CPU, "--ops", "gemm_q", "--output", str(tmp_path / "k")]
+    assert main(asked) == 2 and (tmp_path / "k.png").read_bytes() == b"earlier"
+    assert main([*asked, "--force"]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
     rows = json.loads((tmp_path / "k.json").read_text())["results"]
     assert rows and all((row["ms"], row["rate"], row["speedup"]) == (None, None, {}) for row in rows)

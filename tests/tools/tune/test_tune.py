@@ -267,7 +267,7 @@ def test_requests_that_make_no_sense_are_refused():
     """One target, two prompts, a preset that fits and has thresholds: else the message says what is wrong."""
     with pytest.raises(TuningError, match="one target"):
         tuned(target_psnr=30, target_error=0.1)
-    with pytest.raises(TuningError, match="must be positive, got -1"):
+    with pytest.raises(TuningError, match="must be positive and finite, got -1"):
         tuned(target_psnr=-1)
     with pytest.raises(TuningError, match="at least 2, all different"):
         tuned(prompts=["a", "a"])

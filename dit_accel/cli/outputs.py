@@ -1,0 +1,67 @@
+"""Files that a command is to write: checked before anything is computed, so that no run is lost to a name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dit_accel.cli.options import OptionError
+from dit_accel.errors import shortened
+
+PLOT_SUFFIXES = (".png", ".jpg", ".webp", ".pdf", ".svg")
+
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")]
+
+
+def require_writable(path: Path, option: str, *, force: bool) -> None:
+    """Checks that the file ``path`` can be written, and that it does not exist yet, unless by ``force``."""
+    try:
+        problem = _problem(path, force)
+    except (OSError, ValueError) as error:
+        problem = f"can't be written: {getattr(error, 'strerror', None) or error}"
+    if problem is not None:
+        raise OptionError(option, f"{shortened(str(path))} {problem}")
+
+
+def require_plot(path: Path, option: str, *, force: bool) -> None:
+    """Checks that a figure can be drawn into ``path``."""
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise OptionError(
+            option, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
+        )
+    require_writable(path, option, force=force)
+
+
+def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
+    """Checks that no two options, given with the files that they name, write the same file."""
+    options: dict[str, str] = {}
+    for option, path in outputs:
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise OptionError(option, f"{path} is written by {other} too; name another file")
+
+
+def _problem(path: Path, force: bool) -> str | None:
+    """What keeps a file from being written, or None.
+
+    Raises:
+        OSError, ValueError: the system refuses to write it, or its name.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        return "is a folder; give the name of a file"
+    if not target.parent.is_dir():
+        return f"can't be written: folder {target.parent} does not exist; create it first"
+    existed = target.exists()
+    if existed and not target.is_file():
+        return None  # a device or a pipe
+    if existed and not force:
+        return "exists; name another file, or replace it with --force"
+    target.open("ab").close()
+    if not existed:
+        target.unlink()
+    return None

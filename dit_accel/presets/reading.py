@@ -1,0 +1,107 @@
+"""Files and YAML from anywhere, read within bounds: no file makes reading it endless, or fills the memory."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from dit_accel.errors import PresetError, shortened
+
+LONGEST_FILE = 2**16  # bytes of YAML; a preset tuned block by block has 10,000
+MOST_LEVELS = 20  # lists and mappings inside each other
+MOST_VALUES = 5_000  # keys among them
+LONGEST_VALUE = 1_000  # characters
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+def read_text(path: Path, most: int = LONGEST_FILE) -> str:
+    """The text of a UTF-8 file of at most so many bytes.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it has more bytes or is not UTF-8, or its name holds a NUL.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content.decode("utf-8")
+
+
+def read_yaml(text: str) -> Any:
+    """Plain values from YAML without tags, dates as strings. What an alias repeats is a copy, and counts as one.
+
+    Raises:
+        PresetError: the text is not valid YAML, has a key twice, or passes a bound.
+    """
+    try:
+        return _written_out(yaml.load(text, _Loader))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise PresetError(f"not valid YAML: {shortened(str(error.problem))}{line}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise PresetError(f"not valid YAML: {shortened(' '.join(str(error).split()))}") from None
+
+
+def _written_out(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _written_out(each) for key, each in value.items()}
+    return [_written_out(each) for each in value] if isinstance(value, list) else value
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar = {
+        first: [rule for rule in rules if rule[0] != _TIMESTAMP]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level = 0
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each node that is complete
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """The next value; it is checked when it is complete, and its depth before."""
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise _refusal(f"tags such as {shortened(event.tag)} are not allowed", event)
+        if self._level == MOST_LEVELS:
+            raise _refusal(f"more than {MOST_LEVELS} levels inside each other", event)
+        self._level += 1
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._extents:
+                raise _refusal(f"alias {shortened(event.anchor)} stands inside what it repeats", event)
+            return node
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:
+            raise _refusal(f"a value has {len(event.value):,} characters, of {LONGEST_VALUE:,} at most", event)
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated_keys(node)
+        self._extents[node] = values, levels = self._extent(node)
+        if levels > MOST_LEVELS:
+            raise _refusal(f"more than {MOST_LEVELS} levels inside each other, aliases written out", event)
+        if values > MOST_VALUES:
+            raise _refusal(f"more than {MOST_VALUES:,} values, aliases written out", event)
+        return node
+
+    def _extent(self, node: yaml.Node) -> tuple[int, int]:
+        parts = () if isinstance(node, yaml.ScalarNode) else node.value
+        extents = [self._extents[part] for part in (chain(*parts) if isinstance(node, yaml.MappingNode) else parts)]
+        return 1 + sum(values for values, _ in extents), 1 + max((levels for _, levels in extents), default=0)
+
+
+def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
+    seen = set()
+    for key, _ in mapping.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise _refusal(f"key {shortened(key.value)!r} stands twice in one mapping", key)
+            seen.add(key.value)
+
+
+def _refusal(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
