@@ -26,7 +26,6 @@ MOST_STEPS = 50  # from one computed step to the next, in the closed loop at low
 LOOPS: dict[str, dict[str, Any]] = {
     OURS: {},
     f"{OURS}, warm-up 1": {"warmup": 1},
-    f"{OURS}, no cool-down": {"cooldown": 0},
 }
 # Warm-up and interval that come to 5, 6, 8 and 10 of 50 steps: of a fixed interval on our engine, and of TaylorSeer as
 # diffusers counts, where a warm-up of 3 steps leaves no 5.
