@@ -24,6 +24,7 @@ from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulat
 from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
 from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels.tile_means import add_tile_means, require_whole_tiles
 
 PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
 
@@ -39,6 +40,7 @@ def attention(
     kv_len: torch.Tensor | None = None,
     pv_threshold: float | None = None,
     qk_dtype: str | None = None,
+    tile_means: bool = False,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -59,6 +61,8 @@ def attention(
         qk_dtype: None = q and k are multiplied in their dtype. "int8" = in 8 bits, with the few largest channels in
             float16; "int8+fp8" = probabilities and v in float8 e4m3 as well. Errors of 1% and 4% of the output's norm;
             see :mod:`dit_accel.kernels.quantize`.
+        tile_means: tiles that the plan does not list join the softmax by the means of their keys and values
+            (:mod:`dit_accel.kernels.tile_means`). The plan then has no masks, linear attention or single keys.
         return_lse: also return the log-sum-exp of the scaled scores.
         out: ``[B, S, H, D]`` like q, written in place. Reused rows keep what it holds; with None it is allocated
             **uninitialised**, so its reused rows hold garbage.
@@ -76,13 +80,15 @@ def attention(
     """
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
+    if tile_means:
+        require_whole_tiles(plan)
     chosen = resolve_backend(backend, q, _limits(q, k, v, plan, pv_threshold, qk_dtype, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     has_slices = plan.slices is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     batch, tokens, heads, _ = q.shape
-    needs_lse = return_lse or has_slices
+    needs_lse = return_lse or has_slices or tile_means
     lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32) if needs_lse else None
     if chosen == "cuda":
         from dit_accel.kernels._cuda.attention import attention_into
@@ -102,6 +108,8 @@ def attention(
         _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse)
     if has_slices:
         add_slices(q, k, v, plan, scale, kv_len, out, lse, chosen)
+    if tile_means:
+        add_tile_means(q, k, v, plan, scale, kv_len, out, lse, chosen)
     return (out, lse) if return_lse else out
 
 

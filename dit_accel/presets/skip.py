@@ -111,6 +111,7 @@ class Skip(Formed):
 class _NotSparge:
     """What readers find where the policy is another than sparge."""
 
+    means: ClassVar[bool] = False
     top_k: ClassVar[float | None] = None
     similarity: ClassVar[float | None] = None
     pv_threshold: ClassVar[float | None] = None
@@ -147,6 +148,8 @@ class SpargeSkip(_NotSla, Skip):
     pv_threshold: float | None = Field(default=None, lt=0.0)
     """Within attention, 64 queries leave out a tile whose best score lies further than this below their best so far, in
     units of the scaled scores (SpargeAttn's λ); null = none is."""
+    means: bool = False
+    """Tiles that are left out still count, each as one key: the means of its block's keys and values."""
     probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may leave out
     shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""

@@ -205,7 +205,11 @@ class SparseSite:
         """
         plan = self.plan if plan is None else plan
         kernels = self._preset.kernels
-        options = {"pv_threshold": self._skip.pv_threshold, "qk_dtype": kernels.qk_dtype}
+        options = {
+            "pv_threshold": self._skip.pv_threshold,
+            "qk_dtype": kernels.qk_dtype,
+            "tile_means": self._skip.means,
+        }
         o = attention(q, k, v, plan, kv_len=kv_len, backend=kernels.attention, **options)
         projection = None if plan.linear_bits is None else self._projections.of(self._name, q)
         if projection is not None:

@@ -29,6 +29,8 @@ BLOCKS = (128, 64)
 SMALL_BLOCKS = (32, 16)  # of FG-Attn's table 1; no policy cuts so finely
 JUDGES = (None, 0.3, 0.4, 0.5)  # theta, the mean pairwise cosine that a block needs to be stood for by its mean
 SPARGE, AVERAGE_QUERY, SLICES_ABOVE = "SpargeAttn", "FG-Attn, average query", "FG-Attn, exact"
+WITH_MEANS = ", means"  # of the others, each as one key
+MEANS_OF = (SPARGE, "top-k")
 TRUE_MASS, TILES_ABOVE = "tiles by true mass", "tiles with any score above c/N"
 
 
@@ -164,9 +166,12 @@ class Measurement:
         masses = dense.masses(layout.block)
         by_mass = [select_tiles(masses, lost, always=layout.text_blocks) for lost in LOST]
         tiles[TRUE_MASS, LOST] = unpack_bits(torch.stack(by_mass), layout.blocks)
-        figures = dense.by_tiles(torch.cat(list(tiles.values())), layout.block)
-        for (name, thresholds), each in zip(tiles, figures.split([len(kept) for kept in tiles.values()]), strict=True):
-            self._add(name, f"{layout.block} x {layout.block}", thresholds, each)
+        stacked, sizes = torch.cat(list(tiles.values())), [len(kept) for kept in tiles.values()]
+        for means in (False, True):
+            figures = dense.by_tiles(stacked, layout.block, means=means).split(sizes)
+            for (name, thresholds), each in zip(tiles, figures, strict=True):
+                if not means or name in MEANS_OF:
+                    self._add(name + WITH_MEANS * means, f"{layout.block} x {layout.block}", thresholds, each)
 
     def _measure_levels(self, dense: DenseAttention, sizes: Sequence[int]) -> None:
         """Tiles and slices that hold a probability above c/N (FG-Attn, table 1)."""

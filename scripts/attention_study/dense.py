@@ -42,7 +42,9 @@ class DenseAttention:
         self.keys = lengths[:, None, None, None]  # N, how many a query may attend to
         self._is_vision = (token >= layout.vision_start) & (token < layout.vision_start + layout.vision)
         scores = torch.einsum("bqhd,bkhd->bhqk", self.q, self.k) * head_dim**-0.5
-        self.probabilities = scores.masked_fill_(~self._is_key[:, None, None], -torch.inf).softmax(-1)  # [B, H, S, S]
+        scores.masked_fill_(~self._is_key[:, None, None], -torch.inf)
+        self._lse = scores.logsumexp(-1, keepdim=True)  # [B, H, S, 1]
+        self.probabilities = scores.softmax(-1)  # [B, H, S, S]
         self._values = functional.pad(v.float().transpose(1, 2), (0, 1), value=1.0)  # [B, H, S, D + 1]
         self._output = (self.probabilities @ self._values)[..., :-1]
 
@@ -59,12 +61,13 @@ class DenseAttention:
         masses = _tiles(self.probabilities, block, block).sum((-2, -1))
         return masses / masses.sum(-1, keepdim=True)
 
-    def by_tiles(self, kept: torch.Tensor, block: int) -> torch.Tensor:
+    def by_tiles(self, kept: torch.Tensor, block: int, *, means: bool = False) -> torch.Tensor:
         """Sparsity and error of masks of square tiles.
 
         Args:
             kept: bool ``[n, B, H, T, T]``, tiles of ``block`` × ``block`` tokens.
             block: any number of tokens.
+            means: whether each tile that is left out counts by the means of its keys and values.
 
         Returns:
             float32 ``[n, 2]``: share of vision's pairs left out; ``Σ|O' − O| / Σ|O|`` over vision's rows.
@@ -75,7 +78,23 @@ class DenseAttention:
         weights = kept.to(sums.dtype).movedim(0, -2)  # [B, H, Tq, n, Tk]
         sums = (weights @ sums).unflatten(-1, (block, -1)).movedim(-3, 0)  # [n, B, H, Tq, block, D + 1]
         keys = _blocks(self._is_key.float(), block, 1).sum(-1)
+        if means:
+            weights, values = self._means(block, keys)
+            sums = sums + torch.stack([(weights * ~each[:, :, :, None]) @ values for each in kept])
         return torch.stack([self._sparsity(kept, block, keys), self._error(sums)], -1)
+
+    def _means(self, block: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a block's mean key weighs for each query, ``[B, H, Tq, block, Tk]``, and ``[v mean, 1]`` of each block,
+        ``[B, H, 1, Tk, D + 1]``.
+        """
+        is_key = self._is_key[:, None, :, None]
+        k, values = (
+            _blocks(x * is_key, block, 2).sum(3) / keys.clamp(min=1)[:, None, :, None]
+            for x in (self.k.transpose(1, 2), self._values)
+        )
+        scores = self.q.transpose(1, 2) @ k.transpose(2, 3) * self.q.shape[-1] ** -0.5
+        weights = (scores - self._lse).exp() * keys[:, None, None]
+        return _blocks(weights, block, 2), values[:, :, None]
 
     def by_slices(self, masks: Iterable[torch.Tensor], block: int) -> torch.Tensor:
         """The same of masks of single keys, bool ``[B, H, Tq, S]`` each, for blocks of ``block`` queries."""

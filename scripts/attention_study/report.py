@@ -8,7 +8,18 @@ from typing import Any
 from dit_accel.sparse.token_order import TOKEN_ORDERS
 from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, new_figure, tidy_axes
 
-from .curves import AVERAGE_QUERY, JUDGES, METHODS, SLICES_ABOVE, SPARGE, TARGETS, TILES_ABOVE, TRUE_MASS, judged
+from .curves import (
+    AVERAGE_QUERY,
+    JUDGES,
+    METHODS,
+    SLICES_ABOVE,
+    SPARGE,
+    TARGETS,
+    TILES_ABOVE,
+    TRUE_MASS,
+    WITH_MEANS,
+    judged,
+)
 
 PAPER_LEVEL = 0.5  # c of FG-Attn's table 1
 JUDGED_AT = 0.12  # the lost mass at which judges are compared
@@ -19,7 +30,8 @@ Results = list[dict[str, Any]]
 
 def tables(results: Results) -> str:
     """All three tables as Markdown, each under a line that says what it shows."""
-    named = [method.name for method in METHODS] + [SLICES_ABOVE, TRUE_MASS]
+    named = [each for method in METHODS for each in (method.name, method.name + WITH_MEANS)]
+    named += [SLICES_ABOVE, TRUE_MASS]
     by_method = sorted(
         (r for r in results if r["method"] in named),
         key=lambda r: (TOKEN_ORDERS.index(r["order"]), -_width(r), named.index(r["method"])),

@@ -9,13 +9,20 @@ from dit_accel.presets import Forecast, Preset, Schedule, Skip, load_preset
 
 POLICY_KEYS = {  # that it alone has
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "probe_error"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "means", "probe_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
 }
 VALUES = {  # valid ones, by policy
-    "sparge": {"top_k": 0.3, "similarity": 0.5, "sinks": True, "pv_threshold": -8.0, "probe_error": 0.05},
+    "sparge": {
+        "top_k": 0.3,
+        "similarity": 0.5,
+        "sinks": True,
+        "pv_threshold": -8.0,
+        "means": True,
+        "probe_error": 0.05,
+    },
     "sla": {"critical": 0.1, "negligible": 0.2, "feature_map": "elu", "projection": "p.safetensors"},
     "fg_attn": {"mask": "average_query", "key_threshold": 0.25},
     "static": {"pattern": "sliding", "window": 256},

@@ -2,11 +2,14 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dit_accel.kernels import attention as kernel
+from dit_accel.kernels import lower
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw
@@ -64,6 +67,21 @@ def test_tiles_are_measured_by_the_definition(layout, lengths, block):
     figures = DenseAttention(q, k, v, layout, kv_len).by_tiles(kept, block)
     assert figures[0].tolist() == pytest.approx(naive(q, k, v, layout, pairs[0], kv_len), rel=1e-4)
     assert figures[1].tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout, lengths", LAYOUTS)
+def test_means_are_measured_as_the_kernel_makes_them(layout, lengths):
+    """With the means of what is left out, an error is that of ``attention(tile_means=True)``."""
+    q, k, v = attention(layout)
+    kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    symbols = draw(q, k, layout, Skip(policy="sparge", top_k=0.5), kv_len=kv_len)
+    made = kernel(q, k, v, lower(symbols), kv_len=kv_len, tile_means=True)
+    dense = DenseAttention(q, k, v, layout, kv_len)
+    (figures,) = dense.by_tiles(curves.kept_tiles(symbols)[None], layout.block, means=True).tolist()
+    exact = kernel(q, k, v, lower(replace(symbols, skip_bits=torch.full_like(symbols.skip_bits, 255))), kv_len=kv_len)
+    rows = slice(layout.vision_start, layout.vision_start + layout.vision)
+    error = (made - exact)[:, rows].abs().sum() / exact[:, rows].abs().sum()
+    assert figures[1] == pytest.approx(error.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
@@ -133,6 +151,7 @@ def test_measuring_leaves_a_run_as_it_is_and_every_curve_is_in_order(name, order
     results = measurement.results()
     assert list(dict.fromkeys(r["order"] for r in results)) == orders
     named = {method.name for method in methods} | {curves.TRUE_MASS, curves.TILES_ABOVE, curves.SLICES_ABOVE}
+    named |= {name + curves.WITH_MEANS for name in curves.MEANS_OF}
     assert {r["method"] for r in results} == named
     for r in results:
         assert r["sparsity"] == sorted(r["sparsity"]), r["method"]

@@ -378,3 +378,14 @@ def test_the_probes_errors_reach_report_and_site():
         ("first", 0.75, pytest.approx(0.01)),
         ("second", 0.75, None),
     ]
+
+
+@pytest.mark.parametrize("level", ["output", "head"])
+def test_means_of_what_is_left_out_count_if_asked_for(spy, level):
+    """Every plan is attended under with them or without, as the section says, and the result is another one."""
+    results = []
+    for means in (False, True):
+        spy.attended.clear()
+        results.append(run("flux", preset("flux", level, skip={"policy": "sparge", "steps": "all", "means": means}))[0])
+        assert {options["tile_means"] for _, options in spy.attended} == {means}
+    assert not torch.equal(*results)

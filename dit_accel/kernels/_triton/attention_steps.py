@@ -89,6 +89,24 @@ def softmax_step(scores, running_max, running_sum, scale_log2, MASKED: tl.conste
 
 
 @triton.jit
+def go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, has_before, LOG2_E: tl.constexpr):
+    """Joins a softmax over further keys with what a row has: an output, whose sum is 1, and log-sum-exp, or nothing.
+
+    Args:
+        out_rows, lse_rows: where those are, ``[QUERIES, HEAD_DIM]`` and ``[QUERIES]``, and the joint ones go.
+        has_before: whether there is anything; where not, memory there may hold garbage.
+    """
+    before = tl.load(lse_rows, query_valid & has_before, other=float("-inf")) * LOG2_E
+    new_max = tl.maximum(running_max, before)
+    share, share_before = tl.math.exp2(running_max - new_max), tl.math.exp2(before - new_max)
+    total = running_sum * share + share_before
+    old = tl.load(out_rows, query_valid[:, None] & has_before, other=0.0).to(tl.float32)
+    acc = acc * (share / total)[:, None] + old * (share_before / total)[:, None]
+    tl.store(out_rows, acc.to(out_rows.dtype.element_ty), query_valid[:, None])
+    tl.store(lse_rows, (new_max + tl.math.log2(total)) * LN_2, query_valid)
+
+
+@triton.jit
 def is_negligible(scores, running_max, query_valid, scale_log2, threshold_log2):
     """True where the best score in the tile lies too far below the best so far, for every query (SpargeAttn, 3.4)."""
     best = tl.max(scores, 1) * scale_log2

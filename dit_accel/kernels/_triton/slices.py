@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels._triton.attention_steps import LN_2, softmax_step
+from dit_accel.kernels._triton.attention_steps import go_on_from, softmax_step
 from dit_accel.kernels._triton.launch import is_hopper_or_later, key_end_of, multiprocessors, on_device, precision
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
@@ -131,19 +131,11 @@ def _add_slices(
                 )
                 values = _gather(v_base, position, v_token, HEAD_DIM)
                 acc = tl.dot(probabilities.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-            # what the tiles left is a softmax whose sum is 1, or nothing
-            has_tiles = tl.load(kv_count + row) > 0
-            lse_rows = lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset
-            before = tl.load(lse_rows, query_valid & has_tiles, other=float("-inf")) * LOG2_E
-            new_max = tl.maximum(running_max, before)
-            share, share_before = tl.math.exp2(running_max - new_max), tl.math.exp2(before - new_max)
-            total = running_sum * share + share_before
             out_base = out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head
             out_rows = out_base + (first_query + query_offset).to(tl.int64)[:, None] * out_token + dim[None, :]
-            old = tl.load(out_rows, query_valid[:, None] & has_tiles, other=0.0).to(tl.float32)
-            acc = acc * (share / total)[:, None] + old * (share_before / total)[:, None]
-            tl.store(out_rows, acc.to(out.dtype.element_ty), query_valid[:, None])
-            tl.store(lse_rows, (new_max + tl.math.log2(total)) * LN_2, query_valid)
+            lse_rows = lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset
+            has_tiles = tl.load(kv_count + row) > 0
+            go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, has_tiles, LOG2_E)
         item = tl.atomic_add(next_item, 1, sem="relaxed")
 
 

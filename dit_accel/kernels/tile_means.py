@@ -1,0 +1,88 @@
+"""Tiles that are left out are not nothing: each joins its row's softmax as one key, the mean of its block.
+
+For a tile j that a plan does not list, of n_j valid keys with means ``k_j`` and ``v_j`` (the first term of an expansion
+by blocks, as in PISA, arXiv 2602.01077):
+
+    sum_i e^(q k_i) -> n_j e^(q k_j)     sum_i e^(q k_i) v_i -> n_j e^(q k_j) v_j
+
+Attention over the listed tiles left the output O and the log-sum-exp L of the scaled scores; from there the softmax
+goes on, as over the single keys of :mod:`dit_accel.kernels.slices`. A row has at most one such key for each block, so
+it costs about ``1 / block`` of dense attention. By Jensen's inequality the mean weighs less than its block; a second
+moment that would make that good overshoots, because keys of a block are not normally distributed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels.symbols import AttentionPlan
+
+
+def require_whole_tiles(plan: AttentionPlan) -> None:
+    """Checks that whatever a plan does not list is left out whole, and by nothing else made up for."""
+    for name, owner in (("masks", "masked tiles"), ("linear_bits", "linear attention"), ("slices", "single keys")):
+        if getattr(plan, name) is not None:
+            raise ShapeError(f"tile_means must be False with plan.{name}: {owner} have a part in what is not listed")
+
+
+def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
+    """Goes on from the attention over a plan's tiles to the means of all others, in place.
+
+    Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
+    ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is what did the tiles.
+    """
+    counts = _valid_keys(plan, kv_len)
+    means = [_block_means(x, plan.block, counts, kv_len) for x in (k, v)]
+    if backend == "reference":
+        _add_reference(q, *means, plan, scale, counts, out, lse)
+        return
+    from dit_accel.kernels._triton.tile_means import add_tile_means_into
+
+    add_tile_means_into(q, *means, plan, scale, counts, _is_listed(plan), out, lse)
+
+
+def _valid_keys(plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
+    """float32 ``[B, T]``: how many keys of each block take part."""
+    first = torch.arange(plan.blocks, device=plan.kv_count.device) * plan.block
+    lengths = first.new_tensor(plan.tokens).expand(plan.batch) if kv_len is None else kv_len.clamp(0, plan.tokens)
+    return (lengths[:, None] - first).clamp(0, plan.block).float()
+
+
+def _block_means(x: torch.Tensor, block: int, counts: torch.Tensor, kv_len: torch.Tensor | None) -> torch.Tensor:
+    """``[B, H, T, D]`` in x's dtype: means of the valid tokens of ``[B, S, H, D]``; 0 where a block has none."""
+    tokens = x.shape[1]
+    if kv_len is not None:
+        x = x.masked_fill((torch.arange(tokens, device=x.device) >= kv_len[:, None])[..., None, None], 0)
+    whole = tokens // block * block
+    sums = [x[:, :whole].unflatten(1, (-1, block)).sum(2, dtype=torch.float32)]
+    if whole < tokens:
+        sums.append(x[:, whole:].sum(1, keepdim=True, dtype=torch.float32))
+    means = torch.cat(sums, 1) / counts.clamp(min=1)[..., None, None]
+    return means.to(x.dtype).transpose(1, 2).contiguous()
+
+
+def _is_listed(plan: AttentionPlan) -> torch.Tensor:
+    """bool ``[B, H, Tq, Tk]``: the tiles that a plan's lists name."""
+    place = torch.arange(plan.blocks, device=plan.kv_index.device)
+    named = torch.where(place < plan.kv_count[..., None], plan.kv_index, plan.blocks).long()
+    listed = torch.zeros(*plan.kv_index.shape[:-1], plan.blocks + 1, dtype=torch.bool, device=named.device)
+    return listed.scatter_(-1, named, True)[..., : plan.blocks].contiguous()
+
+
+def _add_reference(q, mean_k, mean_v, plan, scale, counts, out, lse) -> None:
+    group = q.shape[2] // mean_k.shape[1]
+    mean_k, mean_v = (means.float().repeat_interleave(group, 1) for means in (mean_k, mean_v))
+    heads = torch.arange(plan.heads, device=q.device)[:, None]
+    computes = (plan.mask64[:, None] >> heads & 1).bool()  # [B, H, Tq]
+    skipped = ~_is_listed(plan) & computes[..., None] & (counts > 0)[:, None, None]
+    skipped = skipped.repeat_interleave(plan.block, 2)[:, :, : plan.tokens]  # [B, H, S, T]
+    scores = torch.einsum("bshd,bhtd->bhst", q.float(), mean_k) * scale + counts.log()[:, None, None]
+    scores.masked_fill_(~skipped, -torch.inf)
+    total = torch.logaddexp(lse, scores.logsumexp(-1))
+    shift = total.clamp(min=torch.finfo(torch.float32).min)  # finite, also where a query has no key
+    joined = torch.einsum("bhst,bhtd->bshd", (scores - shift[..., None]).exp(), mean_v)
+    before = (lse - shift).exp().transpose(1, 2)[..., None]
+    rows = skipped.any(-1).transpose(1, 2)[..., None]  # others keep what they have, reused rows whatever that is
+    out.copy_(torch.where(rows, torch.where(before > 0, before * out.float(), 0) + joined, out.float()))
+    lse.copy_(total)
