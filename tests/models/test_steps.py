@@ -120,6 +120,19 @@ def ideogram4():
     }
 
 
+def diffusion_forcing():
+    """Each latent frame has a copy of the scheduler and timesteps of its own, and the pipeline's takes no step."""
+    parts = tiny_pipeline("wan").components
+    transformer = diffusers.SkyReelsV2Transformer3DModel(
+        **SIZES, in_channels=16, out_channels=16, text_dim=WIDTH, ffn_dim=192, rope_max_seq_len=64
+    )
+    pipe = diffusers.SkyReelsV2DiffusionForcingPipeline(
+        parts["tokenizer"], parts["text_encoder"], transformer, parts["vae"], parts["scheduler"]
+    )
+    prompt = {"prompt": "a red fox", "max_sequence_length": 37}
+    return pipe, {**prompt, "width": 48, "num_frames": 5, "base_num_frames": 5, "num_inference_steps": 8}
+
+
 PIPELINES = {"z-image": z_image, "hidream": hidream, "prx": prx, "ideogram4": ideogram4}
 
 
@@ -128,7 +141,7 @@ def built(name: str):
     """A tiny pipeline in evaluation mode, and what to call it with."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe, arguments = PIPELINES[name]()
+        pipe, arguments = {**PIPELINES, "diffusion-forcing": diffusion_forcing}[name]()
         for part in vars(pipe).values():
             if isinstance(part, torch.nn.Module):
                 part.eval()
@@ -138,11 +151,11 @@ def built(name: str):
     return pipe, arguments
 
 
-def call(name: str) -> torch.Tensor:
+def call(name: str, **changes) -> torch.Tensor:
     pipe, arguments = built(name)
     generator = torch.Generator().manual_seed(0)
     size = {"height": 64, "width": 64, "num_inference_steps": STEPS, "output_type": "latent"}
-    return pipe(**{**size, **arguments}, generator=generator, return_dict=False)[0]
+    return pipe(**{**size, **arguments, **changes}, generator=generator, return_dict=False)[0]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -226,32 +239,17 @@ class Pipe:
     """Anything with a transformer and a scheduler."""
 
 
-@pytest.mark.parametrize("ar_step", [0, 2], ids=["in-step", "frame-by-frame"])
-def test_diffusion_forcing_runs_plainly(ar_step):
-    """Each latent frame has a copy of the scheduler and timesteps of its own, and the pipeline's takes no step."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        parts = tiny_pipeline("wan").components
-        transformer = diffusers.SkyReelsV2Transformer3DModel(
-            **SIZES, in_channels=16, out_channels=16, text_dim=WIDTH, ffn_dim=192, rope_max_seq_len=64
-        )
-    pipe = diffusers.SkyReelsV2DiffusionForcingPipeline(
-        parts["tokenizer"], parts["text_encoder"], transformer.eval(), parts["vae"], parts["scheduler"]
-    )
-    pipe.set_progress_bar_config(disable=True)
-    generator = torch.Generator()
-    size = {"height": 64, "width": 48, "num_frames": 5, "base_num_frames": 5, "num_inference_steps": 8}
-    kind = {"ar_step": ar_step, "causal_block_size": 1 if ar_step else None, "max_sequence_length": 37}
-
-    def run():
-        return pipe("a red fox", **size, **kind, generator=generator.manual_seed(0), output_type="latent")[0]
-
-    plain = run()
-    accelerate_pipeline(pipe, "turbo")
-    with pytest.warns(UserWarning, match="its steps can't be told apart"):
-        assert torch.equal(run(), plain)
-    report = pipe.dit_accel.report()
-    assert STUCK in report.notes and report.computed_fraction == 1.0 and len(report.notes) <= 3
+@pytest.mark.parametrize(
+    "kind", [{"ar_step": 0}, {"ar_step": 2, "causal_block_size": 1}], ids=["in-step", "frame-by-frame"]
+)
+def test_diffusion_forcing_runs_plainly(kind):
+    pipe, _ = built("diffusion-forcing")
+    plain = call("diffusion-forcing", **kind)
+    with accelerated(pipe, "turbo"):
+        with pytest.warns(UserWarning, match="its steps can't be told apart"):
+            assert torch.equal(call("diffusion-forcing", **kind), plain)
+        report = pipe.dit_accel.report()
+        assert STUCK in report.notes and report.computed_fraction == 1.0 and len(report.notes) <= 3
 
 
 @pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
