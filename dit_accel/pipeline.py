@@ -18,12 +18,14 @@ from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
-from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family
+from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family, left_plain
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.other_caches import refuse_other_cache
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.presets import VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
+
+ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
 
 class Acceleration:
@@ -158,7 +160,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
     if not transformers or not hasattr(pipe, "scheduler"):
         raise UnsupportedError(
             "pipe must be a diffusers pipeline with a scheduler and a component named "
-            f"{' or '.join(TRANSFORMER_NAMES)}, got {type(pipe).__name__}; "
+            f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
     settings = preset_for(pipe, preset, **overrides)
@@ -254,6 +256,8 @@ def _attach(
         for driver in drivers:
             controller.add_transformer(driver.name, driver.layers())
             driver.attach(acceleration)
+        for name in left_plain(owner) if owner is not None else ():
+            controller.warn_of_all_runs(f"pipe.{name} runs plainly: {ONLY_KNOWN}")
     except BaseException:
         acceleration.restore()
         raise

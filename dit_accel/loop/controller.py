@@ -26,6 +26,11 @@ from dit_accel.presets import Preset
 
 _MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
+MOST_BRANCHES = 8  # that are told apart by the order of calls in a step; pipelines of diffusers have up to 4
+STUCK = (
+    "rest of the run computed: its steps can't be told apart, for the pipeline's scheduler took none between calls of "
+    "one branch"
+)
 
 
 class Controller:
@@ -55,6 +60,7 @@ class Controller:
         self._loop = loop or (ClosedLoop if adaptive else IntervalLoop)
         self._gap = gap or (Gap if adaptive else IntervalGap)
         self._layers: dict[str, list[str]] = {}
+        self._standing: list[str] = []  # remarks on every run
         self.reset()
 
     def add_transformer(self, name: str, layers: list[str]) -> None:
@@ -68,12 +74,15 @@ class Controller:
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._anonymous_calls: dict[str, int] = {}
         self._called: set[tuple[str, str]] = set()
+        self._why_plain: str | None = None  # why nothing may be forecast
+        self._called_twice = False  # some branch, in some step of the run
         self._forget()
         self.last_symbols: dict[str, SparseSymbols] = {}
         self.last_layout: TokenLayout | None = None
         self._computed = self._plain = 0.0
         layers = [layer for names in self._layers.values() for layer in names]
-        self.report = RunReport(self.preset.name, self.family, layers, density=[[] for _ in layers])
+        density: list[list[float | None]] = [[] for _ in layers]
+        self.report = RunReport(self.preset.name, self.family, layers, density=density, notes=list(self._standing))
 
     def read_report(self) -> RunReport:
         """The report with all times read, which waits for the GPU."""
@@ -106,7 +115,7 @@ class Controller:
 
         Args:
             transformer: its name in the pipeline.
-            context: branch as the pipeline names it, or None: then repeated calls in one step are told apart by order.
+            context: branch as the pipeline names it, or None: then calls in one step are told apart by order.
             timestep: what the pipeline passes to the transformer.
             shapes: of the call's tensors, and what tells the form of its output; a change within a run ends that run.
             size: what they make the transformer remember; asked for at a branch's first call.
@@ -153,7 +162,7 @@ class Controller:
             What the pipeline is to go on with, for the whole batch: the output, corrected for what forecasts before it
             missed if the preset says so, and forecasts for samples that don't compute.
         """
-        if call.tick.repeats is not None:
+        if self._why_plain is not None:
             return output
         step, rows = call.tick.step, call.computed_rows
         parts: list[Output] = []
@@ -192,6 +201,11 @@ class Controller:
         self.note(remark)
         warnings.warn(f"dit-accel: {remark}", stacklevel=2)
 
+    def warn_of_all_runs(self, remark: str) -> None:
+        """A warning, and a remark on this run and all that follow."""
+        self._standing.append(remark)
+        self.warn(remark)
+
     def fall_back(self, site: str, reason: str) -> None:
         """Notes that a site ran densely though the preset asked for less."""
         entry = {"site": site, "reason": reason}
@@ -203,7 +217,8 @@ class Controller:
         if why:
             self.note(f"{why} at step {self._step_record.index}: caches dropped")
         self._branches: dict[tuple[str, str], BranchState] = {}
-        self._gaps: dict[tuple[str, int], Gap] = {}  # by transformer and place of the samples in its branches
+        # By place of the samples in their branches; transformers that work in the same steps decide together.
+        self._gaps: dict[int, Gap] = {}
 
     def _open(
         self,
@@ -217,13 +232,14 @@ class Controller:
         tick, schedule = self._follow(timestep), self.preset.schedule
         branch = self._branch(transformer, context, shapes, size, samples)
         modes = tuple(
-            StepMode.FULL if tick.repeats is not None else loop.mode(tick.step, branch.updated) for loop in branch.loops
+            StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
+            for loop in branch.loops
         )
         mode = max(modes, key=_MODES_BY_WORK.index)
         records = mode is StepMode.UPDATE or (
-            mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and tick.repeats is None
+            mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and self._why_plain is None
         )
-        computes = mode is not StepMode.DISPATCH and tick.step >= schedule.warmup and tick.repeats is None
+        computes = mode is not StepMode.DISPATCH and tick.step >= schedule.warmup and self._why_plain is None
         skips = computes and self.preset.skip.steps == "all"
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
@@ -236,8 +252,9 @@ class Controller:
             self.reset()
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
-            if tick.repeats is not None:
-                self.warn(f"every step computed: {tick.repeats}")
+            self._why_plain = tick.plain
+            if tick.plain is not None:
+                self.warn(f"every step computed: {tick.plain}")
             elif forecast.corrector and tick.moves is None:
                 self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
@@ -263,13 +280,20 @@ class Controller:
         samples: Callable[[], Sequence[Rows]],
     ) -> BranchState:
         if context is None:
-            count = self._anonymous_calls[transformer] = self._anonymous_calls.get(transformer, 0) + 1
+            count = min(self._anonymous_calls.get(transformer, 0) + 1, MOST_BRANCHES)
+            self._anonymous_calls[transformer] = count
             context = f"call {count}"
         key = (transformer, context)
         if key in self._branches and self._branches[key].shapes != shapes:
             self._forget("shapes or return_dict changed")
-        elif key in self._called:  # another pipeline's loop over the same transformer, which this clock can't follow
-            self._forget("branch called twice")
+        elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
+            if self._called_twice:
+                self._why_plain = STUCK
+                self.warn(STUCK)
+                self._forget()
+            else:
+                self._forget("branch called twice")
+            self._called_twice = True
         self._called.add(key)
         if key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
@@ -277,11 +301,12 @@ class Controller:
             at_rest = [known for known in self._branches if known[0] not in at_work]
             if at_rest:
                 self._unload_symbols()
+                self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
-            self._branches[key] = self._new_branch(transformer, shapes, size(), samples())
+            self._branches[key] = self._new_branch(shapes, size(), samples())
         return self._branches[key]
 
-    def _new_branch(self, transformer: str, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
+    def _new_branch(self, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
         """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
         memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
         for branch in self._branches.values():
@@ -290,7 +315,7 @@ class Controller:
         self.report.memory_measures = list(memory.measures)
         loops = []
         for place, rows in enumerate(samples):
-            gap = self._gaps.setdefault((transformer, place), self._gap(self.preset, self._course))
+            gap = self._gaps.setdefault(place, self._gap(self.preset, self._course))
             loops.append(self._loop(gap, memory.order, rows))
         return BranchState(shapes, size, memory, loops)
 

@@ -1,4 +1,19 @@
-"""Which step is this? Clocks turn what a pipeline shows (its scheduler, the timestep it passes) into a step index."""
+"""Which step is this, and which branch? The rules by which calls of a transformer are told apart.
+
+1. A **run** begins when the scheduler gets new timesteps, or when its steps go back.
+2. The **step** is the scheduler's own ``step_index``. Where it keeps none, the step advances when the timestep that the
+   transformer gets changes.
+3. A run **begins in the middle**, as from image to image, where the scheduler's ``begin_index`` says so. Where it says
+   nothing, the first timestep may stand in the schedule, and the first ``step_index`` confirms where that is, or the
+   run begins anew there. A timestep of 1 or less tells nothing: pipelines that rescale timesteps pass such numbers.
+4. The **branch** of classifier-free guidance is diffusers' cache context, else the place of the call within its step.
+5. What these can't tell apart **runs plainly**, and the report says why: schedulers of an order above 1, whose calls
+   share a timestep; a branch that is called twice in a step again and again, as where the pipeline takes its steps with
+   copies of its scheduler; a call without a timestep. So do schedulers that draw the noise of the latents anew at every
+   step, after which no output continues those before it.
+
+The clocks here answer for runs and steps, the controller for branches.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +32,7 @@ from dit_accel.loop.moves import Moves, euler_moves, linear_moves
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 EULER = "FlowMatchEulerDiscreteScheduler"
+RESCALED_MAX = 1.0  # of timesteps as share of those that the model was trained with
 
 
 class StepMode(enum.Enum):
@@ -38,7 +54,7 @@ class Tick:
         timesteps: the scheduler's timesteps, one a step.
         sigmas: its noise levels, one a step, 0 to 1 where the model predicts a flow, else as the angle between picture
             and noise, ``atan σ``, for σ itself grows without bounds; the timesteps where it has none.
-        repeats: why the run's timesteps repeat and nothing may be forecast, or None.
+        plain: why nothing of the run may be forecast, or None.
         moves: how far a flow's outputs move the latents; None where these are no sum of them, or that is not known.
     """
 
@@ -47,7 +63,7 @@ class Tick:
     steps: int
     timesteps: Sequence[float]
     sigmas: Sequence[float]
-    repeats: str | None = None
+    plain: str | None = None
     moves: Moves | None = None
 
     def coordinates(self, kind: str) -> Sequence[float]:
@@ -65,11 +81,10 @@ class Tick:
 
 
 class SchedulerClock:
-    """Reads the step from a pipeline's diffusers scheduler.
+    """Reads the step from a pipeline's diffusers scheduler, by the rules above.
 
-    A run starts when ``scheduler.timesteps`` is a new tensor. The step comes from ``scheduler.step_index`` where the
-    scheduler keeps one (no device synchronisation, and exact even where neighbouring timesteps round to the same
-    bf16 number), else it advances when the timestep that the transformer gets changes.
+    ``scheduler.step_index`` needs no device synchronisation, and is exact even where neighbouring timesteps round to
+    the same bf16 number.
 
     Args:
         scheduler: returns the pipeline's current scheduler, which a user may replace at any time.
@@ -78,6 +93,9 @@ class SchedulerClock:
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
         self._timesteps: torch.Tensor | None = None
+        self._run: object = None
+        self._first = self._latest = self._end = 0  # in the scheduler's timesteps
+        self._guessed = False  # where the run begins
         self._seen = self._scheduler_now()
 
     @property
@@ -93,21 +111,32 @@ class SchedulerClock:
     def read(self, timestep: torch.Tensor | float) -> Tick:
         scheduler = self._scheduler()
         if scheduler.timesteps is not self._timesteps:
-            self._start(scheduler, timestep)
+            self._begin(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts to it.
-        step = min(self._index(scheduler, timestep) - self._first, len(self._values) - 1)
-        return Tick(self._timesteps, step, len(self._values), self._values, self._sigmas, self._repeats, self._moves)
+        index = min(self._index(scheduler, timestep), self._end - 1)
+        if index < self._latest or (self._guessed and index > self._latest + 1):
+            self._start(scheduler, index)
+        self._guessed = self._guessed and getattr(scheduler, "step_index", None) is None
+        self._latest = index
+        return Tick(self._run, index - self._first, len(self._values), self._values, self._sigmas, *self._outlook)
 
-    def _start(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
-        self._timesteps, self._seen = scheduler.timesteps, (scheduler, scheduler.timesteps)
-        values = [float(value) for value in scheduler.timesteps.tolist()]
-        self._first = getattr(scheduler, "begin_index", None) or 0
-        if getattr(scheduler, "begin_index", None) is None and getattr(scheduler, "step_index", None) is None:
-            # Video-to-video begins in the middle and may not say so. Pipelines that rescale timesteps always do.
-            value = _largest(timestep)
+    def _begin(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
+        """Starts the run of new timesteps where the scheduler says, or else the first timestep stands."""
+        begin = getattr(scheduler, "begin_index", None)
+        self._guessed = begin is None and getattr(scheduler, "step_index", None) is None
+        if self._guessed:
+            value, values = _largest(timestep), scheduler.timesteps.tolist()
             nearest = min(range(len(values)), key=lambda index: abs(values[index] - value))
-            if abs(values[nearest] - value) <= abs(value) * BF16_ROUNDING:
-                self._first = nearest
+            tells = value > RESCALED_MAX or max(values) <= RESCALED_MAX
+            begin = nearest if tells and abs(values[nearest] - value) <= abs(value) * BF16_ROUNDING else 0
+        self._start(scheduler, begin or 0)
+
+    def _start(self, scheduler: Any, first: int) -> None:
+        self._timesteps, self._seen = scheduler.timesteps, (scheduler, scheduler.timesteps)
+        self._run = object()
+        self._first = self._latest = first
+        values = [float(value) for value in scheduler.timesteps.tolist()]
+        self._end = len(values)
         sigmas = getattr(scheduler, "sigmas", None)
         self._values = values[self._first :]
         self._sigmas = self._values
@@ -115,9 +144,8 @@ class SchedulerClock:
             self._sigmas = _noise_levels(sigmas[: len(values)])[self._first :]
         self._count = self._first
         self._previous: float | None = None
-        order = getattr(scheduler, "order", 1)
-        self._repeats = f"{type(scheduler).__name__} repeats timesteps (order {order})" if order > 1 else None
-        self._moves = _flow_moves(scheduler, self._first) if self._repeats is None else None
+        plain = _why_plain(scheduler)
+        self._outlook = plain, None if plain else _flow_moves(scheduler, first)
 
     def _index(self, scheduler: Any, timestep: torch.Tensor | float) -> int:
         if hasattr(scheduler, "step_index"):
@@ -178,13 +206,23 @@ def _noise_levels(sigmas: torch.Tensor) -> list[float]:
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
 
 
+def _why_plain(scheduler: Any) -> str | None:
+    """Why no output of a scheduler's run can be forecast from those before it, or None."""
+    name, order = type(scheduler).__name__, getattr(scheduler, "order", 1)
+    if order > 1:
+        return f"{name} repeats timesteps (order {order})"
+    if getattr(getattr(scheduler, "config", None), "stochastic_sampling", False):
+        return f"{name} draws the noise of the latents anew at every step (stochastic_sampling)"
+    return None
+
+
 def _flow_moves(scheduler: Any, first: int) -> Moves | None:
     """How far a flow's outputs move the latents; Euler's steps are known without a trial."""
     sigmas = getattr(scheduler, "sigmas", None)
     # Beyond a flow's sigmas the pipeline may make the velocity of something else that the transformer gives (Cosmos).
     if sigmas is None or float(sigmas.max()) > FLOW_SIGMA_MAX:
         return None
-    if any(cls.__name__ == EULER for cls in type(scheduler).__mro__) and not scheduler.config.stochastic_sampling:
+    if any(cls.__name__ == EULER for cls in type(scheduler).__mro__):
         return euler_moves(sigmas.tolist()[first:])
     return linear_moves(scheduler, first)
 

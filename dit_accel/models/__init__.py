@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Names in a pipeline under which diffusers keeps transformers that denoise; Wan 2.2 has two.
-TRANSFORMER_NAMES = ("transformer", "transformer_2")
+# Names in a pipeline under which diffusers keeps transformers that denoise: Wan 2.2 has one for high noise and one for
+# low, Ideogram 4 one for each branch of guidance.
+TRANSFORMER_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 
 
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
-    """The pipeline's transformers, by name; empty where it denoises with something else."""
-    found = {name: getattr(pipe, name, None) for name in TRANSFORMER_NAMES}
-    return {name: module for name, module in found.items() if module is not None}
+    """The pipeline's transformers, each once, by name; empty where it denoises with something else."""
+    found: dict[str, torch.nn.Module] = {}
+    for name in TRANSFORMER_NAMES:
+        module = getattr(pipe, name, None)
+        if module is not None and not any(module is each for each in found.values()):
+            found[name] = module
+    return found

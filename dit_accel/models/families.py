@@ -8,13 +8,15 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
-from dit_accel.models import denoisers, flux, hunyuan_video, qwen_image, sd3, wan
+from dit_accel.models import TRANSFORMER_NAMES, denoisers, flux, hunyuan_video, qwen_image, sd3, wan
+from dit_accel.models.control_net import CONTROL_NET
 from dit_accel.models.family import Family
 from dit_accel.models.family_driver import BlockHooks, FamilyDriver
 from dit_accel.models.fused import flux as fused_flux
 from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
 from dit_accel.models.fused import wan as fused_wan
-from dit_accel.models.transformer_hook import COMPILED_WHOLE, TransformerDriver
+from dit_accel.models.hooks import parameter_names
+from dit_accel.models.transformer_hook import COMPILED_WHOLE, TIMESTEPS, TransformerDriver
 
 FAMILIES: tuple[Family, ...] = (flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY)
 HAND_WRITTEN: dict[str, BlockHooks] = {  # by the name of their family
@@ -50,6 +52,13 @@ def family_of(pipe: Any) -> str:
     known = {known_family(transformer) for transformer in denoisers(pipe).values()}
     family = known.pop() if len(known) == 1 else None
     return "any" if family is None else family.name
+
+
+def left_plain(pipe: Any) -> list[str]:
+    """Names of a pipeline's further components that a timestep is passed to; control nets only see what is denoised."""
+    others = {name: part for name, part in vars(pipe).items() if name not in (*TRANSFORMER_NAMES, CONTROL_NET)}
+    modules = {name: part for name, part in others.items() if isinstance(part, torch.nn.Module)}
+    return [name for name, part in modules.items() if not set(TIMESTEPS).isdisjoint(parameter_names(part))]
 
 
 def drive(transformer: torch.nn.Module, controller: Controller, name: str) -> TransformerDriver:

@@ -50,6 +50,8 @@ def prompt_rows(context: str | None, latents: torch.Tensor) -> Sequence[Rows]:
 
 def why_not_divisible(arguments: dict[str, Any]) -> str | None:
     """Why a call can't be made for some samples of its batch only, or None."""
+    if "hidden_states" not in arguments:
+        return "latents that are not called hidden_states may have no dimension for samples"
     batch = len(arguments["hidden_states"])
     for name, value in arguments.items():
         if name in SHARED:

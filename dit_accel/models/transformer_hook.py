@@ -25,6 +25,9 @@ GRADIENTS = (
     "calls whose inputs or weights ask for gradients run plainly; where nothing is trained, put them under "
     "torch.no_grad()"
 )
+NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
+TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
+LATENTS = ("hidden_states", "x")  # likewise
 COMPILED_WHOLE = (
     "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
     "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
@@ -51,9 +54,10 @@ class TransformerDriver:
         self.name = name
         self._parameters = parameter_names(transformer)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
-        if "timestep" not in self._parameters:
+        if not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
-                f"transformer {type(transformer).__name__} takes no 'timestep', so its steps can't be told apart"
+                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
+                f"{TIMESTEPS[-1]!r}, so its steps can't be told apart"
             )
 
     def layers(self) -> list[str]:
@@ -95,10 +99,11 @@ class TransformerDriver:
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
-        latents = arguments.get("hidden_states")
-        if not isinstance(latents, torch.Tensor):
+        latents = next((arguments[name] for name in LATENTS if name in arguments), None)
+        tensors = [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
             return ModelSize()
-        return ModelSize(output=latents.numel(), itemsize=latents.element_size())
+        return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
 
     def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a transformer call by name, without defaults."""
@@ -107,13 +112,14 @@ class TransformerDriver:
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""
         arguments = self.named(args, kwargs)
-        if "timestep" not in arguments:
-            model = type(self.transformer).__name__
-            raise UnsupportedError(f"{model} was called without timestep, which tells its step")
+        timestep = _timestep(arguments)
+        if timestep is None:
+            self.controller.stand_aside(None, NO_TIMESTEP)
+            return original(*args, **kwargs)
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         shapes = *(tensor.shape for tensor in tensors), arguments.get("return_dict", True)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments)
-        with self.controller.calling(self.name, context, arguments["timestep"], shapes, *asked) as call:
+        with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:
@@ -133,7 +139,7 @@ class TransformerDriver:
 
     def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """A call runs plainly, for forecasts and kernels give no gradients."""
-        self.controller.stand_aside(self.named(args, kwargs).get("timestep"), GRADIENTS)
+        self.controller.stand_aside(_timestep(self.named(args, kwargs)), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
@@ -147,6 +153,11 @@ class TransformerDriver:
     def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         """The arguments of a call for some samples of its batch."""
         return arguments_of_rows(arguments, rows)
+
+
+def _timestep(arguments: dict[str, Any]) -> Any:
+    """What tells a call's step; None = nothing does."""
+    return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
 
 
 def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:

@@ -127,7 +127,7 @@ def test_clock_counts_a_schedulers_steps(name, branches):
         sigmas = [math.atan(sigma) for sigma in sigmas]
     for tick in ticks:
         assert (tick.steps, list(tick.timesteps), list(tick.sigmas)) == (8, scheduler.timesteps.tolist(), sigmas)
-        assert tick.repeats is None
+        assert tick.plain is None
         assert tick.run is ticks[0].run
 
 
@@ -188,7 +188,7 @@ def test_scheduler_of_second_order_repeats(scheduler):
     scheduler.set_timesteps(4)
     ticks = denoise(scheduler, clock)
     assert [tick.step for tick in ticks] == list(range(len(scheduler.timesteps)))
-    assert {tick.repeats for tick in ticks} == {f"{type(scheduler).__name__} repeats timesteps (order 2)"}
+    assert {tick.plain for tick in ticks} == {f"{type(scheduler).__name__} repeats timesteps (order 2)"}
 
 
 def test_call_after_the_last_step_stays_in_the_schedule():
@@ -239,3 +239,57 @@ def test_timesteps_that_tell_nothing_are_refused(timesteps):
     """No timesteps, or equal neighbours, are an error."""
     with pytest.raises(UnsupportedError, match="non-empty sequence without equal neighbours"):
         TimestepClock(timesteps)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("rescaled", [lambda t: t / 1000, lambda t: 1 - t / 1000], ids=["share", "from-0-to-1"])
+def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):
+    """Under shift 1 the first, 1000 of 1000, is as large as the last of the schedule."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(8)
+    sample, steps = torch.ones(1, 1, 4, 4), []
+    for timestep in scheduler.timesteps:
+        steps.append(clock.read(rescaled(timestep).expand(1)).step)
+        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    assert steps == list(range(8))
+
+
+@pytest.mark.parametrize("first", [3, 7], ids=["in-the-middle", "at-the-last"])
+def test_where_a_run_begins_is_confirmed(first):
+    """Timesteps in a scale of the pipeline's own may lead astray; the scheduler's first step index sets that right."""
+    scheduler = SCHEDULERS["flow-match-euler"]()
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(8)
+    astray, sample, ticks = scheduler.timesteps[first], torch.ones(1, 1, 4, 4), []
+    for timestep in scheduler.timesteps:
+        ticks.append(clock.read(astray))
+        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    assert [tick.step for tick in ticks[1:]] == list(range(7)) and {tick.steps for tick in ticks[1:]} == {7}
+    assert ticks[0].run is not ticks[1].run and {tick.run for tick in ticks[1:]} == {ticks[1].run}
+
+
+def test_a_start_that_nothing_tells_is_found_at_the_second_step():
+    """From image to image with rescaled timesteps and no begin index, the rest of the schedule is the run."""
+    scheduler = SCHEDULERS["flow-match-euler"]()
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(10)
+    sample, ticks = torch.ones(1, 1, 4, 4), []
+    for timestep in scheduler.timesteps[4:]:
+        ticks.append(clock.read(timestep / 1000))
+        sample = scheduler.step(torch.zeros_like(sample), timestep, sample).prev_sample
+    assert [(tick.step, tick.steps) for tick in ticks] == [(0, 10), *((step, 5) for step in range(5))]
+
+
+def test_steps_that_go_back_are_a_new_run():
+    """A pipeline may take the same timesteps once more, as for the next part of a video."""
+    scheduler = SCHEDULERS["flow-match-euler"]()
+    clock = SchedulerClock(lambda: scheduler)
+    scheduler.set_timesteps(6)
+    runs = []
+    for _ in range(2):
+        scheduler.set_begin_index(0)
+        scheduler._step_index = None
+        runs.append(denoise(scheduler, clock))
+    assert [tick.step for ticks in runs for tick in ticks] == 2 * list(range(6))
+    assert runs[0][0].run is not runs[1][0].run
