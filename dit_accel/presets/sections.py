@@ -55,7 +55,8 @@ class IntervalSchedule(Schedule):
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
     interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
-    """One UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+    """One UPDATE and interval − 1 DISPATCH steps, from the step behind the warm-up on, which is an UPDATE; 1 computes
+    every step in full."""
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
