@@ -164,7 +164,8 @@ class SparseSite:
             measured
         )
         state.measured_step = call.tick.step
-        state.degraded = state.row_density < self._preset.reuse.degrade_below
+        threshold = self._preset.reuse.degrade_below
+        state.degraded = threshold > 0 and _vision_density(state.tile_density, call.branch.size.layout) < threshold
         probed = error if state.probed else None
         if call.skips:
             call.report.attentions.append(AttentionRecord(self._name, call.tick.step, state.attended, probed))
@@ -276,6 +277,12 @@ def _densities(plan: AttentionPlan, attended: AttentionPlan | None) -> list[torc
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
     scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
     return [rows, row_blocks, *scores]
+
+
+def _vision_density(density: float, layout: TokenLayout) -> float:
+    """The share of scores that rows without text compute, by that of all rows: rows with text compute every score."""
+    text = len(range(layout.blocks)[layout.text_blocks])
+    return (density * layout.blocks - text) / (layout.blocks - text) if text < layout.blocks else 1.0
 
 
 def _density(plan: AttentionPlan) -> torch.Tensor:
