@@ -132,7 +132,8 @@ class SparseSite:
         call, reuse, (q, k, _, layout, _, kv_len) = self._call, self._preset.reuse, inputs
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
         symbols = self._tiles(inputs, pooled)
-        attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        drawn, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        attended = None if self._scores_in_full else drawn
         projected = torch.zeros_like(error)
         if self.caches_bias:
             every_row = symbols.cache_bits
@@ -147,7 +148,7 @@ class SparseSite:
         if self.state.symbols is not None:
             call.symbols[self._name] = self.state.symbols
         self.state.probed = 0.0
-        self._densities = torch.cat([*_densities(self._plan or attended, attended), projected, error])
+        self._densities = torch.cat([*_densities(self._plan or drawn, attended), projected, error])
         call.measure([self._densities], self.take_densities)
         return attended
 
@@ -191,6 +192,12 @@ class SparseSite:
     def _skips(self) -> bool:
         """Whether this call's own attention leaves something out, though the call computes."""
         return self._call.skips and self._skip.policy != "none"
+
+    @property
+    def _scores_in_full(self) -> bool:
+        """Whether this call draws masks that later ones keep from all of its scores, and so attends to all as well."""
+        skip, drawn = self._skip, self.state.tiles_step == self._call.tick.step
+        return skip.draws_on_all_scores and skip.refresh > 1 and drawn and not skip.residual
 
     def attend(
         self,
@@ -288,9 +295,11 @@ def _vision_density(density: float, layout: TokenLayout) -> float:
 def _density(plan: AttentionPlan) -> torch.Tensor:
     """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
 
+    A ragged tile counts as a whole one, so single keys are counted in whole tiles too.
+
     Linear attention takes the same time whatever its tiles, little, and is not counted.
     """
     tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
     if plan.slices is None:
         return tiles
-    return tiles + plan.slices.count.sum()[None] / (plan.slices.count.numel() * plan.tokens)
+    return tiles + plan.slices.count.sum()[None] / (plan.kv_index.numel() * plan.block)
