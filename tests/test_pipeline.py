@@ -18,7 +18,7 @@ STEPS = 12
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 HEADS = load_preset(
     "flux-flashomni",
-    schedule={"warmup": 2, "interval": 3},
+    schedule={"warmup": 2, "interval": 3, "cooldown": 1},
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )

@@ -55,7 +55,8 @@ class IntervalSchedule(Schedule):
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
     interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
-    """One UPDATE and interval − 1 DISPATCH steps; 1 computes every step in full."""
+    """One UPDATE and interval − 1 DISPATCH steps, from the step behind the warm-up on, which is an UPDATE; 1 computes
+    every step in full."""
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
@@ -143,10 +144,11 @@ class Reuse(Section):
     """How row-blocks are scored: FlashOmni, equation 1; without joint text (Wan), by the attention they receive."""
     tau_q: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the cumulative score, lowest first, that is reused (FlashOmni's τ_q)."""
-    ramp: float = Field(default=2.0, gt=0.0)
-    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp; 2.0 for images, 1.7 for video."""
+    ramp: float = Field(default=0.1, gt=0.0)
+    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp, the sooner the smaller it is."""
     degrade_below: float = Field(default=0.0, ge=0.0, le=1.0)
-    """A layer whose computed fraction falls below this is forecast whole until the next UPDATE (FlashOmni's S_q)."""
+    """A layer whose rows without text compute less than this share of their scores is forecast whole until the next
+    UPDATE (FlashOmni's S_q)."""
 
 
 class Blocks(Section):

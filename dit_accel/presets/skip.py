@@ -118,19 +118,23 @@ class _NotSparge:
     probe_error: ClassVar[float | None] = None
 
 
+class _NotFgAttn:
+    draws_on_all_scores: ClassVar[bool] = False
+
+
 class _NotSla:
     feature_map: ClassVar[str] = "softmax"
     projection: ClassVar[str | None] = None
 
 
-class NoSkip(_NotSparge, _NotSla, Skip):
+class NoSkip(_NotSparge, _NotSla, _NotFgAttn, Skip):
     """Nothing is left out, but by blocks that say so."""
 
     policy: Literal["none"] = "none"
     """Nothing is left out."""
 
 
-class SpargeSkip(_NotSla, Skip):
+class SpargeSkip(_NotSla, _NotFgAttn, Skip):
     """Which attention tiles are left out: those of least probability in the pooled map (SpargeAttn)."""
 
     policy: Literal["sparge"] = "sparge"
@@ -178,7 +182,7 @@ class SpargeSkip(_NotSla, Skip):
         return key in self.model_fields_set and getattr(self, key) is not None
 
 
-class SlaSkip(_NotSparge, Skip):
+class SlaSkip(_NotSparge, _NotFgAttn, Skip):
     """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
 
     policy: Literal["sla"] = "sla"
@@ -209,11 +213,17 @@ class FgAttnSkip(_NotSparge, _NotSla, Skip):
     """Single keys for each row of tiles (FG-Attn)."""
     mask: Literal["exact", "average_query"] = "exact"
     """Whether a key stays is decided by its scores with all queries of a row, or with their mean."""
-    key_threshold: float = Field(default=0.5, gt=0.0)
-    """Probability from which on a key stays, in units of 1 / N, the mean over N keys."""
+    key_threshold: float | None = Field(default=None, gt=0.0)
+    """Probability from which on a key stays, in units of 1 / N, the mean over N keys; null = the paper's 0.5 for exact,
+    and for average_query 0.1."""
+
+    @property
+    def draws_on_all_scores(self) -> bool:
+        """Whether a step that draws masks has all scores at hand: with ``refresh`` it attends to all keys."""
+        return self.mask == "exact"
 
 
-class StaticSkip(_NotSparge, _NotSla, Skip):
+class StaticSkip(_NotSparge, _NotSla, _NotFgAttn, Skip):
     """A pattern that no query or key changes (OmniAttention)."""
 
     policy: Literal["static"] = "static"

@@ -132,7 +132,8 @@ class SparseSite:
         call, reuse, (q, k, _, layout, _, kv_len) = self._call, self._preset.reuse, inputs
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
         symbols = self._tiles(inputs, pooled)
-        attended, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        drawn, error = lower(symbols) if self._skips else None, torch.zeros(1, device=q.device)
+        attended = None if self._scores_in_full else drawn
         projected = torch.zeros_like(error)
         if self.caches_bias:
             every_row = symbols.cache_bits
@@ -147,7 +148,7 @@ class SparseSite:
         if self.state.symbols is not None:
             call.symbols[self._name] = self.state.symbols
         self.state.probed = 0.0
-        self._densities = torch.cat([*_densities(self._plan or attended, attended), projected, error])
+        self._densities = torch.cat([*_densities(self._plan or drawn, attended), projected, error])
         call.measure([self._densities], self.take_densities)
         return attended
 
@@ -164,7 +165,8 @@ class SparseSite:
             measured
         )
         state.measured_step = call.tick.step
-        state.degraded = state.row_density < self._preset.reuse.degrade_below
+        threshold = self._preset.reuse.degrade_below
+        state.degraded = threshold > 0 and _vision_density(state.tile_density, call.branch.size.layout) < threshold
         probed = error if state.probed else None
         if call.skips:
             call.report.attentions.append(AttentionRecord(self._name, call.tick.step, state.attended, probed))
@@ -190,6 +192,12 @@ class SparseSite:
     def _skips(self) -> bool:
         """Whether this call's own attention leaves something out, though the call computes."""
         return self._call.skips and self._skip.policy != "none"
+
+    @property
+    def _scores_in_full(self) -> bool:
+        """Whether this call draws masks that later ones keep from all of its scores, and so attends to all as well."""
+        skip, drawn = self._skip, self.state.tiles_step == self._call.tick.step
+        return skip.draws_on_all_scores and skip.refresh > 1 and drawn and not skip.residual
 
     def attend(
         self,
@@ -282,12 +290,20 @@ def _densities(plan: AttentionPlan, attended: AttentionPlan | None) -> list[torc
     return [rows, row_blocks, *scores]
 
 
+def _vision_density(density: float, layout: TokenLayout) -> float:
+    """The share of scores that rows without text compute, by that of all rows: rows with text compute every score."""
+    text = len(range(layout.blocks)[layout.text_blocks])
+    return (density * layout.blocks - text) / (layout.blocks - text) if text < layout.blocks else 1.0
+
+
 def _density(plan: AttentionPlan) -> torch.Tensor:
     """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
+
+    A ragged tile counts as a whole one, so single keys are counted in whole tiles too.
 
     Linear attention takes the same time whatever its tiles, little, and is not counted.
     """
     tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
     if plan.slices is None:
         return tiles
-    return tiles + plan.slices.count.sum()[None] / (plan.slices.count.numel() * plan.tokens)
+    return tiles + plan.slices.count.sum()[None] / (plan.kv_index.numel() * plan.block)

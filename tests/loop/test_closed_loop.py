@@ -8,7 +8,7 @@ from dit_accel.loop.closed_loop import Course, Gap
 from dit_accel.loop.forecast import newton_weights
 from dit_accel.loop.interval import IntervalGap
 from dit_accel.loop.tracker import StepMode
-from dit_accel.presets import Preset
+from dit_accel.presets import Preset, load_preset
 
 LETTERS = {StepMode.FULL: "F", StepMode.UPDATE: "U", StepMode.DISPATCH: "D"}
 
@@ -178,6 +178,21 @@ def test_interval_repeats_its_interval(keys, sequence):
     """Warm-up, then one UPDATE and interval − 1 DISPATCH steps, then the final steps; interval 1 computes all."""
     preset = Preset.model_validate({"schedule": {"control": "interval", **keys}})
     assert modes(IntervalGap(preset, Course(range(10), [1.0] * 10))) == sequence
+
+
+@pytest.mark.parametrize(
+    "name, computed",
+    [
+        ("flux-taylorseer", [0, 1, 2, 7, 12, 17, 22, 27, 32, 37, 42, 47]),
+        ("hunyuan-taylorseer", range(0, 50, 5)),
+        ("wan21-taylorseer", range(0, 50, 5)),
+        ("flux-fora", range(0, 50, 5)),
+    ],
+)
+def test_presets_of_papers_compute_the_published_steps(name, computed):
+    """Of 50 steps, those that the code published with TaylorSeer computes at N = 5."""
+    control = IntervalGap(load_preset(name), Course(range(50), [1.0] * 50))
+    assert [step for step, letter in enumerate(modes(control)) if letter != "D"] == list(computed)
 
 
 def test_interval_ignores_errors():

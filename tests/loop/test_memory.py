@@ -19,7 +19,7 @@ LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 CLOSED_LOOP = load_preset("balanced", schedule={"warmup": 2, "target_error": 0.5})
 HEADS = load_preset(
     "flux-flashomni",
-    schedule={"warmup": 2, "interval": 3},
+    schedule={"warmup": 2, "interval": 3, "cooldown": 1},
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )

@@ -72,7 +72,7 @@ class NaiveAttention:
         super().__init__()
         self.schedule, self.history = schedule, Remembered(schedule)
         self.at_head = schedule.preset.forecast.level == "head"
-        self.row_density = 1.0
+        self.vision_density = 1.0  # share of the scores of rows without text that compute
         self.kept: list[float] = []  # share of the tiles, call by call
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -101,7 +101,8 @@ class NaiveAttention:
         tiles = unpack_bits(sparge.tile_bits(probabilities, layout, tau_kv), layout.blocks)
         if preset.skip.policy == "none":
             tiles = torch.ones_like(tiles)
-        self.row_density, self.tile_density = rows.float().mean().item(), tiles.float().mean().item()
+        computed = (rows[..., None] & tiles)[:, :, layout.vision_blocks]
+        self.vision_density, self.tile_density = computed.float().mean().item(), tiles.float().mean().item()
 
         def to_tokens(mask: torch.Tensor, dim: int) -> torch.Tensor:
             return mask.repeat_interleave(size, dim=dim).narrow(dim, 0, layout.tokens)
@@ -145,7 +146,7 @@ def run_sites(pipe, preset: Preset, inputs: dict, make_processor):
         handles = _overwrite(
             _layers(transformer),
             schedule,
-            lambda block: block.attn.processor.row_density < preset.reuse.degrade_below,
+            lambda block: block.attn.processor.vision_density < preset.reuse.degrade_below,
         )
     else:
         layers = [(None, transformer)] if preset.forecast.level == "output" else _layers(transformer)

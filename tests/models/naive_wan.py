@@ -160,7 +160,12 @@ def run(pipe, preset: Preset, inputs: dict) -> torch.Tensor:
 
 def _is_degraded(block, schedule: BranchSchedule):
     rows, size = block.attn1.processor.rows, schedule.preset.blocks.size
-    return lambda: rows.now.kept[:, ::size].float().mean() < schedule.preset.reuse.degrade_below
+
+    def computed() -> torch.Tensor:
+        kept = rows.now.kept[:, ::size].transpose(1, 2)  # [B, H, T]
+        return (kept[..., None] & rows.now.pairs[:, :, ::size, ::size]).float().mean()
+
+    return lambda: computed() < schedule.preset.reuse.degrade_below
 
 
 def _overwrite(module, schedule: BranchSchedule, whole):

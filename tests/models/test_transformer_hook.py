@@ -15,7 +15,7 @@ PRESETS = {
         "flux",
         load_preset(
             "flux-flashomni",
-            schedule={"warmup": 2, "interval": 3},
+            schedule={"warmup": 2, "interval": 3, "cooldown": 1},
             blocks={"size": 64},
             reuse={"tau_q": 0.9, "ramp": 0.3},
         ),

@@ -19,7 +19,7 @@ OUTPUT = load_preset("balanced", schedule=SCHEDULE)
 HEADS = {
     family: load_preset(
         preset,
-        schedule=SCHEDULE,
+        schedule={**SCHEDULE, "cooldown": 1},
         blocks={"size": 64},
         reuse={"tau_q": 0.8, "ramp": 0.3, "degrade_below": 0.4},
         skip={"policy": "sparge", "steps": "all", "tau_kv": 0.2},

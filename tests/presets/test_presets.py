@@ -29,7 +29,6 @@ FLASHOMNI = {
     "forecast.method": "taylor",
     "forecast.order": 1,
     "reuse.tau_q": 0.50,
-    "reuse.ramp": 2.0,
     "reuse.degrade_below": 0.0,
     "skip.policy": "sparge",
     "skip.tau_kv": 0.15,
@@ -274,8 +273,8 @@ def test_every_mistake_is_reported_at_once():
 def test_dotted_and_section_overrides_merge():
     """Overrides change the keys they name and leave the others as the preset has them."""
     preset = load_preset("flux-flashomni", schedule={"warmup": 2}, **{"schedule.interval": 3, "reuse.tau_q": 0.25})
-    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.cooldown) == (2, 3, 1)
-    assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 2.0)
+    assert (preset.schedule.warmup, preset.schedule.interval, preset.schedule.cooldown) == (2, 3, 0)
+    assert (preset.reuse.tau_q, preset.reuse.ramp) == (0.25, 0.1)
 
 
 def test_keys_are_plain_keywords():

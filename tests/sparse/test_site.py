@@ -8,7 +8,12 @@ import torch
 
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
+from dit_accel.kernels import lower
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
+from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import Tick
 from dit_accel.sparse import policies
 from dit_accel.sparse import site as sparse_site
@@ -214,6 +219,29 @@ def test_a_step_that_draws_under_a_residual_is_dense():
     assert len(report.attentions) == len(report.layers)
 
 
+def test_single_keys_attend_in_full_where_they_are_drawn_from_all_scores():
+    """FG-Attn's cached masks come from all scores, which that step then attends to; a mean query's know only some."""
+    section = {"policy": "fg_attn", "steps": "all", "key_threshold": 2.0, "refresh": 3}
+    for mask, drawn in (("exact", {1.0}), ("average_query", None)):
+        skip = load_preset("video-balanced", model="wan", skip={**section, "mask": mask}).skip
+        _, report = run("wan", preset("wan", "output", every_step=True).model_copy(update={"skip": skip}))
+        densities = {step: {each.density for each in report.attentions if each.step == step} for step in range(1, 7)}
+        assert all(max(densities[step]) < 1 for step in (2, 3, 5, 6))
+        assert (densities[1] == densities[4] == {1.0}) == (drawn is not None)
+
+
+def test_single_keys_of_a_ragged_sequence_come_to_less_than_all():
+    """A ragged tile counts as a whole one, and so do the keys beside it: 130 of 132 keys are not more than all."""
+    tokens, block = 132, 64
+    keys = torch.ones(1, 1, 3, 3 * block, dtype=torch.bool)
+    keys[..., 0] = keys[..., block] = keys[..., tokens:] = False  # one key of each whole tile is left out
+    tiles = torch.tensor([False, False, True]).expand(1, 1, 3, 3)
+    keys[..., 2 * block :] = False  # the ragged tile attends as one
+    rows = torch.ones(1, 3, 1, dtype=torch.bool)
+    plan = lower(SparseSymbols(pack_bits(rows), pack_bits(tiles), 1, tokens, block, slice_bits=pack_bits(keys)))
+    assert sparse_site._density(plan).item() == pytest.approx((64 + 2 * 63) / 192)
+
+
 def test_residuals_are_kept_as_float8():
     """`memory.history_dtype` is theirs too, and what is expected is what they take."""
     sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
@@ -341,13 +369,17 @@ def controller_of(preset):
 
 
 def test_layers_degrade_below_their_threshold():
-    """New densities reach their sites, and a layer that computes less than S_q is forecast whole until the next."""
+    """New densities reach their sites, and a layer whose rows without text compute less than S_q of their scores is
+    forecast whole until the next.
+    """
     preset = load_preset("flux-flashomni-turbo")  # S_q = 0.3
-    for rows, degraded in ((0.25, True), (0.3125, False)):
-        with controller_of(preset).calling("transformer", "cond", 8, ()) as call:
-            SparseSite("first", call, preset, NO_PROJECTIONS).take_densities([rows, 0.75, 0.125, 0.5, 0.25, 0.0])
+    size = ModelSize(layout=TokenLayout(text=128, vision=7 * 128))  # of 8 rows 7 without text
+    for rest, degraded in ((0.29, True), (0.31, False)):
+        tiles = (1 + 7 * rest) / 8
+        with controller_of(preset).calling("transformer", "cond", 8, (), lambda: size) as call:
+            SparseSite("first", call, preset, NO_PROJECTIONS).take_densities([0.5, 0.75, tiles, 0.5, 0.25, 0.0])
             site = call.site("first", SiteState)
-        assert (site.row_density, site.row_block_density, site.tile_density) == (rows, 0.75, 0.125)
+        assert (site.row_density, site.row_block_density, site.tile_density) == (0.5, 0.75, tiles)
         assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
 
 

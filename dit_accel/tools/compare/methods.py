@@ -96,16 +96,17 @@ def fixed_schedules(pipe: Any) -> list[Method]:
     family = {"hunyuan_video": "hunyuan", "wan": "wan21"}.get(family_of(pipe), family_of(pipe))
     settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
     for warmup, order, interval in settings:
-        changes = {"schedule": {"warmup": warmup, "interval": interval}, "forecast": {"order": order}}
+        schedule = {"warmup": warmup, "interval": interval, "cooldown": 1}
+        changes = {"schedule": schedule, "forecast": {"order": order}}
         label = f"W={warmup} N={interval} D={order}"
-        stack = load_preset("exact", **changes, **{"schedule.cooldown": 1})
+        stack = load_preset("exact", **changes)
         methods.append(_of_preset("fixed interval, whole stack", f"stack {label}", stack))
         if family != "any":
             layers = load_preset(f"{family}-taylorseer", **changes)
             methods.append(_of_preset("TaylorSeer, our engine", f"layers {label}", layers))
     if family != "any":
         for warmup, interval in itertools.product((3, 8), (3, 4, 6)):
-            changes = {"schedule": {"warmup": warmup, "interval": interval}}
+            changes = {"schedule": {"warmup": warmup, "interval": interval, "cooldown": 1}}
             reuse = load_preset(f"{family}-taylorseer", **changes, forecast={"method": "reuse", "order": 0})
             methods.append(_of_preset("FORA, our engine", f"FORA W={warmup} N={interval}", reuse))
     return methods

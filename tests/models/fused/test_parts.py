@@ -65,7 +65,7 @@ def test_parts_that_carry_hooks_are_called(part, reasons, as_on_a_gpu):
 def test_hooked_attention_is_not_made_sparse():
     pipe, calls = tiny_pipeline("flux"), []
     pipe.transformer.transformer_blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
-    preset = load_preset("flux-flashomni", schedule={"warmup": 1, "interval": 2}, blocks={"size": 64})
+    preset = load_preset("flux-flashomni", schedule={"warmup": 1, "interval": 2, "cooldown": 1}, blocks={"size": 64})
     accelerate_pipeline(pipe, preset)
     tiny_output(pipe, "flux", steps=4)
     assert calls == [1] * 4
