@@ -15,7 +15,7 @@ CASES = {
     "whole-blocks": {"batch": 1, "heads": 2, "tokens": 192},
     "no-tiles": {"batch": 1, "heads": 2, "tokens": 200, "rows": 1.1, "tiles": 0.0},
     "all-tiles": {"batch": 1, "heads": 2, "tokens": 130, "rows": 1.1, "tiles": 1.1},
-    "many-blocks": {"batch": 1, "heads": 1, "tokens": 64 * 70, "tiles": 0.1},
+    "many-blocks": {"batch": 1, "heads": 1, "tokens": 64 * 34, "tiles": 0.1},
 }
 BACKENDS = ["reference", "triton"]
 
