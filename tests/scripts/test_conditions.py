@@ -1,17 +1,19 @@
 """The study of conditions, at toy size."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "conditions.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import conditions
 
 
-def test_cells_have_the_loop_and_its_rivals(tmp_path):
+def test_cells_have_the_loop_and_its_rivals(tmp_path, monkeypatch):
     """Every row says where it was measured, how much was computed, and the PSNR of each prompt."""
-    command = [sys.executable, str(SCRIPT), "--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
+    monkeypatch.setattr(sys, "argv", ["conditions.py", *options])
+    conditions.main()
     found = json.loads((tmp_path / "found.json").read_text())
     series = {row["series"] for row in found["rows"]}
     rivals = {"TaylorSeer lite (diffusers)", "SeaCache", "Spectrum", "MeanCache", "HiCache", "FoCa", "DMD"}

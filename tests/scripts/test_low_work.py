@@ -1,7 +1,6 @@
 """The study of little work: what is judged, which settings count for a fraction, and a run at toy size."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import low_work  # noqa: E402
 from demo_models import clips, prompts  # noqa: E402
 from demo_models.judging import attributes, differences  # noqa: E402
 from demo_models.textures import draw_texture_scene  # noqa: E402
@@ -77,12 +77,12 @@ def test_tables_name_what_failed_and_what_was_left_out():
 
 
 @pytest.mark.parametrize("mode", ["low", "few"])
-def test_settings_are_measured_beside_the_plain_run(tmp_path, mode):
+def test_settings_are_measured_beside_the_plain_run(tmp_path, mode, monkeypatch):
     """Rows of the loop, brought to the fraction by its target, and of its rivals; tables, a figure and a sheet."""
     few = mode == "few"
-    command = [sys.executable, str(SCRIPTS / "low_work.py"), "--smoke", "--models", "demo-flux"]
-    command += ["--output", str(tmp_path / "found"), *(["--few-steps", "8"] if few else [])]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--smoke", "--models", "demo-flux", "--output", str(tmp_path / "found")]
+    monkeypatch.setattr(sys, "argv", ["low_work.py", *options, *(["--few-steps", "8"] if few else [])])
+    low_work.main()
     found = json.loads((tmp_path / "found.json").read_text())
     rows = [row for row in found["rows"] if row["series"] != "plain"]
     assert not [row for row in rows if "error" in row]
