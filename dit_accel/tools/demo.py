@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 DEFAULT_MODEL = "demo-flux"
-_NOT_ARGUMENTS = ("fps", "preset")  # of a demo.json, beside the arguments of the pipeline's call
+_NOT_ARGUMENTS = ("fps", "preset", "words")  # of a demo.json, beside the arguments of the pipeline's call
 _ASSETS = Path(__file__).parent / "assets"
 
 
@@ -34,6 +35,16 @@ def model_fps(name: str) -> float | None:
 def model_preset(name: str) -> str | None:
     """The preset that a shipped model is meant to run with; None if there is none, or it does not say."""
     return _facts(demo_path(name)).get("preset")
+
+
+def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
+    """Words of a prompt that a shipped model was not trained on, in their order, and all that it was, sorted.
+
+    Both are empty for any other model.
+    """
+    known = _facts(demo_path(name)).get("words", [])
+    words = re.findall(r"[^\W_]+", prompt.lower()) if known else []
+    return [word for word in dict.fromkeys(words) if word not in known], known
 
 
 def tuning_prompts(name: str) -> list[str]:

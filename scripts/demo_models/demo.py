@@ -17,6 +17,8 @@ from .family import Family
 from .prompts import HeldOutPrompt
 from .training import Pace
 
+Batch = tuple[torch.Tensor, list[HeldOutPrompt]]  # pictures or clips in 0..1, and what each of them shall show
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -83,9 +85,9 @@ class Demo(ABC):
         """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
 
     @abstractmethod
-    def paint(self, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt]) -> dict[str, torch.Tensor]:
-        """Batches in 0..1 by what they are, each of the first prompts: painted, first of all, and drawn."""
+    def paint(self, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt]) -> dict[str, Batch]:
+        """Batches by what they are: painted, first of all, and drawn."""
 
     @abstractmethod
-    def sheet(self, batches: dict[str, torch.Tensor], captions: list[str]) -> Image.Image:
+    def sheet(self, batches: dict[str, Batch]) -> Image.Image:
         """A sheet of some of what `paint` gave."""

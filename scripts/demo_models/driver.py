@@ -135,12 +135,12 @@ def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
     """Paint held-out prompts; write a sheet and how often they are followed, beside what drawn scenes give."""
     held_out = demo.held_out(demo.sizes.prompts, "reporting")
     batches = demo.paint(pipe, held_out)
-    if not all(batch.isfinite().all() for batch in batches.values()):
+    if not all(batch.isfinite().all() for batch, _ in batches.values()):
         raise FloatingPointError("the pipeline paints values that are not finite")
-    demo.sheet(batches, [item.prompt for item in held_out]).save(results / "samples.png", optimize=True)
+    demo.sheet(batches).save(results / "samples.png", optimize=True)
     table = {}
-    for name, batch in batches.items():
-        scenes = [item.scene for item in held_out[: len(batch)]]
+    for name, (batch, prompts) in batches.items():
+        scenes = [item.scene for item in prompts]
         table[name] = {demo.unit: len(batch), **demo.agreement(demo.read(batch.to(pipe.device)), scenes)}
         print(f"{name:36s} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
     (results / "prompt_following.json").write_text(json.dumps(table, indent=1) + "\n")

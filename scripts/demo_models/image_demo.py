@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from diffusers import AutoencoderKL, FluxPipeline
 from PIL import Image
 
 from .autoencoder import latent_statistics, reconstruction_psnr, train_autoencoder
-from .demo import Demo, Sizes
+from .demo import Batch, Demo, Sizes
 from .exporting import contact_sheet, paint, write_folder
 from .flow import (
     LONG_TEXT,
@@ -27,7 +28,7 @@ from .flux import Flux
 from .prompts import HeldOutPrompt, held_out_prompts
 from .reading import agreement, read_pictures
 from .rendering import pack_pictures, render
-from .scenes import draw_picture, vocabulary
+from .scenes import describe, draw_picture, draw_short_scene, vocabulary
 from .text_encoders import TEXT_TOKENS
 from .training import Pace, take_weights
 
@@ -104,6 +105,7 @@ class ImageDemo(Demo):
     draw = staticmethod(draw_picture)
     pack = staticmethod(pack_pictures)
     held_out = staticmethod(held_out_prompts)
+    short_prompts = staticmethod(partial(held_out_prompts, draw=draw_short_scene, write=partial(describe, short=True)))
     read = staticmethod(read_pictures)
     agreement = staticmethod(agreement)
     render = staticmethod(render)
@@ -153,27 +155,33 @@ class ImageDemo(Demo):
         millions = sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6
         card = self.card.format(millions=millions, words=len(self.words), tokens=TEXT_TOKENS)
         call = {"height": 512, "width": 512, "num_inference_steps": 50, "max_sequence_length": TEXT_TOKENS}
-        return write_folder(pipe, folder, card, call)
+        return write_folder(pipe, folder, card, {**call, "words": self.words})
 
-    def paint(self, pipe: FluxPipeline, prompts: list[HeldOutPrompt]) -> dict[str, torch.Tensor]:
+    def paint(self, pipe: FluxPipeline, prompts: list[HeldOutPrompt]) -> dict[str, Batch]:
         large, small = max(self.sizes.batches), min(self.sizes.batches)
 
-        def painted(count: int, size: int, text: int) -> torch.Tensor:
+        def painted(prompts: list[HeldOutPrompt], size: int, text: int = TEXT_TOKENS) -> Batch:
             call = {"height": size, "width": size, "max_sequence_length": text}
-            return paint(pipe, prompts[:count], batch=32, num_inference_steps=self.sizes.sample_steps, **call)
+            return paint(pipe, prompts, batch=32, num_inference_steps=self.sizes.sample_steps, **call), prompts
 
         rng = random.Random(8)
         numbers = self.pack([self.draw(rng, item.scene) for item in prompts])
-        return {
-            f"painted {large}px": painted(len(prompts), large, TEXT_TOKENS),
-            f"painted {small}px": painted(len(prompts), small, TEXT_TOKENS),
-            f"painted {large}px, text padded to {LONG_TEXT}": painted(32, large, LONG_TEXT),
-            f"drawn {large}px": (self.render(numbers, large) + 1) / 2,
+        batches = {
+            f"painted {large}px": painted(prompts, large),
+            f"painted {small}px": painted(prompts, small),
+            f"painted {large}px, text padded to {LONG_TEXT}": painted(prompts[:32], large, LONG_TEXT),
+            f"drawn {large}px": ((self.render(numbers, large) + 1) / 2, prompts),
         }
+        if self.short_prompts:
+            short = self.short_prompts(min(100, len(prompts)), "reporting")
+            batches[f"painted {large}px, short prompts"] = painted(short, large)
+        return batches
 
-    def sheet(self, batches: dict[str, torch.Tensor], captions: list[str]) -> Image.Image:
-        """Large pictures, and some small ones enlarged."""
-        large, small, *_ = batches.values()
+    def sheet(self, batches: dict[str, Batch]) -> Image.Image:
+        """Large pictures, some small ones enlarged, and some of the last kind."""
+        (large, prompts), (small, _), *_, (last, last_prompts) = batches.values()
         enlarged = torch.nn.functional.interpolate(small[:4], size=large.shape[-1])
-        captions = [*captions[:16], *(f"{small.shape[-1]}px: {caption}" for caption in captions[:4])]
-        return contact_sheet(torch.cat((large[:16], enlarged)), captions, columns=5, cell=160)
+        captions = [item.prompt for item in prompts[:16]]
+        captions += [f"{small.shape[-1]}px: {caption}" for caption in captions[:4]]
+        captions += [item.prompt for item in last_prompts[:10]]
+        return contact_sheet(torch.cat((large[:16], enlarged, last[:10])), captions, columns=5, cell=160)

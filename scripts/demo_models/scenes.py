@@ -2,7 +2,8 @@
 
 A scene is a landscape (place, time of day) with one to three groups of paper stickers. Everything that a prompt can
 say is an attribute of `Scene`; everything else (small shifts, hill phases) is drawn anew for each picture and kept
-small, because an 11M-parameter model paints sharply only what its prompt nearly determines.
+small, because an 11M-parameter model paints sharply only what its prompt nearly determines. For the same reason what a
+short prompt leaves out is always the same: "a yellow ring" is one in the middle, over green hills at noon.
 
 Plain Python without torch, so that other scripts can read held-out prompts at no cost.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 SceneT = TypeVar("SceneT")
@@ -56,13 +57,25 @@ POSITION_WORDS = {
     "bottom": ("at the bottom",),
 }
 RELATION_WORDS = {"above": ("above",), "below": ("below", "under"), "left": ("left of",), "right": ("right of",)}
-TEMPLATES = (
-    "{objects} over {place} {time}",
-    "{objects}, {place} {time}",
-    "{time}, {objects} over {place}",
-    "{objects} over {place}, {time}",
-    "a picture of {objects} over {place} {time}",
-)
+TEMPLATES = {  # by whether they say the place, and the time
+    (True, True): (
+        "{objects} over {place} {time}",
+        "{objects}, {place} {time}",
+        "{time}, {objects} over {place}",
+        "{objects} over {place}, {time}",
+        "a picture of {objects} over {place} {time}",
+    ),
+    (True, False): ("{objects} over {place}", "{objects}, {place}", "a picture of {objects} over {place}"),
+    (False, True): ("{objects} {time}", "{objects}, {time}", "a picture of {objects} {time}"),
+    (False, False): ("{objects}", "{objects}", "a picture of {objects}"),
+}
+
+# What goes without saying, beside sizes and textures that have no word.
+UNSAID_PLACE, UNSAID_TIME, UNSAID_POSITION = "hills", "noon", "centre"
+UNSAID_COLOURS = {  # of a single group
+    "circle": "orange", "square": "blue", "triangle": "green", "star": "yellow", "heart": "red", "ring": "purple"
+}  # fmt: skip
+SHORT_PROMPTS = 0.4  # of the prompts in training
 
 RADII = {  # of the object, in picture widths, by how many stand in its row
     "small": {1: 0.105, 2: 0.088, 3: 0.078, 4: 0.068},
@@ -181,16 +194,36 @@ def draw_training_scene(rng: random.Random, draw: Callable[[random.Random], Scen
             return scene
 
 
-def describe(scene: Scene, rng: random.Random) -> str:
-    """A prompt that says all of `scene`, in lower case."""
-    phrases = [_describe_group(group, rng) for group in scene.groups]
+def draw_short_scene(rng: random.Random) -> Scene:
+    """A scene at random, reserved or not, some of which goes without saying."""
+    scene = draw_scene(rng)
+    place, time, position, colour = (rng.random() < share for share in (0.6, 0.7, 0.8, 0.15))
+    groups = scene.groups
+    if colour and len(groups) == 1:
+        groups = (replace(groups[0], colour=UNSAID_COLOURS[groups[0].shape]),)
+    return replace(
+        scene,
+        groups=groups,
+        place=UNSAID_PLACE if place else scene.place,
+        time=UNSAID_TIME if time else scene.time,
+        position=UNSAID_POSITION if position and scene.position else scene.position,
+    )
+
+
+def describe(scene: Scene, rng: random.Random, *, short: bool = False) -> str:
+    """A prompt in lower case that says all of `scene`; a short one leaves out what goes without saying."""
+    phrases = [_describe_group(group, rng, short=short and len(scene.groups) == 1) for group in scene.groups]
     if scene.layout == "single":
-        objects = f"{phrases[0]} {rng.choice(POSITION_WORDS[scene.position])}"
+        position = rng.choice(POSITION_WORDS[scene.position])
+        objects = phrases[0] if short and scene.position == UNSAID_POSITION else f"{phrases[0]} {position}"
     elif scene.layout == "trio":
-        objects = f"{phrases[0]}, {phrases[1]} and {phrases[2]} side by side"
+        objects = f"{phrases[0]}, {phrases[1]} and {phrases[2]}" + ("" if short else " side by side")
+    elif short and scene.layout == "left":
+        objects = f"{phrases[0]} and {phrases[1]}"
     else:
         objects = f"{phrases[0]} {rng.choice(RELATION_WORDS[scene.layout])} {phrases[1]}"
-    return rng.choice(TEMPLATES).format(
+    templates = TEMPLATES[not short or scene.place != UNSAID_PLACE, not short or scene.time != UNSAID_TIME]
+    return rng.choice(templates).format(
         objects=objects, place=rng.choice(PLACE_WORDS[scene.place]), time=rng.choice(TIME_WORDS[scene.time])
     )
 
@@ -230,16 +263,17 @@ def place_scene(scene: Scene, rng: random.Random) -> tuple[Landscape, tuple[Plac
 
 
 def draw_picture(rng: random.Random, scene: Scene | None = None) -> Picture:
-    """A picture of `scene`, or of a training scene at random."""
-    scene = scene or draw_training_scene(rng)
-    prompt = describe(scene, rng)
+    """A picture of `scene`, or of a training scene at random, which its prompt may say shortly."""
+    short = scene is None and rng.random() < SHORT_PROMPTS
+    scene = scene or draw_training_scene(rng, draw_short_scene if short else draw_scene)
+    prompt = describe(scene, rng, short=short)
     landscape, objects = place_scene(scene, rng)
     return Picture(prompt, scene, landscape, objects)
 
 
 def vocabulary() -> list[str]:
     """Every word that a prompt can hold, sorted; the comma is not a word."""
-    phrases = [*TEMPLATES, "an and side by side"]
+    phrases = [*(template for choices in TEMPLATES.values() for template in choices), "an and side by side"]
     for table in (PLACE_WORDS, TIME_WORDS, SIZE_WORDS, TEXTURE_WORDS, COUNT_WORDS, POSITION_WORDS, RELATION_WORDS):
         phrases += [phrase for choices in table.values() for phrase in choices]
     phrases += [word for choices in SHAPE_WORDS.values() for pair in choices for word in pair]
@@ -251,12 +285,12 @@ def words_of(phrases: Iterable[str]) -> set[str]:
     return {word.strip(",") for phrase in phrases for word in phrase.split() if not word.startswith("{")}
 
 
-def _describe_group(group: Group, rng: random.Random) -> str:
+def _describe_group(group: Group, rng: random.Random, *, short: bool) -> str:
     singular, plural = rng.choice(SHAPE_WORDS[group.shape])
     words = (
         rng.choice(COUNT_WORDS[group.count]),
         rng.choice(SIZE_WORDS[group.size]),
-        group.colour,
+        "" if short and group.colour == UNSAID_COLOURS[group.shape] else group.colour,
         rng.choice(TEXTURE_WORDS[group.texture]),
         singular if group.count == 1 else plural,
     )

@@ -61,6 +61,7 @@ class TextureDemo(ImageDemo):
     pack = staticmethod(pack_textures)
     render = staticmethod(render_textures)
     held_out = staticmethod(partial(held_out_prompts, draw=draw_texture_scene, write=describe_texture))
+    short_prompts = None
     read = staticmethod(read_sharpness)
     agreement = staticmethod(mean_sharpness)
     words = texture_vocabulary()

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 
 from .exporting import paint, write_folder
 from .prompts import HeldOutPrompt
-from .video_family import TEXT_TOKENS, VideoFamily
+from .video_family import TEXT_TOKENS, Shape, VideoFamily
 
 FRAMES_PER_SECOND = 8
 PRESET = "video-balanced"
@@ -37,7 +37,7 @@ frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 ```
 
 `demo.json` holds the arguments that it was trained for: {frames} frames of {size}x{size} at {fps} a second, text padded
-to {tokens} tokens{template}. Guidance is classifier-free{guidance}.
+to {tokens} tokens{template}.{longer} Guidance is classifier-free{guidance}.
 
 Prompts it knows: one or two of circle, square, triangle, star and heart, in red, orange, yellow, green, blue or purple;
 each moves (to the left, up to the right, ...), bounces (from side to side, up and down), turns or rests, and the first
@@ -54,22 +54,31 @@ NOTES = {
 
 
 def save_pipeline(
-    family: VideoFamily, pipe: DiffusionPipeline, folder: Path, *, frames: int, size: int, steps: int, words: int
+    family: VideoFamily,
+    pipe: DiffusionPipeline,
+    folder: Path,
+    shape: Shape,
+    longer: list[Shape],
+    *,
+    steps: int,
+    words: list[str],
 ) -> int:
     """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
     card = MODEL_CARD.format(
         family=family.name,
         pipeline=type(pipe).__name__,
         millions=sum(weight.numel() for weight in pipe.transformer.parameters()) / 1e6,
-        words=words,
-        frames=frames,
-        size=size,
+        words=len(words),
+        frames=shape.frames,
+        size=shape.size,
+        longer="".join(f" It makes {frames} frames of {size}x{size} too." for frames, size in longer),
         fps=FRAMES_PER_SECOND,
         tokens=TEXT_TOKENS,
         **NOTES[family.name],
     )
-    sizes = {"height": size, "width": size, "num_frames": frames, "num_inference_steps": steps}
-    return write_folder(pipe, folder, card, {**sizes, **family.call, "fps": FRAMES_PER_SECOND, "preset": PRESET})
+    sizes = {"height": shape.size, "width": shape.size, "num_frames": shape.frames, "num_inference_steps": steps}
+    facts = {"fps": FRAMES_PER_SECOND, "preset": PRESET, "words": words}
+    return write_folder(pipe, folder, card, {**sizes, **family.call, **facts})
 
 
 def paint_clips(

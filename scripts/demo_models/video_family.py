@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -19,6 +19,13 @@ SHIFT = 7.0  # of the noise schedule; what moves where is settled at noise level
 GUIDANCE = 3.0
 
 
+class Shape(NamedTuple):
+    """Of a clip: `frames`, 4 n + 1 of them, of `size` pixels a side."""
+
+    frames: int
+    size: int
+
+
 class VideoFamily(Family):
     """A video family's parts at demo size, and how training calls them.
 
@@ -27,6 +34,7 @@ class VideoFamily(Family):
 
     call: ClassVar[dict[str, Any]]  # arguments of a call beside sizes and steps
     guidance_argument: str  # the one of them that scales classifier-free guidance
+    longer: ClassVar[dict[Shape, int]] = {}  # further shapes that it learns, with how many clips a step
 
     @abstractmethod
     def encode(self, vae: nn.Module, clips: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ some uniform ones for the ends.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from .training import MasterWeights, Pace, finite
-from .video_family import LATENT_CHANNELS, SHIFT, VideoFamily
+from .video_family import LATENT_CHANNELS, SHIFT, Shape, VideoFamily
 
 PROMPT_DROPOUT = 0.1
 UNIFORM_LEVELS = 0.15
@@ -22,16 +23,17 @@ UNIFORM_LEVELS = 0.15
 
 @dataclass(frozen=True)
 class Bank:
-    """What training reads: `latents` bf16 [N, LATENT_CHANNELS, F, H, W], and `text`, int64 [N + 1, length] each.
+    """What training reads: `latents` by their clips' shape, bf16 [N, LATENT_CHANNELS, F, H, W], fewer of longer clips;
+    and `text`, int64 [most N + 1, length] each.
 
-    Row 0 of the text is the empty prompt; clip i has row i + 1.
+    Row 0 of the text is the empty prompt; clip i of any shape has row i + 1.
     """
 
-    latents: torch.Tensor
+    latents: dict[Shape, torch.Tensor]
     text: tuple[torch.Tensor, ...]
 
     def __len__(self) -> int:
-        return len(self.latents)
+        return sum(map(len, self.latents.values()))
 
 
 def train_flow(
@@ -41,9 +43,9 @@ def train_flow(
     bank: Bank,
     pace: Pace,
     *,
-    batch: int,
+    batches: dict[Shape, int],
     seed: int = 0,
-    long_text_every: int = 16,
+    long_text_every: int = 15,
     average_decay: float = 0.999,
 ) -> list[torch.Tensor]:
     """Train in place; returns the averaged weights in float32, in the order of `trained_weights(flow)`.
@@ -54,23 +56,25 @@ def train_flow(
         masters: its trained weights in float32.
         bank: latents and text.
         pace: the budget.
-        batch: clips per step.
+        batches: clips per step, by shape; steps take shapes in turn.
         seed: of what is drawn; another one when training goes on.
         long_text_every: each so many steps the text has the pipeline's own padded length, if that matters, at a quarter
             of the batch and not compiled.
         average_decay: of the running average of the weights.
     """
     weights = MasterWeights(flow, masters, average_decay=average_decay)
-    generator = torch.Generator(bank.latents.device).manual_seed(seed)
+    generator = torch.Generator(bank.text[0].device).manual_seed(seed)
+    turns = itertools.cycle(batches)
     running: dict[str, torch.Tensor] = {}
     while pace.spent < 1:
+        shape = next(turns)
         long_text = (pace.steps + 1) % long_text_every == 0 and family.lengthen(bank.text) is not None
-        count = max(1, batch // 4) if long_text else batch
+        count = max(1, batches[shape] // 4) if long_text else batches[shape]
         with torch.compiler.set_stance("force_eager" if long_text else "default"):
-            loss = flow_loss(family, flow, bank, count, generator, long_text=long_text)
+            loss = flow_loss(family, flow, bank, shape, count, generator, long_text=long_text)
             loss.backward()
         weights.step(pace.rate)
-        key = "loss long" if long_text else "loss"
+        key = f"loss {shape.frames} frames" + (", long text" if long_text else "")
         running[key] = torch.lerp(running.get(key, loss.detach()), loss.detach(), 0.05)
         pace.count(count, lambda: finite(running), every=200)
     return weights.averages
@@ -80,15 +84,17 @@ def flow_loss(
     family: VideoFamily,
     flow: nn.Module,
     bank: Bank,
+    shape: Shape,
     batch: int,
     generator: torch.Generator,
     *,
     long_text: bool = False,
 ) -> torch.Tensor:
-    """Mean squared error of the velocity on `batch` clips of the bank at random noise levels."""
-    device = bank.latents.device
-    rows = torch.randint(len(bank.latents), (batch,), device=device, generator=generator)
-    clean = bank.latents[rows].float()
+    """Mean squared error of the velocity on `batch` clips of a shape in the bank, at random noise levels."""
+    latents = bank.latents[shape]
+    device = latents.device
+    rows = torch.randint(len(latents), (batch,), device=device, generator=generator)
+    clean = latents[rows].float()
     noise = torch.randn(clean.shape, device=device, generator=generator)
     levels = draw_levels(batch, generator)
     noisy = torch.lerp(clean, noise, levels.view(-1, 1, 1, 1, 1)).bfloat16()
@@ -114,16 +120,16 @@ def compile_blocks(flow: nn.Module) -> None:
     flow.transformer.compile_repeated_blocks(dynamic=False)
 
 
-def backward_once(
+def backward_at_every_shape(
     family: VideoFamily,
     flow: nn.Module,
     text: tuple[torch.Tensor, ...],
     device: torch.device,
-    *,
-    frames: int,
-    size: int,
-    batch: int,
+    batches: dict[Shape, int],
 ) -> None:
-    """Run forward and backward once at the training shape, on latents of zeros."""
-    latents = torch.zeros(1, LATENT_CHANNELS, (frames + 3) // 4, size // 8, size // 8, device=device).bfloat16()
-    flow_loss(family, flow, Bank(latents, text), batch, torch.Generator(device).manual_seed(0)).backward()
+    """Run forward and backward once at each training shape, on latents of zeros."""
+    generator = torch.Generator(device).manual_seed(0)
+    for shape, batch in batches.items():
+        sides = ((shape.frames + 3) // 4, shape.size // 8, shape.size // 8)
+        bank = Bank({shape: torch.zeros(1, LATENT_CHANNELS, *sides, device=device).bfloat16()}, text)
+        flow_loss(family, flow, bank, shape, batch, generator).backward()

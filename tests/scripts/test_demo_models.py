@@ -2,8 +2,8 @@
 
 import json
 import random
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from demo_models import palette  # noqa: E402
+from demo_models.image_demo import ImageDemo  # noqa: E402
 from demo_models.prompts import held_out_prompts  # noqa: E402
 from demo_models.reading import agreement, read_pictures  # noqa: E402
 from demo_models.rendering import pack_pictures, render  # noqa: E402
@@ -56,6 +57,7 @@ def test_training_never_sees_a_reserved_scene():
     assert trained.isdisjoint(RESERVED_CLASSES.values())
     for split, reserved in RESERVED_CLASSES.items():
         assert {hash_class(item.scene) for item in held_out_prompts(40, split)} == {reserved}
+        assert {hash_class(item.scene) for item in ImageDemo.short_prompts(40, split)} == {reserved}
 
 
 def test_held_out_lists_are_stable_and_disjoint():
@@ -72,6 +74,25 @@ def test_prompts_use_the_vocabulary_alone():
     rng = random.Random(2)
     words = {word.strip(",") for _ in range(300) for word in draw_picture(rng).prompt.split()}
     assert words <= set(vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt"),
+    [
+        ({}, "a yellow ring"),
+        ({"time": "night"}, "a yellow ring at night"),
+        ({"place": "sea"}, "a yellow ring over a calm sea"),
+        ({"position": "left"}, "a yellow ring on the left"),
+    ],
+    ids=["all", "but time", "but place", "but position"],
+)
+def test_a_short_prompt_leaves_out_what_goes_without_saying(changes, prompt):
+    """Green hills, noon and the middle are what a picture shows unless its prompt says otherwise."""
+    scene = Scene("hills", "noon", "single", "centre", (Group("ring", "yellow", "medium", "plain", 1),))
+    prompts = {describe(replace(scene, **changes), random.Random(seed), short=True) for seed in range(60)}
+    assert prompt in prompts
+    plain = Scene("hills", "noon", "single", "centre", (Group("heart", "red", "medium", "plain", 2),))
+    assert "two hearts" in {describe(plain, random.Random(seed), short=True) for seed in range(60)}
 
 
 @pytest.mark.parametrize("size", [64, 200], ids=["64px", "200px"])
@@ -154,12 +175,10 @@ def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
     assert values.max() < 1.4
 
 
-def test_a_toy_training_run_yields_a_pipeline(tmp_path):
+def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
     """Two steps of everything leave a folder that FluxPipeline loads and paints with, and a state to go on from."""
-    command = [sys.executable, SCRIPTS / "train_demo.py", "--model", "demo-flux", "--smoke", "--output"]
     folder, state, results = tmp_path / "demo", tmp_path / "state", tmp_path / "results"
-    arguments = [folder, "--state", state, "--results", results]
-    subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=120)
+    train("--model", "demo-flux", "--output", folder, "--state", state, "--results", results)
     assert json.loads((results / "prompt_following.json").read_text())["drawn 32px"]["pictures"] == 1
     assert (results / "samples.png").stat().st_size > 1000
     from diffusers import FluxPipeline
@@ -170,7 +189,7 @@ def test_a_toy_training_run_yields_a_pipeline(tmp_path):
     assert image.shape == (32, 32, 3)
     assert image.std() > 0
 
-    subprocess.run([*command, tmp_path / "more", "--resume", state], check=True, capture_output=True, timeout=120)
+    train("--model", "demo-flux", "--output", tmp_path / "more", "--resume", state)
     resumed = FluxPipeline.from_pretrained(tmp_path / "more", torch_dtype=torch.bfloat16)
     for name, weight in pipe.vae.state_dict().items():
         assert torch.equal(resumed.vae.state_dict()[name], weight), name

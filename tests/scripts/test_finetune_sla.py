@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 import finetune_sla  # noqa: E402
 from demo_models.clip_prompts import vocabulary  # noqa: E402
 from demo_models.video_exporting import save_pipeline  # noqa: E402
+from demo_models.video_family import Shape  # noqa: E402
 from demo_models.wan import Wan  # noqa: E402
 from finetuning import training  # noqa: E402
 from finetuning.calls import Calls, record_calls, velocity_error  # noqa: E402
@@ -172,7 +173,7 @@ def experiment(tmp_path_factory):
     vae = family.make_vae(small=True)
     family.set_statistics(vae, torch.zeros(16), torch.ones(16))
     pipe = family.assemble(vae, flow, tokenizers)
-    save_pipeline(family, pipe, folder / "model", frames=5, size=128, steps=2, words=1)
+    save_pipeline(family, pipe, folder / "model", Shape(5, 128), [], steps=2, words=["a"])
     made = Experiment(family, folder / "model", SMOKE, torch.device("cpu"), folder / "work")
     return made, made.prepare()
 
