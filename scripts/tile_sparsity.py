@@ -2,13 +2,19 @@
 """How close a demo clip stays to the plain run, by the share of tiles that attention leaves out of computed steps.
 
 SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a probe,
-which lets each layer and step find its own density for one target error; masks that are kept, alone and with the
-residual of what they leave out; a longer warm-up; and FG-Attn's single keys. Each with every step computed, so that
-only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR against the plain run. Writes a JSON file
-after each setting, to which a run with the same options adds; then tables and a plot.
+which lets each layer and step find its own density for one target error; left-out tiles that count by their means;
+masks that are kept, alone and with the residual of what they leave out; a longer warm-up; and FG-Attn's single keys.
+Each with every step computed, so that only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR
+against the plain run. Writes a JSON file after each setting, to which a run with the same options adds; then tables and
+a plot.
 
     python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-hunyuan --schedules every    # minutes
     python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-hunyuan --schedules loop
+    python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-wan-long --model demo-wan --frames 49 \
+        --height 512 --width 512 --dtype bfloat16 --schedules every
+    python scripts/tile_sparsity.py --output docs/results/tile-sparsity-demo-wan-long-loop --model demo-wan \
+        --frames 49 --height 512 --width 512 --dtype bfloat16 --split tuning --prompts 3 --schedules loop \
+        --targets 0.07 0.15 0.3 0.6 --only "all tiles" "residual, means"
     python scripts/tile_sparsity.py --output /tmp/tiles --steps 20 --prompts 1 --only residual --schedules every
 """
 
@@ -18,6 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +44,8 @@ from dit_accel.tools.tune.runs import run_pipeline
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
 WARMUP = 3  # dense steps, as in the video presets
-SHARES = (0.3, 0.4, 0.5)  # of the tiles, between which the table interpolates
+ALL_TILES = "all tiles"
+SHARES = (0.3, 0.4, 0.5, 0.7)  # of the tiles, between which the table interpolates
 PROBE_BLOCKS = 4
 ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the probe
 
@@ -52,6 +60,7 @@ class Setting(NamedTuple):
 
 def settings(model: str) -> Iterator[Setting]:
     """Everything that is compared on a demo model; blocks have 64 tokens where the series does not say."""
+    yield Setting(ALL_TILES, "", {})
     for share in (0.85, 0.7, 0.6, 0.5, 0.4):
         yield Setting("top_k, blocks of 128", f"{share}", _keys(128, top_k=share))
         yield Setting("top_k", f"{share}", _keys(64, top_k=share))
@@ -69,6 +78,20 @@ def settings(model: str) -> Iterator[Setting]:
     for error in ERRORS[model]:
         keys = _keys(64, top_k=0.2, refresh=16, residual=True, probe_error=error)
         yield Setting("residual, probe", f"e = {error}", keys)
+    for order in ("raster", "tiles"):
+        series = "means" if order == "raster" else "means, tokens in tiles"
+        for share in (0.7, 0.5, 0.3):
+            keys = _keys(64, top_k=share, means=True) | {"blocks.token_order": order}
+            yield Setting(f"top_k, {series}", f"{share}", keys)
+        for mass in (0.1, 0.2, 0.35, 0.5):
+            keys = _keys(64, tau_kv=mass, means=True) | {"blocks.token_order": order}
+            yield Setting(f"tau_kv, {series}", f"{mass}", keys)
+    for order in ("raster", "tiles"):
+        series = "means" if order == "raster" else "means, tokens in tiles"
+        kept = ((4, 0.3), (8, 0.3), (8, 0.2), (8, 0.1), (16, 0.5), (16, 0.3), (16, 0.2), (16, 0.1), (32, 0.2))
+        for refresh, share in kept:
+            keys = _keys(64, top_k=share, refresh=refresh, residual=True, means=True) | {"blocks.token_order": order}
+            yield Setting(f"residual, {series}", f"{share}, {refresh} steps", keys)
     for level in (0.2, 0.4, 0.7, 1.0):
         yield Setting("single keys (FG-Attn)", f"{level} / N", _keys(64, policy="fg_attn", key_threshold=level))
 
@@ -79,9 +102,10 @@ def _keys(block: int, policy: str = "sparge", **skip: Any) -> dict[str, Any]:
     return {"skip": section, "blocks.size": block, "schedule.warmup": WARMUP}
 
 
-def preset(model: str, schedule: str, keys: dict[str, Any]) -> Preset:
-    """The preset of a setting on one of the schedules."""
+def preset(model: str, schedule: str, keys: dict[str, Any], target: float | None = None) -> Preset:
+    """The preset of a setting on one of the schedules; `target` is the loop's, its preset's own by default."""
     if schedule == "loop":
+        keys = keys if target is None else keys | {"schedule.target_error": target}
         return load_preset(load_preset("video-balanced", model=MODELS[model]), **keys)
     return load_preset("exact", model=MODELS[model], **keys)
 
@@ -116,8 +140,8 @@ class Study:
             "psnr_db_each": decibels,
             "left_out": statistics.fmean(report.left_out for report in reports),
             "computed_fraction": statistics.fmean(report.computed_fraction for report in reports),
-            "error": statistics.fmean(errors),
-            "worst_error": max(errors),
+            "error": statistics.fmean(errors) if errors else 0.0,
+            "worst_error": max(errors, default=0.0),
         }
 
     def _call(self, prompt: Any) -> torch.Tensor:
@@ -139,10 +163,11 @@ def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def place_of(model: str, result: dict[str, Any]) -> tuple[int, int]:
-    """Where a result stands: by schedule, then in the order of the settings."""
+def place_of(model: str, result: dict[str, Any]) -> tuple[int, int, float]:
+    """Where a result stands: by schedule, then in the order of the settings, then by the loop's target."""
     order = [(each.series, each.label) for each in settings(model)]
-    return list(SCHEDULES).index(result["schedule"]), order.index((result["series"], result["label"]))
+    place = order.index((result["series"], result["label"]))
+    return list(SCHEDULES).index(result["schedule"]), place, result.get("target_error") or 0.0
 
 
 def psnr_at(share: float, results: list[dict[str, Any]]) -> float | None:
@@ -167,13 +192,13 @@ def tables(results: list[dict[str, Any]]) -> str:
             figures = [psnr_at(share, [r for r in of_schedule if r["series"] == series]) for share in SHARES]
             lines.append(f"| {series} | {' | '.join('–' if f is None else f'{f:.1f}' for f in figures)} |")
         lines.append("")
-    lines += ["| schedule | series | setting | left out | PSNR dB | worst dB | error | worst error | computed |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines += ["| schedule | target | series | setting | left out | PSNR dB | worst | error | worst error | computed |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for r in results:
+        setting = f"{r['schedule']} | {r.get('target_error') or ''} | {r['series']} | {r['label']}"
         lines.append(
-            f"| {r['schedule']} | {r['series']} | {r['label']} | {r['left_out']:.1%} | {r['psnr_db']:.1f} "
-            f"| {min(r['psnr_db_each']):.1f} | {r['error']:.4f} | {r['worst_error']:.3f} "
-            f"| {r['computed_fraction']:.3f} |"
+            f"| {setting} | {r['left_out']:.1%} | {r['psnr_db']:.1f} | {min(r['psnr_db_each']):.1f} "
+            f"| {r['error']:.4f} | {r['worst_error']:.3f} | {r['computed_fraction']:.3f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -212,7 +237,10 @@ def main() -> None:
     parser = study_parser(__doc__, list(MODELS), model="demo-hunyuan", prompts=2, writes=".json, .md and .png")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
+    for side in ("frames", "height", "width"):
+        parser.add_argument(f"--{side}", type=int, help="of a clip; the model's own by default")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--targets", nargs="+", type=float, default=[None], help="of the loop; its preset's by default")
     parser.add_argument("--only", nargs="+", help="series to run, each by a part of its name")
     options = parser.parse_args()
 
@@ -223,24 +251,29 @@ def main() -> None:
         parser.error(f"--only names no series; there are: {names}")
     arguments = demo_arguments(demo_folder(options.model))
     options.steps = arguments["num_inference_steps"] = options.steps or arguments["num_inference_steps"]
+    shape = {"num_frames": options.frames, "height": options.height, "width": options.width}
+    arguments |= {key: value for key, value in shape.items() if value is not None}
     pipe = load_demo(options.model, options.dtype, options.device)
     started = time.perf_counter()
     study = Study(pipe, arguments, clips.held_out_prompts(options.prompts, options.split))
     common = {key: getattr(options, key) for key in ("model", "prompts", "split", "steps", "dtype")}
+    common |= {key: value for key, value in shape.items() if value is not None}
     document = earlier(options.output.with_suffix(".json"), common) | describe_run(pipe.device)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    for schedule in options.schedules:
-        for each in listed:
-            figures = study.measure(preset(options.model, schedule, each.keys))
-            place = {"schedule": schedule, "series": each.series, "label": each.label}
-            others = [r for r in document["results"] if not place.items() <= r.items()]
-            document["results"] = sorted([*others, place | figures], key=lambda r: place_of(options.model, r))
-            options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            print(
-                f"{time.perf_counter() - started:6.0f} s  {schedule:5s} {each.series:26s} {each.label:12s} "
-                f"{figures['left_out']:.1%}  {figures['psnr_db']:.1f} dB",
-                flush=True,
-            )
+    targets = {"every": [None], "loop": options.targets}
+    listed = list(product(options.schedules, listed))
+    for schedule, each, target in ((*pair, target) for pair in listed for target in targets[pair[0]]):
+        figures = study.measure(preset(options.model, schedule, each.keys, target))
+        place = {"schedule": schedule, "series": each.series, "label": each.label}
+        place |= {} if target is None else {"target_error": target}
+        others = [r for r in document["results"] if not place.items() <= r.items()]
+        document["results"] = sorted([*others, place | figures], key=lambda r: place_of(options.model, r))
+        options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        setting = f"{schedule:5s} {target or '':4} {each.series:26s} {each.label:12s}"
+        print(
+            f"{time.perf_counter() - started:6.0f} s  {setting} {figures['left_out']:.1%}  {figures['psnr_db']:.1f} dB",
+            flush=True,
+        )
     options.output.with_suffix(".md").write_text(tables(document["results"]), encoding="utf-8")
     plot(document["results"], options.model, options.output.with_suffix(".png"))
     print(tables(document["results"]))

@@ -76,6 +76,16 @@ def pooled_map(
     return PooledMap(probabilities, *similarity)
 
 
+def block_means(x: torch.Tensor, block: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The mean of each block's tokens, the last of which may be ragged: ``[B, S, H, D]`` -> ``[B, T, H, D]``.
+
+    Sums are float32; ``dtype`` of the means is x's, unless given.
+    """
+    whole = x.shape[1] // block
+    parts = [x[:, : whole * block].unflatten(1, (whole, block)), x[:, None, whole * block :]]
+    return torch.cat([part.mean(2, dtype=torch.float32).to(dtype or x.dtype) for part in parts if part.numel()], 1)
+
+
 def _pooled_map_reference(q: torch.Tensor, k: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> PooledMap:
     batch, tokens = q.shape[:2]
     q_len = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.pooling import block_means
 from dit_accel.kernels.symbols import AttentionPlan
 
 
@@ -32,34 +34,30 @@ def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
     Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
     ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is what did the tiles.
     """
-    counts = _valid_keys(plan, kv_len)
-    means = [_block_means(x, plan.block, counts, kv_len) for x in (k, v)]
+    means = [_block_means(x, plan.block, kv_len) for x in (k, v)]
     if backend == "reference":
-        _add_reference(q, *means, plan, scale, counts, out, lse)
+        _add_reference(q, *means, plan, scale, kv_len, out, lse)
         return
     from dit_accel.kernels._triton.tile_means import add_tile_means_into
 
-    add_tile_means_into(q, *means, plan, scale, counts, _is_listed(plan), out, lse)
+    add_tile_means_into(q, *means, plan, scale, kv_len, _is_listed(plan), out, lse)
 
 
-def _valid_keys(plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
-    """float32 ``[B, T]``: how many keys of each block take part."""
-    first = torch.arange(plan.blocks, device=plan.kv_count.device) * plan.block
-    lengths = first.new_tensor(plan.tokens).expand(plan.batch) if kv_len is None else kv_len.clamp(0, plan.tokens)
-    return (lengths[:, None] - first).clamp(0, plan.block).float()
-
-
-def _block_means(x: torch.Tensor, block: int, counts: torch.Tensor, kv_len: torch.Tensor | None) -> torch.Tensor:
+def _block_means(x: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> torch.Tensor:
     """``[B, H, T, D]`` in x's dtype: means of the valid tokens of ``[B, S, H, D]``; 0 where a block has none."""
+    if kv_len is None:
+        return block_means(x, block).transpose(1, 2).contiguous()
     tokens = x.shape[1]
-    if kv_len is not None:
-        x = x.masked_fill((torch.arange(tokens, device=x.device) >= kv_len[:, None])[..., None, None], 0)
-    whole = tokens // block * block
-    sums = [x[:, :whole].unflatten(1, (-1, block)).sum(2, dtype=torch.float32)]
-    if whole < tokens:
-        sums.append(x[:, whole:].sum(1, keepdim=True, dtype=torch.float32))
-    means = torch.cat(sums, 1) / counts.clamp(min=1)[..., None, None]
+    x = x.masked_fill((torch.arange(tokens, device=x.device) >= kv_len[:, None])[..., None, None], 0)
+    share = _valid_keys(tokens, block, kv_len) / _valid_keys(tokens, block, kv_len.new_tensor([tokens]))
+    means = block_means(x, block, torch.float32) / share.where(share > 0, 1)[..., None, None]
     return means.to(x.dtype).transpose(1, 2).contiguous()
+
+
+def _valid_keys(tokens: int, block: int, lengths: torch.Tensor) -> torch.Tensor:
+    """float32 ``[B, T]``: how many keys of each block take part; ``lengths`` ``[B]``."""
+    first = torch.arange(block_count(tokens, block), device=lengths.device) * block
+    return (lengths.clamp(0, tokens)[:, None] - first).clamp(0, block).float()
 
 
 def _is_listed(plan: AttentionPlan) -> torch.Tensor:
@@ -70,7 +68,9 @@ def _is_listed(plan: AttentionPlan) -> torch.Tensor:
     return listed.scatter_(-1, named, True)[..., : plan.blocks].contiguous()
 
 
-def _add_reference(q, mean_k, mean_v, plan, scale, counts, out, lse) -> None:
+def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
+    lengths = torch.tensor([plan.tokens], device=q.device) if kv_len is None else kv_len
+    counts = _valid_keys(plan.tokens, plan.block, lengths).expand(plan.batch, -1)
     group = q.shape[2] // mean_k.shape[1]
     mean_k, mean_v = (means.float().repeat_interleave(group, 1) for means in (mean_k, mean_v))
     heads = torch.arange(plan.heads, device=q.device)[:, None]

@@ -9,6 +9,8 @@ from typing import Any
 import diffusers
 import torch
 
+from dit_accel import Preset, load_preset
+
 # What a pipeline does before the transformer in each step: from the latents and the timestep to the call's arguments.
 Conditions = Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
 # Makes what stays the same in a run, on a device in a dtype; a control net, where there is one, runs in every step.
@@ -40,6 +42,14 @@ class Model:
     branches: tuple[str, ...] = ("cond",)
     control_net: Callable[[], torch.nn.Module] | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def sparse(self) -> Preset:
+        """The preset that leaves tiles out, with masks of its own in each computed step."""
+        return load_preset(
+            self.tiles,
+            **{"skip.refresh": 1, "skip.residual": False, "skip.means": False, "blocks.token_order": "raster"},
+        )
 
 
 CFG = {"CFG": {"branches": ("cond", "uncond")}}
@@ -145,6 +155,7 @@ CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 MODELS = {
     "flux": _flux({}, {"num_layers": 5, "num_single_layers": 10}, 64, 512, 4096, 768),
+    "flux-2048": replace(_flux({}, {}, 128, 512, 4096, 768), variants={}),
     "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
     "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
     "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
@@ -154,19 +165,17 @@ MODELS = {
 _TINY_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
 _TINY_CLIP = (1, 16, 3, 16, 18)
 _TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
+_TINY_FLUX = {
+    **_TINY_ATTENTION,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+}
 TINY = {
-    "flux": _flux(
-        {
-            **_TINY_ATTENTION,
-            "num_layers": 2,
-            "num_single_layers": 2,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 16,
-            "axes_dims_rope": (4, 6, 6),
-        },
-        {"num_layers": 1, "num_single_layers": 1},
-        *(12, 37, 32, 16),
-    ),
+    "flux": _flux(_TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
+    "flux-2048": replace(_flux(_TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
     "hunyuan": _hunyuan(
         {
             **_TINY_ATTENTION,

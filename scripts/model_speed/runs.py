@@ -26,17 +26,19 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     row = bench.accelerated("exact", exact, 4, warm=0)
     yield row | {"relative_error": bench.relative_error(exact), **bench.occupancy(exact)}
     for density in (0.5, 0.2):
-        preset = _fixed(bench.model.tiles, warmup=1, interval=2, cooldown=0)
+        preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
         row = bench.accelerated(f"{1 - density:.0%} of tiles left out", preset, 5, tiles=density)
         if density == 0.5:
-            row |= bench.occupancy(_always_computing(bench.model.tiles), tiles=density)
+            row |= bench.occupancy(_always_computing(bench.model.sparse), tiles=density)
         yield row
+        means = load_preset(preset, **{"skip.means": True})
+        yield bench.accelerated(f"{1 - density:.0%} of tiles left out, by their means", means, 5, tiles=density)
 
 
 def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """50 steps of which 14 are computed, 4 of them dense, the others of clips with half of the tiles."""
     is_video = bench.model.is_video
-    name = bench.model.tiles if is_video else f"{bench.model.family}-balanced"
+    name = bench.model.sparse if is_video else f"{bench.model.family}-balanced"
     preset = _fixed(name, warmup=4, interval=5, cooldown=1)
     tiles = 0.5 if is_video else 1.0
     run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")
@@ -86,11 +88,11 @@ RUNS = {
 }
 
 
-def _fixed(name: str, **schedule: int) -> Preset:
+def _fixed(name: str | Preset, **schedule: int) -> Preset:
     """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
     return load_preset(name, schedule={"control": "interval", **schedule})
 
 
-def _always_computing(name: str) -> Preset:
+def _always_computing(name: str | Preset) -> Preset:
     """A closed-loop preset that judges every step, and computes every one."""
     return load_preset(name, **{"schedule.warmup": 0, "schedule.max_interval": 1, "schedule.cooldown": 0})

@@ -13,9 +13,11 @@ import bench_models  # noqa: E402
 from model_speed.bench import busy_and_span  # noqa: E402
 from model_speed.table import compare  # noqa: E402
 
-TILES = ["exact", "50% of tiles left out", "80% of tiles left out"]
+LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
+TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
+    "flux-2048": ["DISPATCH, plain"],
     "hunyuan": ["DISPATCH, plain"],
     "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
     "wan-14b": ["DISPATCH, plain"],

@@ -14,10 +14,10 @@ from dit_accel.kernels.symbols import AttentionPlan
 
 @triton.jit
 def _add_tile_means(
-    q, mean_k, mean_v, listed, bias, mask64, kv_count, out, lse,
+    q, mean_k, mean_v, listed, kv_len, mask64, kv_count, out, lse,
     q_batch, q_token, q_head, out_batch, out_token, out_head, heads, group, blocks, tokens, scale_log2,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEY_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
+    HAS_KV_LEN: tl.constexpr, PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = BLOCK // QUERIES
     row = tl.program_id(0) // PARTS  # (b * H + h) * Tq + i
@@ -33,6 +33,7 @@ def _add_tile_means(
         query = tl.load(q_base + query_offset[:, None] * q_token + dim[None, :], query_valid[:, None], other=0.0)
         head_means = (batch * (heads // group) + head // group).to(tl.int64) * blocks * HEAD_DIM
         row_listed = listed + row.to(tl.int64) * blocks
+        key_end = tl.minimum(tl.load(kv_len + batch), tokens) if HAS_KV_LEN else tokens
         running_max = tl.full([QUERIES], float("-inf"), tl.float32)
         running_sum = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
@@ -40,9 +41,10 @@ def _add_tile_means(
             tile = start + tl.arange(0, KEY_TILE)
             rows = head_means + tile[:, None] * HEAD_DIM + dim[None, :]
             keys = tl.load(mean_k + rows, (tile < blocks)[:, None], other=0.0)
-            takes_part = tl.load(row_listed + tile, tile < blocks, other=1) == 0
-            tile_bias = tl.load(bias + batch * blocks + tile, tile < blocks, other=float("-inf"))
-            tile_bias = tl.where(takes_part, tile_bias, float("-inf"))
+            key_count = tl.minimum(key_end - tile * BLOCK, BLOCK)
+            takes_part = (tl.load(row_listed + tile, tile < blocks, other=1) == 0) & (key_count > 0)
+            weight = tl.math.log2(tl.maximum(key_count, 1).to(tl.float32)) / scale_log2  # in units of unscaled scores
+            tile_bias = tl.where(takes_part, weight, float("-inf"))
             scores = tl.dot(query, keys.T, input_precision=PRECISION) + tile_bias[None, :]
             probabilities, decay, running_max, running_sum = softmax_step(
                 scores, running_max, running_sum, scale_log2, True
@@ -59,15 +61,14 @@ def _add_tile_means(
 
 def add_tile_means_into(
     q: torch.Tensor, mean_k: torch.Tensor, mean_v: torch.Tensor, plan: AttentionPlan, scale: float,
-    counts: torch.Tensor, listed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    kv_len: torch.Tensor | None, listed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
     queries = 64
-    bias = counts.log() / scale  # in units of the unscaled scores; -inf where a block has no key
     with on_device(q):
         _add_tile_means[(plan.work.numel() * (plan.block // queries),)](
-            q, mean_k, mean_v, listed, bias, plan.mask64, plan.kv_count, out, lse,
+            q, mean_k, mean_v, listed, kv_len, plan.mask64, plan.kv_count, out, lse,
             *q.stride()[:3], *out.stride()[:3],
             plan.heads, plan.heads // mean_k.shape[1], plan.blocks, plan.tokens, scale * LOG2_E,
-            BLOCK=plan.block, QUERIES=queries, KEY_TILE=32 if q.dtype == torch.float32 else 64, HEAD_DIM=q.shape[-1],
-            PRECISION=precision(q), LOG2_E=LOG2_E, num_warps=4,
+            BLOCK=plan.block, QUERIES=queries, KEY_TILE=32, HEAD_DIM=q.shape[-1],
+            HAS_KV_LEN=kv_len is not None, PRECISION=precision(q), LOG2_E=LOG2_E, num_warps=4,
         )  # fmt: skip
