@@ -1,0 +1,1 @@
+"""What conformance.py is made of."""

@@ -1,0 +1,80 @@
+"""In which ways pipelines are accelerated, and what a test that fails only then has found.
+
+A test counts as a *failure* of a kind if it passes plainly and fails with it by one of these:
+
+| class | what it is |
+|---|---|
+| crash | any exception but an assertion's, be it of torch, of diffusers or of ours by accident |
+| shape | an assertion on a shape, a type, a dtype, a length or NaN |
+| assertion | another assertion, under a kind that has to give the plain outputs (`exact`) |
+| timeout | the test takes longer than `--seconds` |
+| lost | its process ended without a result |
+
+These are classed apart, for the plugin does what it says:
+
+| class | what it is |
+|---|---|
+| values | another assertion, under a kind that changes outputs: on numbers, or on what follows from them |
+| inspects | an assertion on the hooks or the attributes of a module, where the test wants none but diffusers' |
+| refused | the plugin's own error (`DitAccelError`), which says what to do |
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dit_accel import Preset, accelerate_pipeline, load_preset
+from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.models.families import family_of
+
+EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0}
+FORECAST = {"level": "output", "method": "newton", "order": 1}
+FLASHOMNI = {"flux": "flux-flashomni", "hunyuan_video": "hunyuan-flashomni-balanced", "wan": "wan21-flashomni"}
+KINDS = ("exact", "balanced", "forecast", "flashomni")
+FAILURES = ("crash", "shape", "assertion", "timeout", "lost")
+APART = ("values", "inspects", "refused")
+_SHAPE = re.compile(r"shape|dtype|isinstance|\btype\b|\blen\(|length|nan\b", re.IGNORECASE)
+_INSPECTS = re.compile(r"hook", re.IGNORECASE)
+
+
+def accelerate(pipe: Any, kind: str) -> None:
+    """Accelerates a pipeline as that kind does.
+
+    `exact` and `balanced` are the presets; `forecast` computes every second step and `flashomni` works inside the
+    blocks of every second step, both from the first step on, as tests run two or three.
+
+    Raises:
+        UnsupportedError: the pipeline can't be accelerated, or has no preset of that kind.
+    """
+    accelerate_pipeline(pipe, _preset(pipe, kind))
+
+
+def _preset(pipe: Any, kind: str) -> Preset | str | None:
+    if kind == "forecast":
+        return load_preset("balanced", schedule=EVERY_SECOND, forecast=FORECAST)
+    if kind == "flashomni":
+        family = family_of(pipe)
+        if family not in FLASHOMNI:
+            raise UnsupportedError(f"no FlashOmni preset fits; families with one: {', '.join(FLASHOMNI)}")
+        return load_preset(FLASHOMNI[family], schedule=EVERY_SECOND, blocks={"size": 64})
+    return {"exact": "exact", "balanced": None}[kind]
+
+
+def found(error: BaseException, statement: str, kind: str) -> str:
+    """Class of what a test failed by.
+
+    Args:
+        statement: source of the line that raised it.
+    """
+    if isinstance(error, DitAccelError):
+        return "refused"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if not isinstance(error, AssertionError):
+        return "crash"
+    if _INSPECTS.search(f"{statement} {error}"):
+        return "inspects"
+    if _SHAPE.search(statement) or _SHAPE.search(str(error).partition("\n")[0]):
+        return "shape"
+    return "assertion" if kind == "exact" else "values"

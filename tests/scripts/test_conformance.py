@@ -1,0 +1,117 @@
+"""The run of other people's tests, on a checkout of one file, and what is told of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import conformance  # noqa: E402
+from conformance_study import stand_ins  # noqa: E402
+from conformance_study.kinds import found  # noqa: E402
+from conformance_study.report import markdown, read, summary  # noqa: E402
+
+from dit_accel.errors import UnsupportedError  # noqa: E402
+
+TESTS = """
+import pytest
+import torch
+from diffusers import LTXPipeline
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+@pytest.fixture(scope="module")
+def outputs():
+    pipe = tiny_pipeline("ltx")
+    return [pipe, *(tiny_output(pipe, "ltx", steps=2) for _ in range(2))]
+
+def test_runs_are_alike(outputs):
+    assert torch.equal(*outputs[1:])
+
+def test_modules_are_bare(outputs):
+    assert not outputs[0].transformer._diffusers_hook.hooks
+
+def test_never_passes():
+    assert False
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder like diffusers' own, whose tests run in this process."""
+    folder = tmp_path / "checkout" / "tests" / "pipelines" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "test_toy_pipeline.py").write_text(TESTS)
+
+    def run(command, cwd, **_):
+        monkeypatch.chdir(cwd)
+        return subprocess.CompletedProcess(command, pytest.main(command[3:]), stdout="", stderr="")
+
+    monkeypatch.setattr(conformance.subprocess, "run", run)
+    return tmp_path / "checkout"
+
+
+def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
+    """One passes, one looks for hooks, and one fails plainly too; the pipeline's class is left as it was."""
+    call = diffusers.LTXPipeline.__call__
+    options = conformance.parse([str(checkout), "--output", str(tmp_path / "found")])
+    plain, *kinds = (conformance.tests_of(["toy"], kind, options, tmp_path) for kind in ("plain", "exact", "flashomni"))
+    told = summary(plain, dict(zip(("exact", "flashomni"), kinds, strict=True)))
+    (counts,) = told["files"].values()
+    assert counts == {"ran": 3, "passed": 2, "exact": 1, "flashomni": 2}
+    assert [(each["kind"], each["class"]) for each in told["only"]] == [("exact", "inspects")]
+    assert told["accelerated"]["exact"]["left_plain"] == {}
+    assert list(told["accelerated"]["flashomni"]["left_plain"]) == ["LTXPipeline"]
+    table = markdown(
+        {"run": {"diffusers": "1", "torch": "2", "device": "CPU"}, "tests": "1", "families": {"toy": told}}
+    )
+    assert "| toy/test_toy_pipeline.py | 3 | 2 | 1 |  |  | 2 |" in table
+    assert "| `test_toy_pipeline.py::test_modules_are_bare` | exact | inspects |" in table
+    assert diffusers.LTXPipeline.__call__ is call
+
+
+def test_families_must_be_there(checkout, tmp_path):
+    with pytest.raises(SystemExit, match="--families names other, and the checkout has toy"):
+        conformance.main([str(checkout), "--output", str(tmp_path / "found"), "--families", "other"])
+    with pytest.raises(SystemExit, match="checkout must hold tests/pipelines"):
+        conformance.main([str(tmp_path), "--output", str(tmp_path / "found")])
+
+
+@pytest.mark.parametrize(
+    "error, statement, classes",
+    [
+        (UnsupportedError("compiled whole"), "pipe(**inputs)", ("refused", "refused")),
+        (TypeError("no"), "pipe(**inputs)", ("crash", "crash")),
+        (AssertionError("assert (1, 2) == (1, 3)"), "assert image.shape == (1, 3)", ("shape", "shape")),
+        (AssertionError("No hook attached: x"), "assert not found, message", ("inspects", "inspects")),
+        (AssertionError("Tensors not close!"), "raise AssertionError(", ("assertion", "values")),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_what_a_test_failed_by(error, statement, classes):
+    """Numbers may differ under a kind that changes outputs, and under exact they may not."""
+    assert tuple(found(error, statement, kind) for kind in ("exact", "forecast")) == classes
+
+
+def test_a_process_that_ends_early_loses_its_tests(tmp_path):
+    record = tmp_path / "found.jsonl"
+    record.write_text('{"collected": ["a::b", "a::c"]}\n{"test": "a::b", "outcome": "passed", "pipelines": {}}\n')
+    assert [test.get("class") for test in read(record).values()] == [None, "lost"]
+    assert read(tmp_path / "none.jsonl") == {}
+
+
+def test_stand_ins_are_loaded_by_their_names_on_the_hub(tmp_path, monkeypatch):
+    """From the working directory, as tests that run there do."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
+
+    stand_ins.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert AutoConfig.from_pretrained("hf-internal-testing/tiny-random-t5").d_model == 32
+    for name in ("tiny-random-clip", "tiny-random-t5", "dummy-gemma", "tiny-random-Qwen2VLForConditionalGeneration"):
+        assert AutoTokenizer.from_pretrained(f"hf-internal-testing/{name}")("a fox")["input_ids"]
+    assert LlamaTokenizer.from_pretrained("finetrainers/dummy-hunyaunvideo", subfolder="tokenizer")("a fox")
+    assert not os.path.exists("tiny-random-t5")
