@@ -15,6 +15,7 @@ PRINTS = {  # and the files that it leaves
     "compare_methods": ("flux-taylorseer", set()),
     "image": ("PSNR to the plain image", {"plain.png", "accelerated.png"}),
     "own_loop": ("steps              2", set()),
+    "parallel": ("steps              2", {"video.gif"}),
     "sparse_attention": ("of the tiles", set()),
     "video": ("steps              2", {"video.gif"}),
 }

@@ -6,7 +6,6 @@ when they run, so that help and completion are quick.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 import dit_accel
 from dit_accel.cli import bench, compare, env, generate, inspect, presets, tune
 from dit_accel.cli.options import OptionError
+from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
     BackendError,
     ComparisonError,
@@ -52,7 +52,8 @@ def _told() -> Iterator[None]:
     try:
         yield
     except DitAccelError as error:
-        typer.echo(f"error: {error}", err=True)
+        if tells():
+            typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, MISTAKES) else 1) from None
 
 
@@ -97,4 +98,4 @@ def _options(
 
 def main() -> None:
     """Entry point of the ``dit-accel`` script."""
-    sys.exit(app())
+    run_to_end(app)

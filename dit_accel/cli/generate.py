@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.batch import read_jobs, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
+from dit_accel.cli.parallel import ParallelOption, join, leads, parse_degrees
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.tools.demo import model_fps
+from dit_accel.tools.demo import model_fps, unknown_words
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    prompt: options.PromptOption,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What the picture or clip shows; this or --prompts.")
+    ] = None,
     model: options.ModelOption = options.DEFAULT_MODEL,
     preset: options.PresetOption = None,
     settings: options.SetOption = None,
@@ -62,6 +66,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
+    parallel: ParallelOption = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -70,6 +75,22 @@ def command(
             help="What to write: a picture (.png, .jpg, .webp, …); of a video model a clip (.mp4, with the "
             "extra `video`, or .gif) or, for a name without suffix, a folder of frames 0000.png, 0001.png, …",
             show_default="output.png, output-2.png, …, and .mp4 for video",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Make one of each line of this file, into --output-dir: prompts, or in a .jsonl file objects with "
+            "prompt and, where a line has its own, negative-prompt, seed, steps, height, width, num-frames, guidance.",
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir",
+            help="Folder for --prompts: 0000.png, 0001.png, … (.mp4 for video) and manifest.jsonl, a line each with "
+            "settings, checksum and report. The same command goes on where it was interrupted.",
         ),
     ] = None,
     compare: Annotated[
@@ -107,6 +128,14 @@ def command(
     """
     from rich.console import Console
 
+    from dit_accel import parallelize_pipeline
+
+    alone = {"--output": output, "--json": json_path, "--plot": plot, "--compare": compare, "--num-images": num_images}
+    require_one_source(prompt, prompts, output_dir, alone)
+    degrees = parse_degrees(parallel, {"--compare": compare, "--offload": offload != "none"})
+    if not leads():
+        output = plot = json_path = None
+        quiet = True
     console = Console(quiet=quiet)
     if json_path is not None:
         require_writable(json_path, "--json", force=force)
@@ -120,27 +149,35 @@ def command(
     if preset == "none" and (compare or plot or settings):
         used = "--compare" if compare else "--plot" if plot else "--set"
         raise options.OptionError(used, "needs an accelerated run, and --preset none is plain")
+    if preset == "none" and degrees.get("branches", 1) > 1:
+        raise options.OptionError("--parallel", "branches are shared in an accelerated run; --preset exact will do")
     picture = read_image(image)
-
-    pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
-    medium = medium_of(pipe, model_fps(model), fps)
-    chosen = None if preset == "none" else options.choose_preset(preset, overrides, pipe)
-    given = {
-        "prompt": prompt,
+    common = {
         "negative-prompt": negative_prompt,
         "steps": steps,
         "height": height,
         "width": width,
         "num-frames": num_frames,
         "guidance": guidance,
-        "image": picture,
-        "num-images": num_images,
     }
-    arguments = call_arguments(pipe, model, given)
+    jobs = [] if prompts is None else read_jobs(prompts, common | {"seed": seed})
+    _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
+    pipe = load_pipeline(model, device=join(degrees, device), dtype=dtype, offload=offload, console=console)
+    if degrees:
+        parallelize_pipeline(pipe, **degrees)
+    medium = medium_of(pipe, model_fps(model), fps)
+    chosen = None if preset == "none" else options.choose_preset(preset, overrides, pipe)
+    if output_dir is not None:
+        calls = [(job, call_arguments(pipe, model, job.call_options(picture))) for job in jobs]
+        _start(pipe, chosen, quiet)
+        facts = {"model": model, "preset": chosen.effective() if chosen else None, "image": image and str(image)}
+        run_jobs(pipe, calls, output_dir, medium, facts, console, force=force)
+        return
+    arguments = call_arguments(pipe, model, {"prompt": prompt, **common, "image": picture, "num-images": num_images})
     files = numbered(output or medium.default_output, num_images or 1)
     if output is None and not force:
         files = unused(medium.default_output, num_images or 1, partial(medium.files, compare=compare))
-    for file in files:
+    for file in files if leads() else ():
         medium.require_output(file, compare=compare, force=force)
     written = [("--output", each) for file in files for each in medium.files(file, compare=compare)]
     named = [(option, path) for option, path in (("--plot", plot), ("--json", json_path)) if path is not None]
@@ -149,6 +186,8 @@ def command(
         sides = both_sides(pipe, arguments, seed, chosen, repeats, console, whole=offload != "none")
     else:
         sides = _run(pipe, arguments, seed, chosen, quiet)
+    if not leads():
+        return
 
     for path in _write(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
@@ -163,15 +202,28 @@ def command(
     _print_summary(console, summary, chosen, sides)
 
 
+def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
+    """Says which words a demo model makes nothing of."""
+    unknown, known = unknown_words(model, prompt)
+    if unknown:
+        told = ", ".join(map(repr, unknown[:8])) + (", …" if len(unknown) > 8 else "")
+        console.print(f"note: {model} does not know {told}. Its words: {', '.join(known)}", markup=False)
+
+
 def _run(pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset | None, quiet: bool) -> Sides:
     """The plain side without a preset, else the accelerated one."""
+    _start(pipe, preset, quiet)
+    made = Side.of(timed_call(pipe, arguments, seed))
+    return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
+
+
+def _start(pipe: Any, preset: Preset | None, quiet: bool) -> None:
+    """Accelerates the pipeline, if it is to be, and names its progress bar."""
     from dit_accel import accelerate_pipeline
 
     if preset is not None:
         accelerate_pipeline(pipe, preset)
     pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
-    made = Side.of(timed_call(pipe, arguments, seed))
-    return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
 
 
 def _write(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:

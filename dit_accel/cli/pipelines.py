@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dit_accel.cli.options import OptionError
+from dit_accel.cli.parallel import tells
 from dit_accel.errors import UnsupportedError, shortened, shown
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 
@@ -190,7 +191,8 @@ def explained_memory() -> Iterator[None]:
             raise
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
-        typer.echo(f"error: out of memory: {advice} ({reason})", err=True)
+        if tells():
+            typer.echo(f"error: out of memory: {advice} ({reason})", err=True)
         raise typer.Exit(1) from None
 
 

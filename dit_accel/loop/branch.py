@@ -39,6 +39,7 @@ class BranchState:
     """What one branch of one transformer remembers within a run.
 
     Args:
+        name: of the branch, as the pipeline calls it or by the order of calls in a step.
         shapes: of the tensors that its calls get, and what tells the form of their output.
         size: what they make the blocks remember.
         memory: how that is kept.
@@ -48,6 +49,7 @@ class BranchState:
         structure: how the transformer's output nests its tensors.
     """
 
+    name: str
     shapes: tuple
     size: ModelSize
     memory: MemoryPlan
@@ -100,10 +102,12 @@ class Call:
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
         skips: attention leaves tiles out though the call computes.
+        place: of the branch among those that were called in this step.
         report: of the run.
         work: by block, (computed, plain) FLOPs; the transformer's driver fills it.
         dense: blocks that fell back to their own forward.
         symbols: that blocks drew in this call, by name.
+        densities: what their attentions measured of them, float32 on the device, by name.
         measured: what the host reads at the end of the call, all of it at once: float32 tensors, and what takes their
             numbers then.
     """
@@ -117,9 +121,11 @@ class Call:
     records: bool
     report: RunReport
     skips: bool = False
+    place: int = 0
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
     symbols: dict[str, SparseSymbols] = field(default_factory=dict)
+    densities: dict[str, torch.Tensor] = field(default_factory=dict)
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
 
     @property

@@ -73,7 +73,7 @@ class Controller:
         self._tick: Tick | None = None
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._anonymous_calls: dict[str, int] = {}
-        self._called: set[tuple[str, str]] = set()
+        self._called: dict[tuple[str, str], None] = {}  # in the order of the step's first calls
         self._why_plain: str | None = None  # why nothing may be forecast
         self._called_twice = False  # some branch, in some step of the run
         self._forget()
@@ -181,15 +181,23 @@ class Controller:
         if error is not None:
             self._step_record.error = max(error, self._step_record.error or 0.0)
 
-    def read(self, call: Call) -> None:
+    def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.
 
         This is the one host synchronisation of a computed step.
+
+        Args:
+            agreed: makes one of what several devices have measured.
         """
         numbers = [each.view(-1) for measured, _ in call.measured for each in measured]
-        values = iter(torch.cat(numbers).tolist() if numbers else ())
+        values = iter(agreed(torch.cat(numbers)).tolist() if numbers else ())
         for measured, take in call.measured:
             take(list(islice(values, sum(each.numel() for each in measured))))
+
+    def settle(self) -> None:
+        """Has calls observed whose outputs come from another device, in the order of the calls."""
+        while self.awaited:
+            self.awaited.pop(0)()
 
     def note(self, remark: str) -> None:
         """A remark on the run as a whole, once."""
@@ -217,6 +225,7 @@ class Controller:
         if why:
             self.note(f"{why} at step {self._step_record.index}: caches dropped")
         self._branches: dict[tuple[str, str], BranchState] = {}
+        self.awaited: list[Callable[[], None]] = []  # each observes the output of a call that another device makes
         # By place of the samples in their branches; transformers that work in the same steps decide together.
         self._gaps: dict[int, Gap] = {}
 
@@ -230,7 +239,8 @@ class Controller:
         samples: Callable[[], Sequence[Rows]],
     ) -> Call:
         tick, schedule = self._follow(timestep), self.preset.schedule
-        branch = self._branch(transformer, context, shapes, size, samples)
+        key = self._key(transformer, context)
+        branch = self._branch(key, shapes, size, samples)
         modes = tuple(
             StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
             for loop in branch.loops
@@ -243,7 +253,8 @@ class Controller:
         skips = computes and self.preset.skip.steps == "all"
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
-        return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips)
+        place = list(self._called).index(key)
+        return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips, place)
 
     def _follow(self, timestep: torch.Tensor | float) -> Tick:
         """Where the loop stands; a new run or step begins in the report."""
@@ -258,6 +269,7 @@ class Controller:
             elif forecast.corrector and tick.moves is None:
                 self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
+            self.settle()
             self._start_step(tick)
         self._tick = tick
         return tick
@@ -271,19 +283,21 @@ class Controller:
         for layer in self.report.density:
             layer.append(None)
 
-    def _branch(
-        self,
-        transformer: str,
-        context: str | None,
-        shapes: tuple,
-        size: Callable[[], ModelSize],
-        samples: Callable[[], Sequence[Rows]],
-    ) -> BranchState:
+    def _key(self, transformer: str, context: str | None) -> tuple[str, str]:
+        """Names a branch; calls of no name are told apart by their order in the step."""
         if context is None:
             count = min(self._anonymous_calls.get(transformer, 0) + 1, MOST_BRANCHES)
             self._anonymous_calls[transformer] = count
             context = f"call {count}"
-        key = (transformer, context)
+        return transformer, context
+
+    def _branch(
+        self,
+        key: tuple[str, str],
+        shapes: tuple,
+        size: Callable[[], ModelSize],
+        samples: Callable[[], Sequence[Rows]],
+    ) -> BranchState:
         if key in self._branches and self._branches[key].shapes != shapes:
             self._forget("shapes or return_dict changed")
         elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
@@ -294,7 +308,7 @@ class Controller:
             else:
                 self._forget("branch called twice")
             self._called_twice = True
-        self._called.add(key)
+        self._called[key] = None
         if key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
             at_work = {name for name, _ in self._called}
@@ -303,10 +317,10 @@ class Controller:
                 self._unload_symbols()
                 self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
-            self._branches[key] = self._new_branch(shapes, size(), samples())
+            self._branches[key] = self._new_branch(key[1], shapes, size(), samples())
         return self._branches[key]
 
-    def _new_branch(self, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
+    def _new_branch(self, name: str, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
         """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
         memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
         for branch in self._branches.values():
@@ -317,7 +331,7 @@ class Controller:
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self.preset, self._course))
             loops.append(self._loop(gap, memory.order, rows))
-        return BranchState(shapes, size, memory, loops)
+        return BranchState(name, shapes, size, memory, loops)
 
     def _close(self, call: Call) -> None:
         if call.branch is next(iter(self._branches.values())):

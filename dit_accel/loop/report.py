@@ -65,6 +65,7 @@ class RunReport:
         host_bytes: most host memory held in their stead.
         estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
         memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
+        replayed: transformer calls that ran as CUDA graphs.
         notes: remarks on the run as a whole.
     """
 
@@ -81,6 +82,7 @@ class RunReport:
     host_bytes: int = 0
     estimated_bytes: int = 0
     memory_measures: list[str] = field(default_factory=list)
+    replayed: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -108,6 +110,8 @@ class RunReport:
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
+        if self.replayed:
+            lines.append(f"  CUDA graphs        replayed for {self.replayed} transformer calls")
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")

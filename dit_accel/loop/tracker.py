@@ -100,9 +100,13 @@ class SchedulerClock:
 
     @property
     def missed_run(self) -> bool:
-        """Whether the scheduler has begun a run of which no step was read; of another scheduler that is not known."""
+        """Whether the scheduler has begun a run of which no step was read; of another scheduler that is not known.
+
+        New timesteps alone are no run where a scheduler counts steps: Wan Animate sets them behind its last segment.
+        """
         scheduler, timesteps = self._scheduler_now()
-        return scheduler is self._seen[0] and timesteps is not self._seen[1]
+        is_new = scheduler is self._seen[0] and timesteps is not self._seen[1]
+        return is_new and getattr(scheduler, "step_index", 0) is not None
 
     def _scheduler_now(self) -> tuple[Any, Any]:
         scheduler = self._scheduler()

@@ -6,18 +6,22 @@ of tokens, and what a block costs; :mod:`dit_accel.models.sd3` is a short one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.memory import ModelSize, SiteSize
 from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
+LATENTS = ("hidden_states", "x")  # what transformers of diffusers call them; Z-Image's differs
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,14 @@ class Tokens:
         vision: of image or video tokens.
         text_first: whether text comes before them.
         grid: of the video's tokens, (frames, height, width); None for images.
+        pads_end: whether padding follows all of them, which masks of the model's own tell; else it follows text.
     """
 
     text: int
     vision: int
     text_first: bool = True
     grid: Grid | None = None
+    pads_end: bool = False
 
     def layout(self, block: int, *, text: bool = True) -> TokenLayout:
         """The layout of an attention over them, in blocks of ``block`` tokens.
@@ -123,12 +129,14 @@ class Family:
 
     Args:
         name: in presets and reports.
+        title: what people call it.
         model: name of diffusers' transformer class.
         stacks: its blocks, in the order in which they run.
         tokens: the joint sequence, from the transformer and the arguments of a call; see :func:`packed_tokens`.
+        heads: attention heads and features of one, from the transformer.
+        mlp: elements of the matrices of a block's MLP as multiples of the width's square, from the transformer.
         work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block; None = those of
-            attentions and their projections, the first over the joint sequence, and of an MLP that is
-            ``config.mlp_ratio`` (or 4) times as wide.
+            attentions and their projections, the first over the joint sequence, and of that MLP.
         attentions: names of a block's attentions over its own tokens, and whether text is among these.
         parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = its
             hand-written blocks do that.
@@ -138,12 +146,20 @@ class Family:
         order: for videos, where an order of tokens goes.
         first_frame_apart: whether the model tells the first frame's tokens by their place.
         names_transformer: whether names of blocks say whose they are, as a pipeline may have two transformers.
+        parallel_plan: what diffusers' ``enable_parallelism`` splits and gathers, of a transformer whose class does not
+            say so itself.
     """
 
     name: str
+    title: str
     model: str
     stacks: tuple[Stack, ...]
     tokens: Callable[[nn.Module, Arguments], Tokens]
+    heads: Callable[[nn.Module], tuple[int, int]] = lambda transformer: (
+        transformer.config.num_attention_heads,
+        transformer.config.attention_head_dim,
+    )
+    mlp: Callable[[nn.Module], float] = lambda transformer: 2 * getattr(transformer.config, "mlp_ratio", 4)
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     parts: tuple[str, ...] = ()
@@ -153,6 +169,7 @@ class Family:
     order: OrderFacts | None = None
     first_frame_apart: Callable[[nn.Module], bool] = lambda _: False
     names_transformer: bool = False
+    parallel_plan: Callable[[nn.Module], Mapping[str, Any]] | None = None
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """The transformer's blocks in order, by the names that reports give them.
@@ -166,7 +183,7 @@ class Family:
 
     def attentions_of(self, block: nn.Module, name: str) -> list[Attention]:
         """The attentions that a block of that name has; of the family's, some may be missing."""
-        found = [(each, getattr(block, each, None), text) for each, text in self.attentions.items()]
+        found = [(each, part_of(block, each), text) for each, text in self.attentions.items()]
         present = [(each, module, text) for each, module, text in found if module is not None]
         return [
             Attention(f"{name}.{each}" if place else name, name, each, module, sees_text)
@@ -182,15 +199,15 @@ class Family:
         """FLOPs of a block."""
         if self.work is not None:
             return self.work(transformer, arguments, tokens, block)
-        width, batch, joint = width_of(transformer), arguments["hidden_states"].shape[0], tokens.text + tokens.vision
+        width, batch, joint = math.prod(self.heads(transformer)), batch_of(arguments), tokens.text + tokens.vision
         counts = {
             each.name: joint if each.sees_text else tokens.vision for each in self.attentions_of(block, self.name)
         }
-        projection, mlp_ratio = 2 * batch * joint * width * width, getattr(transformer.config, "mlp_ratio", 4)
+        projection = 2 * batch * joint * width * width
         others = sum(counts.values()) - joint  # whose projections are their own
         return BlockWork(
             tiles={name: 4 * batch * count**2 * width for name, count in counts.items()},
-            rest=(2 + 2 * mlp_ratio) * projection + 8 * batch * others * width**2,
+            rest=(2 + self.mlp(transformer)) * projection + 8 * batch * others * width**2,
             rows=2 * projection,
             bias=projection,
         )
@@ -202,27 +219,43 @@ class Family:
             layout: of the joint sequence.
             symbols: bytes of what one block draws.
         """
-        config, latents, tokens = transformer.config, arguments["hidden_states"], layout.tokens
+        config, latents, tokens = transformer.config, latents_of(arguments), layout.tokens
         sites = [
             SiteSize(tokens if stack.joint else layout.vision, stack.features * tokens, stack.crossed * tokens)
             for stack in self.stacks
             for _ in getattr(transformer, stack.attribute)
         ]
-        if latents.dim() > 3:  # [B, C, …, H, W]
-            output = latents.numel() // latents.shape[1] * config.out_channels
-        else:  # a patch a token
-            patch = config.patch_size**2 if config.out_channels else 1
-            output = latents.shape[0] * layout.vision * (config.out_channels or config.in_channels) * patch
+        output, given = sum(each.numel() for each in latents), getattr(config, "in_channels", None)
+        if given and (made := getattr(config, "out_channels", None)):
+            patch = config.patch_size**2 if latents[0].dim() == 3 else 1
+            output = output // given * made * patch
+        heads, head_dim = self.heads(transformer)
         return ModelSize(
             output=output,
-            itemsize=latents.element_size(),
-            batch=latents.shape[0],
+            itemsize=latents[0].element_size(),
+            batch=batch_of(arguments),
             layout=layout,
-            heads=config.num_attention_heads,
-            width=config.num_attention_heads * config.attention_head_dim,
+            heads=heads,
+            width=heads * head_dim,
             sites=tuple(sites),
             symbols=symbols,
         )
+
+
+def latents_of(arguments: Arguments) -> list[torch.Tensor]:
+    """The tensors of a call's latents, which may come in a list of samples; none where no argument has their name."""
+    latents = next((arguments[name] for name in LATENTS if name in arguments), None)
+    return [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
+
+
+def batch_of(arguments: Arguments) -> int:
+    """Samples in a call."""
+    return len(next(arguments[name] for name in LATENTS if name in arguments))
+
+
+def part_of(block: nn.Module, name: str) -> nn.Module | None:
+    """A block's part by its name, which may have dots; None = the block has none."""
+    return reduce(lambda module, each: getattr(module, each, None), name.split("."), block)
 
 
 def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -233,3 +266,22 @@ def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 def width_of(transformer: nn.Module) -> int:
     """Features of a token inside the blocks."""
     return transformer.config.num_attention_heads * transformer.config.attention_head_dim
+
+
+def work_beside_prompt(name: str, batch: int, tokens: int, prompt: int, width: int, mlp: float) -> BlockWork:
+    """Self-attention over vision tokens, cross-attention to a prompt, and an MLP.
+
+    Args:
+        name: of the self-attention.
+        tokens, prompt: how many of each.
+        mlp: as the facts of a :class:`Family` have it.
+    """
+    projection = 2 * batch * tokens * width * width
+    return BlockWork(
+        tiles={name: 4 * batch * tokens**2 * width},
+        # Keys and values; those of the prompt, and the attention to them; the MLP.
+        rest=(2 + mlp) * projection + 4 * batch * width * prompt * (width + tokens),
+        rows=projection,
+        row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention
+        bias=projection,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
-from dit_accel.kernels.checks import FLOAT_DTYPES
+from dit_accel.kernels.checks import FLOAT_DTYPES, triton_limit
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
@@ -21,11 +22,12 @@ from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
-from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
-from dit_accel.models.hooks import ATTENTION_HOOK, Hook, is_compiled
+from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree
+from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens, batch_of, part_of
+from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
 from dit_accel.models.part_hook import PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
-from dit_accel.models.token_order_hook import ORDER_HOOK, TokenOrder, order_hooks
+from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
@@ -60,8 +62,10 @@ class FamilyDriver(TransformerDriver):
         self.fuses = False  # whether blocks run through fused kernels in the call in progress
         self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
         self.text: TextLengths | None = None  # of its prompts; None = no mask, or left to diffusers
+        self.exchange: Exchange | None = None  # of tokens for heads, in the call in progress; None = one device or ring
         self._hand_written = hand_written
         self._masks = TextMasks()
+        self._exchanges = Exchanges()
         self._order: TokenOrder | None = None  # while attached; None = raster
         self._every_row: AttentionPlan | None = None
 
@@ -94,19 +98,21 @@ class FamilyDriver(TransformerDriver):
         return preset.forecast.level != "output" or preset.skip.steps == "all"
 
     def cuts_padding(self, device: torch.device) -> bool:
-        """Whether padding goes: always where tiles, rows or layers may be skipped, and on a GPU.
+        """Whether padding goes: always where tiles, rows or layers may be skipped, on a GPU, and on several devices.
 
         Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit.
         """
-        return self.family.cuts_padding and (self.works_inside or device.type != "cpu")
+        is_parallel = config_of(self.transformer) is not None
+        return self.family.cuts_padding and (self.works_inside or device.type != "cpu" or is_parallel)
 
     # Putting hooks on, and taking them off.
 
     def prepare(self) -> None:
-        head_dim = self.transformer.config.attention_head_dim
+        _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
-        # What a block costs is decided by the attentions that it has: that is its kind.
-        self._kinds = {name: tuple(each.name for each in found) for name, found in self._sites.items()}
+        # What a block costs is decided by its class and the attentions that it has: that is its kind.
+        attends = {name: tuple(each.name for each in found) for name, found in self._sites.items()}
+        self._kinds = {name: (type(block), attends[name]) for name, block in self.blocks().items()}
         self._examples = {self._kinds[name]: block for name, block in self.blocks().items()}  # a block of each
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
         self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
@@ -133,7 +139,7 @@ class FamilyDriver(TransformerDriver):
                 self.hook(module, order_hook, ORDER_HOOK)
 
     def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
-        found = {part: getattr(block, part, None) for part in self.family.parts}
+        found = {part: part_of(block, part) for part in self.family.parts}
         return {part: module for part, module in found.items() if module is not None}
 
     # One call.
@@ -161,15 +167,37 @@ class FamilyDriver(TransformerDriver):
                 mask = arguments[self.family.text_mask]
                 self.text = self._masks.lengths(mask)
                 if self.cuts_padding(mask.device):
+                    self.text = self.text.divisible(parallel_degree(self.transformer), mask.shape[1])
                     text, end = arguments["encoder_hidden_states"], self.text.end
                     arguments |= {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
             if self.works_inside:
                 self.joint = self.tokens(arguments)
+            if config_of(self.transformer) is not None:
+                self._share(arguments)
             return super().forward(original, context, (), arguments)
         finally:
-            self.fuses, self.text, self.joint = False, None, None
+            self.fuses, self.text, self.joint, self.exchange = False, None, None, None
             if self._order is not None:
                 self._order.is_on = False
+
+    def _share(self, arguments: Arguments) -> None:
+        """Several devices share a call's tokens; an order of tokens is theirs who have all of them, in attention."""
+        order = None
+        if self._order is not None:
+            order, self._order.is_on = self._order.permutation, False
+        device = arguments["hidden_states"].device
+        self.exchange = self._exchanges.of(self.transformer, self.tokens(arguments), order, device)
+
+    def why_not_shared(self) -> str | None:
+        """Why attention of a call that several devices share must be left to diffusers, or None."""
+        if config_of(self.transformer) is None:
+            return None
+        if self.exchange is None:
+            return RING
+        if self.controller.preset.forecast.level == "head":
+            return "level head needs all heads of a token in one place, and context parallelism spreads them"
+        heads = self.transformer.config.num_attention_heads
+        return None if self.exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _reads_text(self, arguments: Arguments) -> bool:
         """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
@@ -189,8 +217,8 @@ class FamilyDriver(TransformerDriver):
         call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.skips or tokens is None:
             return None
-        if getattr(attention.module.processor, "_parallel_config", None) is not None:
-            self.controller.fall_back(attention.site, "context parallelism")
+        if self.exchange is None and config_of(self.transformer) is not None:
+            self.controller.fall_back(attention.site, RING)
             return None
         if attention.sees_text and text is not None and not text.leading:
             self.controller.fall_back(attention.site, "some padding precedes text")
@@ -208,16 +236,26 @@ class FamilyDriver(TransformerDriver):
     ) -> torch.Tensor | None:
         """An attention at its site."""
         tokens, text = self.joint, self.text if attention.sees_text else None
-        reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q)
-        if reason is None and mask is not None and text is None:
+        head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
+        reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
+        hides_padding = mask is None or (tokens.pads_end and interceptor.hides_keys_alone(mask))
+        if reason is None and text is None and not hides_padding:
             reason = "attends under a mask"
         if reason is not None:
             self.controller.fall_back(attention.site, reason)
             return None
         attend = self.site(attention.site, attention.block).attend_computed
         size = self.controller.preset.blocks.size
-        kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
-        return interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), dense, kv_len)
+        if tokens.pads_end:
+            kv_len = interceptor.key_lengths(mask, tokens)
+        else:
+            kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
+        shared, whole = self.exchange, dense
+        if shared is not None:  # diffusers has made its own exchange
+            q, k, v = map(shared.arrange, (q, k, v))
+            whole = lambda: shared.arrange(dense())  # noqa: E731
+        o = interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), whole, kv_len)
+        return o if o is None or shared is None else shared.as_received(o)
 
     # What its blocks share in a call.
 
@@ -233,7 +271,7 @@ class FamilyDriver(TransformerDriver):
         if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
             return False
         is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
-        head_dim = self.transformer.config.attention_head_dim
+        _, head_dim = self.family.heads(self.transformer)
         return is_plain and resolve_backend("auto", x) == "triton" and head_dim in KERNEL_HEAD_DIMS
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
@@ -250,6 +288,22 @@ class FamilyDriver(TransformerDriver):
             self._every_row = plan = lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
         return plan
 
+    # What graphs of computed steps ask.
+
+    def why_eager(self) -> str | None:
+        return "prompts of a batch differ in length" if self.text is not None and self.text.ragged else None
+
+    def decisions(self) -> tuple:
+        return self.fuses, self.joint, self.text is None or self.text.leading
+
+    def shared_tensors(self) -> Any:
+        return self._every_row, self._order and self._order.on_device()
+
+    def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+        blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}
+        for name, measured in densities.items():
+            self.site(name, blocks.get(name, name)).announce(symbols.get(name), measured)
+
     # What a call costs and remembers.
 
     def used(self, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -258,9 +312,10 @@ class FamilyDriver(TransformerDriver):
     def size(self, arguments: Arguments) -> ModelSize:
         preset = self.controller.preset
         layout = self.tokens(arguments).layout(preset.blocks.size)
-        batch, heads = arguments["hidden_states"].shape[0], self.transformer.config.num_attention_heads
-        symbols = symbol_bytes(preset, layout, batch, heads)
-        return self.family.size(self.transformer, arguments, layout, symbols)
+        heads, _ = self.family.heads(self.transformer)
+        symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
+        size, degree = self.family.size(self.transformer, arguments, layout, symbols), parallel_degree(self.transformer)
+        return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # of a share of it all
 
     def account(self, call: Call, arguments: Arguments) -> None:
         """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
@@ -294,6 +349,12 @@ class FamilyDriver(TransformerDriver):
         return computed
 
 
-def why_no_kernels(x: torch.Tensor) -> str | None:
-    """Why kernels can't work on such a tensor, or None."""
-    return None if x.dtype in FLOAT_DTYPES else f"computes in {x.dtype}, which kernels do not take"
+def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
+    """Why kernels can't work on such a tensor, or None.
+
+    Args:
+        head_dim: of attention, which on a GPU is for kernels alone, as the reference is slower than dense attention.
+    """
+    if x.dtype not in FLOAT_DTYPES:
+        return f"computes in {x.dtype}, which kernels do not take"
+    return None if head_dim is None or not x.is_cuda else triton_limit(head_dim)

@@ -20,6 +20,7 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
 
 FAMILY = Family(
     name="flux",
+    title="FLUX.1",
     model="FluxTransformer2DModel",
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=packed_tokens,

@@ -22,6 +22,8 @@ from dit_accel.errors import UnsupportedError
 
 HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
+ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
+OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK)
 
 
 class Hook(ModelHook):
@@ -65,6 +67,18 @@ def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
             del module._diffusers_hook
             if getattr(module.forward, "__func__", None) is type(module).forward:
                 del module.forward
+
+
+def lift_hook(module: torch.nn.Module, name: str) -> None:
+    """Puts a hook that is on a module outside of all others on it."""
+    registry = module._diffusers_hook
+    hook = registry.hooks[name]
+    with _beneath_offload(module):
+        mend_chain(module)
+        registry.remove_hook(name, recurse=False)
+        mend_chain(module)
+        registry.register_hook(hook, name)
+        mend_chain(module)
 
 
 def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:

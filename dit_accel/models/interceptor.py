@@ -32,6 +32,8 @@ MISSED = (
     'transformer.set_attention_backend("native")'
 )
 
+OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
+
 
 class AttentionHook(Hook):
     """Hands what an attention module attends with to somebody else.
@@ -92,6 +94,7 @@ class Catching(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
         if query.shape[2] != self._length or key.shape[2] != self._length:
+            self.missed = OTHER_KEYS if self.missed is MISSED else self.missed
             return None
         usual = query.shape[-1] ** -0.5
         if dropout_p or is_causal or enable_gqa or (scale is not None and abs(scale - usual) > 1e-4 * usual):
@@ -103,20 +106,28 @@ class Catching(TorchFunctionMode):
         return None if output is None else output.transpose(1, 2)
 
 
-def key_lengths(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
+def hides_keys_alone(attn_mask: torch.Tensor) -> bool:
+    """Whether a mask has the form of one that hides padding: bool ``[B, 1, 1 or S, S]``."""
+    return attn_mask.dtype == torch.bool and attn_mask.dim() == 4 and attn_mask.shape[1] == 1
+
+
+def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor | None:
     """Keys that count, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]`` that is True where keys may be read.
+
+    Args:
+        tokens: of the transformer call; what a vision token may read tells, for padding may read nothing.
 
     Raises:
         UnsupportedError: it is another kind of mask.
     """
     if attn_mask is None:
         return None
-    if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or attn_mask.shape[1] != 1:
+    if not hides_keys_alone(attn_mask):
         raise UnsupportedError(
             f"attention masks must be bool [B, 1, 1 or S, S], True for keys that count, got {attn_mask.dtype} "
             f"{list(attn_mask.shape)}"
         )
-    return attn_mask[:, 0, -1].sum(-1, dtype=torch.int32)
+    return attn_mask[:, 0, -1 if tokens.text_first and not tokens.pads_end else 0].sum(-1, dtype=torch.int32)
 
 
 def with_leading_keys(
@@ -137,7 +148,7 @@ def with_leading_keys(
         sees_text: whether text is in the sequence.
         qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
     """
-    turns = kv_len is not None and sees_text and tokens.text_first
+    turns = kv_len is not None and sees_text and tokens.text_first and not tokens.pads_end
     text, vision = tokens.text if sees_text else 0, tokens.vision
     layout = TokenLayout(text, vision, block, text_first=tokens.text_first and not turns)
     if not turns:

@@ -22,6 +22,7 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
 
 FAMILY = Family(
     name="qwen_image",
+    title="Qwen-Image and Qwen-Image-Edit",
     model="QwenImageTransformer2DModel",
     stacks=(Stack("transformer_blocks"),),
     tokens=packed_tokens,

@@ -8,7 +8,7 @@ prompts look the same. So the names are listed, and a call with a tensor of anot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class TextLengths:
     def ragged(self) -> bool:
         """Whether some sample still has padding among its first ``end`` tokens."""
         return min(self.lengths) < self.end
+
+    def divisible(self, shares: int, most: int) -> TextLengths:
+        """These with some padding kept, so that so many devices can share the text tokens; never more than ``most``."""
+        end = min(-(-self.end // shares) * shares, most)
+        return self if end == self.end else replace(self, end=end)
 
     def of_rows(self, rows: Sequence[int]) -> TextLengths:
         """Those of some samples."""

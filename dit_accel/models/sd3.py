@@ -14,6 +14,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 FAMILY = Family(
     name="sd3",
+    title="Stable Diffusion 3 and 3.5",
     model="SD3Transformer2DModel",
     stacks=(Stack("transformer_blocks", features=3),),
     tokens=tokens,

@@ -19,8 +19,6 @@ from dit_accel.models.family import OrderFacts
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
-ORDER_HOOK = "dit_accel_token_order"  # beside our other hook on the first block
-
 
 class TokenOrder:
     """The preset's order, on the grid of the call in progress.
@@ -45,6 +43,10 @@ class TokenOrder:
         if grid != self.grid:
             self.grid = grid
             self._on_device.clear()
+
+    def on_device(self) -> list[torch.Tensor]:
+        """The orders that the latest calls read."""
+        return list(self._on_device.values())
 
     @property
     def permutation(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,19 @@ from diffusers.hooks.hooks import BaseState, StateManager
 from torch.utils import _pytree as pytree
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import WHOLE_BATCH, Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.context_parallel import agreed, gathered, lift_split, split_above
 from dit_accel.models.control_net import computed
-from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, parameter_names, register_hook, remove_hook
+from dit_accel.models.family import latents_of
+from dit_accel.models.graphs import StepGraphs
+from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, lift_hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.other_caches import refuse_other_cache
+from dit_accel.models.parallel_branches import SharedBranches
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
 GRADIENTS = (
@@ -27,7 +32,6 @@ GRADIENTS = (
 )
 NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
 TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
-LATENTS = ("hidden_states", "x")  # likewise
 COMPILED_WHOLE = (
     "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
     "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
@@ -53,7 +57,9 @@ class TransformerDriver:
         self.controller = controller
         self.name = name
         self._parameters = parameter_names(transformer)
+        self._branches = SharedBranches(transformer, controller)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
+        self.graphs = None if controller.preset.kernels.graphs == "never" else StepGraphs(self)
         if not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
@@ -75,6 +81,8 @@ class TransformerDriver:
         """Hooks a module until :meth:`detach`."""
         register_hook(module, hook, name)
         self._hooked.append((module, name))
+        if module is not self.transformer:
+            lift_split(module)
 
     @property
     def is_attached(self) -> bool:
@@ -84,6 +92,8 @@ class TransformerDriver:
         """Undoes :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
         while self._hooked:
             remove_hook(*self._hooked.pop())
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
         """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
@@ -99,8 +109,7 @@ class TransformerDriver:
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
         """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
-        latents = next((arguments[name] for name in LATENTS if name in arguments), None)
-        tensors = [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
+        tensors = latents_of(arguments)
         if not tensors:
             return ModelSize()
         return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
@@ -112,7 +121,7 @@ class TransformerDriver:
     def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One transformer call: run, or forecast where the whole stack is."""
         arguments = self.named(args, kwargs)
-        timestep = _timestep(arguments)
+        timestep = timestep_of(arguments)
         if timestep is None:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return original(*args, **kwargs)
@@ -126,20 +135,44 @@ class TransformerDriver:
                 if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
                     args, kwargs = (), self.take_rows(arguments, call.computed_rows)
                 args, kwargs = computed((args, kwargs))
-                output = original(*args, **kwargs)
-                leaves, spec = pytree.tree_flatten(output)
-                tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-                call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-                if call.mode is not StepMode.DISPATCH:
-                    going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
-                    output = output if going_on is tensors else _nested(call.branch.structure, going_on)
-            self.controller.read(call)
+                compute = partial(original, *args, **kwargs)
+                if self.graphs is not None:
+                    compute = partial(self.graphs.run, original, call, args, kwargs)
+                output = self._branches.run(call, shapes, compute, partial(self._observe, call, arguments))
             self.account(call, arguments)
         return output
 
+    def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
+        """Hands the output of a call that ran to the loop, and gives what the pipeline goes on with."""
+        leaves, spec = pytree.tree_flatten(output)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if call.mode is not StepMode.DISPATCH:
+            going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
+            output = output if going_on is tensors else _nested(call.branch.structure, going_on)
+        self.controller.read(call, partial(agreed, self.transformer))
+        return output
+
+    # What graphs of computed steps ask.
+
+    def why_eager(self) -> str | None:
+        """Why the call in progress can't be captured, or None."""
+        return None
+
+    def decisions(self) -> tuple:
+        """What else than its arguments decides on the host how the call in progress runs."""
+        return ()
+
+    def shared_tensors(self) -> Any:
+        """What calls have in common on the device."""
+        return None
+
+    def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+        """Tells the call in progress what its blocks have drawn and measured."""
+
     def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """A call runs plainly, for forecasts and kernels give no gradients."""
-        self.controller.stand_aside(_timestep(self.named(args, kwargs)), GRADIENTS)
+        self.controller.stand_aside(timestep_of(self.named(args, kwargs)), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
         """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
@@ -155,7 +188,7 @@ class TransformerDriver:
         return arguments_of_rows(arguments, rows)
 
 
-def _timestep(arguments: dict[str, Any]) -> Any:
+def timestep_of(arguments: dict[str, Any]) -> Any:
     """What tells a call's step; None = nothing does."""
     return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
 
@@ -183,6 +216,10 @@ class TransformerHook(Hook):
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module._compiled_call_impl is not None:
             raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
+        if (split := split_above(module)) is not None:  # parallelism was enabled since: the loop sees whole calls
+            lift_hook(module, HOOK_NAME)
+            args, kwargs = gathered(split, args, kwargs)
+            return module.forward(*args, **kwargs)
         refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
         self._is_first_call = False
         if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):

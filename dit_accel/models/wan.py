@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dit_accel.models.family import Arguments, BlockWork, Family, OrderFacts, Stack, Tokens, width_of
+from dit_accel.models.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    OrderFacts,
+    Stack,
+    Tokens,
+    width_of,
+    work_beside_prompt,
+)
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -30,23 +39,16 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
     """Self-attention, cross-attention to prompt and image tokens, and the MLP; all blocks do the same."""
-    width, batch, count = width_of(transformer), arguments["hidden_states"].shape[0], tokens.vision
+    width, batch = width_of(transformer), arguments["hidden_states"].shape[0]
     image = arguments.get("encoder_hidden_states_image")
-    context = arguments["encoder_hidden_states"].shape[1]
-    context += 0 if image is None else image.shape[0] * image.shape[1] // batch  # a first and a last frame: 2 rows
-    projection = 2 * batch * count * width * width
-    return BlockWork(
-        tiles={"attn1": 4 * batch * count * count * width},
-        # Keys and values; those of the prompt, and the attention to them; the MLP.
-        rest=2 * projection + 4 * batch * width * (context * (width + count) + count * transformer.config.ffn_dim),
-        rows=projection,
-        row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention
-        bias=projection,
-    )
+    prompt = arguments["encoder_hidden_states"].shape[1]
+    prompt += 0 if image is None else image.shape[0] * image.shape[1] // batch  # a first and a last frame: 2 rows
+    return work_beside_prompt("attn1", batch, tokens.vision, prompt, width, 2 * transformer.config.ffn_dim / width)
 
 
 FAMILY = Family(
     name="wan",
+    title="Wan 2.1 and 2.2",
     model="WanTransformer3DModel",
     stacks=(Stack("blocks", features=3, crossed=1, joint=True),),
     tokens=tokens,

@@ -21,9 +21,11 @@ from dit_accel.presets.sections import (
 from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
-_HEAD_SECTIONS = ("reuse", "skip", "blocks", "kernels")
+_HEAD_SECTIONS = ("reuse", "skip", "blocks")
 FUSED_FAMILIES = ("flux", "hunyuan_video", "wan")  # with blocks of our own, which level head needs
-VIDEO_FAMILIES = ("hunyuan_video", "wan")
+ORDERED_FAMILIES = ("hunyuan_video", "wan", "hunyuan_video15", "skyreels_v2")  # whose tokens may run in another order
+# Whose plain presets are those of videos.
+VIDEO_FAMILIES = (*ORDERED_FAMILIES, "ltx", "ltx2", "cogvideox", "wan_vace", "wan_animate")
 LOOP_KEYS = ("beyond", "damping")  # of section forecast, that control adaptive alone reads
 FORMED: dict[str, type[Formed]] = {"schedule": Schedule, "forecast": Forecast, "skip": Skip}  # sections with forms
 
@@ -34,7 +36,26 @@ class Preset(Section):
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
-    model: Literal["any", "flux", "hunyuan_video", "wan", "qwen_image", "sd3"] = "any"
+    model: Literal[
+        "any",
+        "flux",
+        "hunyuan_video",
+        "wan",
+        "sd3",
+        "qwen_image",
+        "flux2",
+        "z_image",
+        "hunyuan_video15",
+        "ltx",
+        "ltx2",
+        "cogvideox",
+        "wan_vace",
+        "wan_animate",
+        "skyreels_v2",
+        "hidream",
+        "lumina2",
+        "kandinsky5",
+    ] = "any"
     """Model family that the preset is made for; level head needs one with blocks of our own."""
     schedule: AnySchedule
     forecast: AnyForecast = OutputForecast()
@@ -53,9 +74,13 @@ class Preset(Section):
             del values[section]
         for key in self._idle_forecast_keys():
             del values["forecast"][key]
+        for key in self._idle_kernel_keys():
+            del values["kernels"][key]
+        if not values["kernels"]:
+            del values["kernels"]
         for key in self._idle_memory_keys():
             del values["memory"][key]
-        if "blocks" in values and self.model not in VIDEO_FAMILIES:
+        if "blocks" in values and self.model not in ORDERED_FAMILIES:
             del values["blocks"]["token_order"]
         return values
 
@@ -68,6 +93,14 @@ class Preset(Section):
     def _idle_forecast_keys(self) -> tuple[str, ...]:
         """Keys of section forecast that have no effect under the preset's control."""
         return LOOP_KEYS if self.forecast.level == "output" and self.schedule.control != "adaptive" else ()
+
+    def _idle_kernel_keys(self) -> dict[str, str]:
+        """Keys of section kernels that have no effect, with what to set for one."""
+        level, idle = self.forecast.level, {}
+        if level != "head" and self.skip.steps != "all":
+            chosen = [key for key in Kernels.model_fields if key != "graphs"]
+            idle = dict.fromkeys(chosen, "set forecast.level to head, or skip.steps to all")
+        return idle if level == "output" else idle | {"graphs": "set forecast.level to output"}
 
     def _idle_memory_keys(self) -> dict[str, str]:
         """Keys of section memory that have no effect, with the reason."""
@@ -122,7 +155,7 @@ class Preset(Section):
                 f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
                 f"runs no attention: remove it, or set forecast.level to head{skips}"
             )
-        if self.blocks.token_order != "raster" and self.model not in VIDEO_FAMILIES:
+        if self.blocks.token_order != "raster" and self.model not in ORDERED_FAMILIES:
             raise ValueError(
                 f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
                 f"'{self.model}': set it to raster"
@@ -131,6 +164,10 @@ class Preset(Section):
             raise ValueError(refused)
         if (refused := self._outputs_refuse()) is not None:
             raise ValueError(refused)
+        for key, remedy in self._idle_kernel_keys().items():
+            if key in self.kernels.model_fields_set:
+                level = self.forecast.level
+                raise ValueError(f"kernels.{key} has no effect at level '{level}': remove it, or {remedy}")
         for key, reason in self._idle_memory_keys().items():
             if getattr(self.memory, key):
                 raise ValueError(f"memory.{key} has no effect, because {reason}: remove it")

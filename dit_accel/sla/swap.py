@@ -10,7 +10,7 @@ What is saved runs without this module: ``folder/transformer`` is a plain diffus
 
 from __future__ import annotations
 
-import inspect
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -71,38 +71,23 @@ class SlaProcessor(nn.Module):
         self.attention = attention
         self.calls = calls
         self._sees_text = sees_text
+        # diffusers reads from the signature of __call__ which arguments a processor takes.
+        self.__dict__["__call__"] = update_wrapper(partial(SlaProcessor.__call__, self), own.__call__)
 
-    # Not forward: diffusers reads from the signature of __call__ which arguments a processor takes.
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-        encoder_hidden_states_mask: torch.Tensor | None = None,
-        **extra: Any,
-    ) -> Any:
-        if encoder_hidden_states_mask is not None:
-            extra["encoder_hidden_states_mask"] = encoder_hidden_states_mask
-        arguments: tuple = (encoder_hidden_states, attention_mask, image_rotary_emb)
-        if "image_rotary_emb" in inspect.signature(self.own).parameters:  # Wan calls it otherwise
-            extra |= {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
-            arguments = (encoder_hidden_states,)
-        elif image_rotary_emb is None:
-            arguments = (encoder_hidden_states, attention_mask)
+    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tokens, block = self.calls.tokens, self.attention.settings.block
         if tokens is None:  # no call of the transformer, but of an attention alone
-            return self.own(attn, hidden_states, *arguments, **extra)
+            return self.own(attn, *args, **kwargs)
 
         def attend(inputs: Inputs) -> torch.Tensor:
             return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
 
         def attend_sla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any) -> Any:
-            return with_leading_keys(attend, tokens, block, self._sees_text, (q, k, v), dense, key_lengths(mask))
+            kv_len = key_lengths(mask, tokens)
+            return with_leading_keys(attend, tokens, block, self._sees_text, (q, k, v), dense, kv_len)
 
         with Catching(tokens.layout(block, text=self._sees_text).tokens, attend_sla) as catching:
-            output = self.own(attn, hidden_states, *arguments, **extra)
+            output = self.own(attn, *args, **kwargs)
         if catching.missed is not None:
             raise UnsupportedError(f"a block's own attention processor {catching.missed} before swap_attention")
         return output
@@ -128,10 +113,9 @@ def swap_attention(
     """
     attentions = {}
     for transformer, found in _attentions(pipe):
+        _, head_dim = require_family(transformer).heads(transformer)
         for each in found:
-            attention = SparseLinearAttention(
-                transformer.config.attention_head_dim, critical, negligible, feature_map, block
-            )
+            attention = SparseLinearAttention(head_dim, critical, negligible, feature_map, block)
             attentions[each.site] = attention.to(transformer.device, transformer.dtype)
     restore_attention(pipe)
     _put_in(pipe, attentions)

@@ -143,14 +143,19 @@ class SparseSite:
             projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
             self._plan = lower(symbols)
             self.state.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
-        if self.caches_bias or not self._at_head:  # a FULL step's tiles are not those of the cached bias
-            self.state.symbols = symbols
-        if self.state.symbols is not None:
-            call.symbols[self._name] = self.state.symbols
-        self.state.probed = 0.0
-        self._densities = torch.cat([*_densities(self._plan or drawn, attended), projected, error])
-        call.measure([self._densities], self.take_densities)
+        drawn_densities = torch.cat([*_densities(self._plan or drawn, attended), projected, error])
+        # A FULL step's tiles are not those of the cached bias.
+        self.announce(symbols if self.caches_bias or not self._at_head else self.state.symbols, drawn_densities)
         return attended
+
+    def announce(self, symbols: SparseSymbols | None, densities: torch.Tensor) -> None:
+        """Tells the call of new symbols, and of what :meth:`take_densities` is to read of them, on the device."""
+        self.state.symbols = symbols
+        if symbols is not None:
+            self._call.symbols[self._name] = symbols
+        self.state.probed = 0.0
+        self._densities = self._call.densities[self._name] = densities
+        self._call.measure([densities], self.take_densities)
 
     def take_densities(self, measured: Sequence[float]) -> None:
         """Decides by the densities of new symbols and the probe's error whether the layer degrades, and how much its

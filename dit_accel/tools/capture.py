@@ -25,6 +25,7 @@ from dit_accel.models.families import require_family
 from dit_accel.models.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
+from dit_accel.models.transformer_hook import timestep_of
 from dit_accel.sparse.site import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 
@@ -125,7 +126,7 @@ class AttentionTap:
         self, family: Family, names: list[str], model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> None:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        self._step = self._clock.read(arguments["timestep"]).step
+        self._step = self._clock.read(timestep_of(arguments)).step
         self._tokens = family.tokens(model, arguments)
 
     def _end(self, *_: Any) -> None:
@@ -149,7 +150,7 @@ class AttentionTap:
             site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, grid, first_frame_apart)
             return self._visit(site, *inputs[:3])
 
-        kv_len = key_lengths(mask)
+        kv_len = key_lengths(mask, self._tokens)
         return with_leading_keys(visit, self._tokens, self._block, attention.sees_text, (q, k, v), dense, kv_len)
 
 

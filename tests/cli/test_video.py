@@ -155,13 +155,15 @@ def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_f
 
 
 def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path):
-    """``fps`` of demo.json is no argument of the pipeline's call."""
+    """``fps`` and ``words`` of demo.json are no arguments of the pipeline's call."""
     (tmp_path / "demo-clip").mkdir()
     (tmp_path / "demo-clip" / "model_index.json").touch()
-    (tmp_path / "demo-clip" / "demo.json").write_text('{"num_frames": 17, "fps": 8}')
+    (tmp_path / "demo-clip" / "demo.json").write_text('{"num_frames": 17, "fps": 8, "words": ["a", "fox"]}')
     monkeypatch.setattr(demo, "_ASSETS", tmp_path)
     assert demo.demo_arguments(demo.demo_path("demo-clip")) == {"num_frames": 17}
     assert demo.model_fps("demo-clip") == 8 and demo.model_fps("some/model") is None
+    assert demo.unknown_words("demo-clip", "A red, red fox!") == (["red"], ["a", "fox"])
+    assert demo.unknown_words("some/model", "a red fox") == ([], [])
 
 
 @pytest.mark.parametrize(

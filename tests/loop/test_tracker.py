@@ -44,16 +44,19 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
 
 
 def test_a_run_that_was_not_read_is_missed():
-    """Once the scheduler has begun it, until it or a later one is read; another scheduler tells nothing."""
+    """Once the scheduler has taken a step of it, until it or a later one is read; another scheduler tells nothing."""
     holder = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     scheduler, clock = holder["scheduler"], SchedulerClock(lambda: holder["scheduler"])
     assert not clock.missed_run
     for _ in range(2):
         scheduler.set_timesteps(4)
+        assert not clock.missed_run
+        scheduler.step(torch.ones(1), scheduler.timesteps[0], torch.ones(1))
         assert clock.missed_run
-        clock.read(scheduler.timesteps[0])
+        clock.read(scheduler.timesteps[1])
         assert not clock.missed_run
     scheduler.set_timesteps(4)
+    scheduler.step(torch.ones(1), scheduler.timesteps[0], torch.ones(1))
     holder["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
     assert not clock.missed_run
 

@@ -6,6 +6,7 @@ python -m tests.models.test_transformer_table      # writes the page anew
 import inspect
 import re
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 import diffusers
@@ -17,23 +18,30 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models import denoisers
+from dit_accel.models.families import FAMILIES, HAND_WRITTEN, known_family
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
-from tests.models import test_steps
+from tests.models import tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-TINY = ["flux", "sd3", "cogvideox", "mochi", "ltx", "qwen-image", "wan", "hunyuan", "framepack", "hunyuan15"]
+TINY = [
+    *("flux", "sd3", "mochi", "ltx", "qwen-image", "wan", "hunyuan", "framepack", "hunyuan15"),
+    *tiny.PIPELINES,
+    *tiny.others.OTHERS,
+]
+INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
+STEPS = 8
 HEAD = """# Transformers of diffusers
 
 What level `output` makes of every transformer class of diffusers {version}. *Ran* means that a tiny pipeline of it ran
 in our tests, with forecasts in some of its steps. *Accepted* means that it takes a timestep, and that no pipeline of it
 was run here; the [rules](concepts.md#branches-runs-and-what-ends-them) decide in its runs. What can't be told apart
-runs plainly, and the report says why. The test that holds this page also writes it
-(`tests/models/test_transformer_table.py`).
+runs plainly, and the report says why. The last column has the name by which presets call a family whose
+[facts](adding_a_model.md) are known, and the further levels that it has; there computed steps can leave out tiles. The
+test that holds this page also writes it (`tests/models/test_transformer_table.py`).
 
-| class | its step is told by | outcome |
-|---|---|---|
+| class | its step is told by | outcome | family, and levels inside of it |
+|---|---|---|---|
 """
 
 
@@ -42,21 +50,28 @@ def classes() -> dict[str, type[torch.nn.Module]]:
     return {name: cls for name, cls in named if issubclass(cls, torch.nn.Module)}
 
 
-def outcomes_of_runs() -> dict[str, str]:
-    """By class: what the report of a tiny pipeline says."""
-    runs = {name: (tiny_pipeline(name), lambda pipe, name=name: tiny_output(pipe, name, steps=16)) for name in TINY}
-    for name in (*test_steps.PIPELINES, "diffusion-forcing"):
-        runs[name] = test_steps.built(name)[0], lambda pipe, name=name: test_steps.call(name)
-    found = {}
-    for pipe, call in runs.values():
-        with accelerated(pipe, "balanced", **test_steps.INTERVAL), warnings.catch_warnings():
+def outcomes_of_runs() -> dict[str, list[str]]:
+    """By class: what the reports of tiny pipelines say."""
+    found = defaultdict(list)
+    for name in TINY:
+        pipe = tiny.pipeline(name)
+        with accelerated(pipe, "balanced", **INTERVAL), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call(pipe)
+            tiny.output(name, STEPS)
             report = pipe.dit_accel.report()
         forecasts = report.steps_by_mode.get("dispatch", 0) > 0
         how = "ran" if forecasts else f"ran plainly: {report.notes[-1]}"
-        found |= {type(each).__name__: f"{how} ({type(pipe).__name__})" for each in denoisers(pipe).values()}
+        for kind in {type(each).__name__ for each in denoisers(pipe).values()}:
+            found[kind].append(f"{how} ({type(pipe).__name__})")
     return found
+
+
+def inside(cls: type) -> str:
+    """The family of a class, with what it has inside of its blocks."""
+    family = known_family(cls.__new__(cls))
+    if family is None:
+        return "–"
+    return f"`{family.name}`: `layer`, `head`" if family.name in HAND_WRITTEN else f"`{family.name}`: `layer`"
 
 
 def page() -> str:
@@ -67,10 +82,10 @@ def page() -> str:
         told = next((f"`{each}`" for each in TIMESTEPS if each in parameter_names(transformer)), "nothing")
         try:
             TransformerDriver(transformer, controller, "transformer")
-            outcome = ran.get(name, "accepted")
+            outcome = "; ".join(ran.get(name, ["accepted"]))
         except UnsupportedError:
             outcome = "refused by `accelerate_pipeline`, which says so"
-        rows.append(f"| {name} | {told} | {outcome} |\n")
+        rows.append(f"| {name} | {told} | {outcome} | {inside(cls)} |\n")
     return HEAD.format(version=diffusers.__version__) + "".join(rows)
 
 
@@ -81,6 +96,21 @@ def test_the_table_is_right():
     if re.search(r"of diffusers (\S+)\. ", text).group(1) != diffusers.__version__:
         pytest.skip("the page is about another version of diffusers")
     assert text == page()
+
+
+def test_pages_name_every_family():
+    """README and docs have the registry's families in the rows that say what families have, and in no other."""
+    titles = {hand: [each.title for each in FAMILIES if (each.name in HAND_WRITTEN) == hand] for hand in (False, True)}
+    facts, own = (", ".join(titles[hand]) for hand in (False, True))
+    readme, adding, presets = (
+        (PAGE.parents[1] / name).read_text(encoding="utf-8")
+        for name in ("README.md", "docs/adding_a_model.md", "docs/presets.md")
+    )
+    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in readme
+    assert f"| families | {facts} | {own} |" in adding
+    assert f"| `model` | `any`, {', '.join(f'`{each.name}`' for each in FAMILIES)} |" in presets
+    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", readme, flags=re.MULTILINE)
+    assert not {*others.split(", ")} & {*titles[False], *titles[True]}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -66,9 +68,7 @@ class BlockHook(Hook, ABC):
             processor = getattr(block, name).processor
             if type(processor) is not self.processor:
                 return f"attention processor {type(processor).__name__}"
-            if getattr(processor, "_parallel_config", None) is not None:
-                return "context parallelism"
-        return None
+        return self.driver.why_not_shared()
 
     # What all families share.
 
@@ -111,6 +111,20 @@ class BlockHook(Hook, ABC):
         if self.attends or not self.driver.fuses:
             return self.attends
         return why_called(block, "attn") is None and self.why_dense(block, given) is None
+
+    def attend_whole(
+        self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arranged: bool
+    ) -> torch.Tensor:
+        """``attend`` of all tokens ``[B, S, H, D]``; where several devices share them, of this one's share of heads.
+
+        Args:
+            q, k, v: of the tokens that are here; the output is of the same.
+            arranged: whether ``attend`` looks at places of tokens.
+        """
+        exchange = self.driver.exchange
+        if exchange is None:
+            return attend(q, k, v)
+        return exchange.to_tokens(attend(*exchange.to_heads(q, k, v, arranged=arranged)), arranged=arranged)
 
     def attend_densely(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None

@@ -39,9 +39,11 @@ class _HunyuanBlockHook(JointBlockHook):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's forward; where no padding is left, without its mask."""
+        """The block's forward; where no padding is left, without its mask, which else goes the way of its keys."""
         if self.driver.text is not None and not self.driver.text.ragged:
             attention_mask = None
+        elif self.driver.exchange is not None:
+            attention_mask = self.driver.exchange.as_received(attention_mask, axis=-1)
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
@@ -58,7 +60,7 @@ class _HunyuanBlockHook(JointBlockHook):
         if context is None:
             vision = given.hidden_states.shape[1]
             return torch.cat(self.attend_by_module(attn, given, x[:, :vision], x[:, vision:]), dim=1)
-        if not self.is_ragged:
+        if not self.is_ragged or self.driver.exchange is not None:
             mask = given.attention_mask
             return attn(hidden_states=x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rotary)
         outputs = []

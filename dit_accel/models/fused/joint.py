@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,14 @@ class JointBlockHook(BlockHook):
         self, site: SparseSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
         """Attention ``[B, T, H, D]`` of the joint sequence, in which ``text`` tokens are text."""
+        if self.driver.exchange is not None:
+            text = self.driver.exchange.tokens.text
+        attend = partial(self._attend_jointly, site, attn, text)
+        return self.attend_whole(attend, q, k, v, arranged=self.attends or self.is_ragged)
+
+    def _attend_jointly(
+        self, site: SparseSite, attn: nn.Module, text: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         vision = q.shape[1] - text
         kv_len = self.driver.text.counts + vision if self.is_ragged else None
         if site.dispatches:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -88,13 +89,18 @@ class WanBlockHook(BlockHook):
         tables = tuple(table[0, :, 0].float() for table in rotary)  # of [1, S, 1, D]
         q, k = normalise_pair((attn.norm_q, attn.norm_k), q, k, tables)
         if rows is None:
-            layout = TokenLayout(0, x.shape[1], self.controller.preset.blocks.size)
-            backend = attn.processor._attention_backend
-            o = site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend)))
+            o = self.attend_whole(partial(self._attend_computed, site, attn), q, k, v, arranged=self.attends)
         else:
             o = site.attend(q, k, v)
         projected = site.project_out(o, out.weight, out.bias) if site.caches_bias else out(o.flatten(2))
         return attn.to_out[1](projected)
+
+    def _attend_computed(
+        self, site: SparseSite, attn: WanAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        layout = TokenLayout(0, q.shape[1], self.controller.preset.blocks.size)
+        backend = attn.processor._attention_backend
+        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend)))
 
     def attend_to_prompt(
         self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan | None

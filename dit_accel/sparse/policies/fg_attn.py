@@ -15,7 +15,7 @@ import torch
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
-from dit_accel.kernels.pooling import PooledMap
+from dit_accel.kernels.pooling import PooledMap, block_means
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.sparse.policies.dense import every_row
 
@@ -48,14 +48,6 @@ def symbols(
     return SparseSymbols(
         every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, slice_bits=slice_bits
     )
-
-
-def block_means(q: torch.Tensor, block: int) -> torch.Tensor:
-    """The mean query of each block, the last of which may be ragged: ``[B, S, H, D]`` -> ``[B, T, H, D]``."""
-    whole = q.shape[1] // block
-    parts = [q[:, : whole * block].unflatten(1, (whole, block)), q[:, None, whole * block :]]
-    means = [part.mean(2, dtype=torch.float32).to(q.dtype) for part in parts if part.numel()]
-    return torch.cat(means, 1)
 
 
 def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None) -> torch.Tensor:

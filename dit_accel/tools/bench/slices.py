@@ -14,6 +14,7 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.kernels.layout import TokenLayout, block_count
+from dit_accel.kernels.pooling import block_means
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.sparse.policies import fg_attn
 from dit_accel.tools.bench.attention import time_attention, time_baselines
@@ -89,7 +90,7 @@ def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, 
     """From q and k to symbols; queries of a block are alike but for noise, as neighbours in a clip are."""
     _, k, v = qkv
     layout = TokenLayout(0, case.tokens, case.block)
-    q = fg_attn.block_means(qkv[0], case.block).repeat_interleave(case.block, 1)[:, : case.tokens]
+    q = block_means(qkv[0], case.block).repeat_interleave(case.block, 1)[:, : case.tokens]
     q = q * 2 * case.block**0.5 + qkv[0]
     backend = "triton" if recorder.device == "cuda" else "reference"
     for mask in ("exact", "average_query"):

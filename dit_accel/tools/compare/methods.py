@@ -93,7 +93,7 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
 def fixed_schedules(pipe: Any) -> list[Method]:
     """Schedules of the papers on our engine: TaylorSeer and FORA per layer, a fixed interval at level ``output``."""
     methods = []
-    family = {"hunyuan_video": "hunyuan", "wan": "wan21"}.get(family_of(pipe), family_of(pipe))
+    family = family_of(pipe)
     settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
     for warmup, order, interval in settings:
         schedule = {"warmup": warmup, "interval": interval, "cooldown": 1}
@@ -102,12 +102,12 @@ def fixed_schedules(pipe: Any) -> list[Method]:
         stack = load_preset("exact", **changes)
         methods.append(_of_preset("fixed interval, whole stack", f"stack {label}", stack))
         if family != "any":
-            layers = load_preset(f"{family}-taylorseer", **changes)
+            layers = load_preset("flux-taylorseer", model=family, **changes)
             methods.append(_of_preset("TaylorSeer, our engine", f"layers {label}", layers))
     if family != "any":
         for warmup, interval in itertools.product((3, 8), (3, 4, 6)):
             changes = {"schedule": {"warmup": warmup, "interval": interval, "cooldown": 1}}
-            reuse = load_preset(f"{family}-taylorseer", **changes, forecast={"method": "reuse", "order": 0})
+            reuse = load_preset("flux-taylorseer", model=family, **changes, forecast={"method": "reuse", "order": 0})
             methods.append(_of_preset("FORA, our engine", f"FORA W={warmup} N={interval}", reuse))
     return methods
 

@@ -79,8 +79,14 @@ def build(
 
 
 def build_ip_adapter():
-    """`FluxPipeline` with an IP-Adapter loaded; it takes picture embeddings, as it has no image encoder."""
+    """`FluxPipeline` with an IP-Adapter loaded."""
     pipe = build()
+    add_ip_adapter(pipe)
+    return pipe
+
+
+def add_ip_adapter(pipe) -> None:
+    """Loads an IP-Adapter of zeros; the pipeline then takes picture embeddings, as it has no image encoder."""
     inner, tokens = pipe.transformer.inner_dim, 4
     projection = {
         "proj.weight": torch.zeros(tokens * encoders.FEATURES, IMAGE_EMBEDDING),
@@ -98,7 +104,6 @@ def build_ip_adapter():
         weight_name="ip_adapter",
         image_encoder_pretrained_model_name_or_path=None,
     )
-    return pipe
 
 
 inputs = call_with(HEIGHT, WIDTH)

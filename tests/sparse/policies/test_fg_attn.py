@@ -8,9 +8,9 @@ import torch
 
 from dit_accel.kernels import attention, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.pooling import block_means
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw, plan
-from dit_accel.sparse.policies.fg_attn import block_means
 from tests.kernels.conftest import DEVICE
 
 LAYOUTS = {

@@ -1,0 +1,193 @@
+"""``dit-accel generate --prompts FILE --output-dir FOLDER``: a picture or clip for each line, and a manifest of them.
+
+A file gets its name when it is whole, and its line in ``manifest.jsonl`` after that. So a run that was interrupted goes
+on with the first line that has no file, or one that is not the manifest's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.cli.options import OptionError, read_prompts
+from dit_accel.cli.parallel import leads
+from dit_accel.cli.pipelines import timed_call
+from dit_accel.errors import shortened, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dit_accel.cli.media import Clips, Pictures
+
+MANIFEST = "manifest.jsonl"
+KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
+    "prompt": (str,),
+    "negative-prompt": (str,),
+    "seed": (int,),
+    "steps": (int,),
+    "height": (int,),
+    "width": (int,),
+    "num-frames": (int,),
+    "guidance": (int, float),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line: its place, and what to make, by the keys above; a seed is among them."""
+
+    index: int
+    settings: dict[str, Any]
+
+    def name(self, suffix: str) -> str:
+        return f"{self.index:04}{suffix}"
+
+    def call_options(self, picture: Any) -> dict[str, Any]:
+        """What it asks of the pipeline's call."""
+        return {**{key: value for key, value in self.settings.items() if key != "seed"}, "image": picture}
+
+
+def require_one_source(prompt: str | None, prompts: Path | None, folder: Path | None, alone: dict[str, Any]) -> None:
+    """Checks that there is one source of prompts, and that what serves one picture alone goes with that one."""
+    if (prompt is None) == (prompts is None):
+        raise OptionError("--prompt", "needs a text, or give --prompts a file; one of the two")
+    if (prompts is None) != (folder is None):
+        raise OptionError("--output-dir", "goes with --prompts, and --prompts with it")
+    for option in (option for option, value in alone.items() if value and prompts is not None):
+        raise OptionError(option, "is for one --prompt; --prompts writes all into --output-dir")
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
+
+
+def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
+    """The lines of a file: prompts, or JSON objects where it ends in .jsonl.
+
+    Args:
+        common: settings of lines that don't have their own; None = not given.
+
+    Raises:
+        OptionError: the file can't be read, or a line is not as it should be.
+    """
+    lines: Sequence[Any] = read_prompts(path)
+    if path.suffix == ".jsonl":
+        settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
+    else:
+        settings = [{"prompt": line} for line in lines]
+    given = {key: value for key, value in common.items() if value is not None}
+    return [Job(index, given | own) for index, own in enumerate(settings)]
+
+
+def run_jobs(
+    pipe: Any,
+    jobs: Sequence[tuple[Job, dict[str, Any]]],
+    folder: Path,
+    medium: Pictures | Clips,
+    facts: dict[str, Any],
+    console: Console,
+    *,
+    force: bool,
+) -> None:
+    """Makes what is not there yet.
+
+    Args:
+        jobs: with the arguments of the pipeline's call.
+        facts: of all lines, for the manifest: what was made under others is not taken for these.
+        force: make anew what was made with other settings.
+
+    Raises:
+        OptionError: the folder holds results of other settings.
+    """
+    suffix = medium.default_output.suffix
+    made = _made(folder, {job.index: facts | job.settings for job, _ in jobs}, force)
+    left = [(job, arguments) for job, arguments in jobs if job.index not in made]
+    console.out(f"{len(jobs) - len(left)} of {len(jobs)} made before", highlight=False)
+    for job, arguments in left:
+        output = timed_call(pipe, arguments, job.settings["seed"])
+        if not leads():
+            continue
+        report = pipe.dit_accel.report().to_json() if hasattr(pipe, "dit_accel") else None
+        file = folder / job.name(suffix)
+        _write_whole(file, lambda path, made=output.results[0]: medium.write(made, path))
+        row = {"index": job.index, "file": file.name, "sha256": _checksum(file), **facts, **job.settings}
+        _append(folder / MANIFEST, row | {"seconds": output.denoising_seconds, "report": report})
+        console.out(f"wrote {file}", highlight=False)
+
+
+def _settings(line: str, number: int) -> dict[str, Any]:
+    """What a JSON line says."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise OptionError("--prompts", f"line {number} is not JSON: {error}") from None
+    if not isinstance(values, dict) or "prompt" not in values:
+        raise OptionError("--prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
+    for key, value in values.items():
+        kinds = KEYS.get(key)
+        if kinds is None:
+            raise OptionError("--prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            kind = " or ".join(kind.__name__ for kind in kinds)
+            raise OptionError("--prompts", f"line {number}: {key} must be {kind}, got {shown(value)}")
+    return values
+
+
+def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
+    """Lines whose files are there, as the manifest says."""
+    made = set()
+    for row in _rows(folder / MANIFEST):
+        index = row.get("index")
+        if index not in wanted:
+            continue
+        changed = [key for key, value in wanted[index].items() if row.get(key) != value]
+        if changed and not force:
+            raise OptionError(
+                "--output-dir",
+                f"{shortened(str(folder))} holds line {index + 1} with another {changed[0]} "
+                f"({shown(row.get(changed[0]))}, now {shown(wanted[index][changed[0]])}): name another folder, or make "
+                "it anew with --force",
+            )
+        file = folder / str(row.get("file"))
+        is_whole = not changed and file.is_file() and _checksum(file) == row.get("sha256")
+        made = made | {index} if is_whole else made - {index}
+    return made
+
+
+def _rows(manifest: Path) -> list[dict[str, Any]]:
+    """The manifest's lines; one that was cut off in the writing is none."""
+    rows = []
+    for line in manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows += [row] if isinstance(row, dict) else []
+    return rows
+
+
+def _write_whole(file: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file under another name, and renames it when it is whole."""
+    part = file.with_name(f"part-{file.name}")
+    write(part)
+    os.replace(part, file)
+
+
+def _append(manifest: Path, row: dict[str, Any]) -> None:
+    """Adds a line, on its own also where the last one was cut off."""
+    with manifest.open("a+b") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+        file.write(json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

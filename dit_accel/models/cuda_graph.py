@@ -1,0 +1,103 @@
+"""One CUDA graph: whether it pays, its capture and its replay. What tests on a CPU put a fake in the place of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from dit_accel.loop import timing
+
+LAUNCHES = 0.8  # share of a step; below, the host waits for a full queue of launches rather than the GPU for the host
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a step went that ran as ever.
+
+    Args:
+        waits: where the host waited for the GPU; None = nowhere.
+        launched: gives the seconds that the host took.
+        took: gives the seconds from the GPU's start to its end.
+    """
+
+    waits: str | None
+    launched: Callable[[], float]
+    took: Callable[[], float]
+
+    def why_not(self, wanted: str) -> str | None:
+        """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None."""
+        if self.waits is not None:
+            return f"the host waits for the GPU in {self.waits}"
+        launched, took = self.launched(), self.took()
+        if wanted == "always" or launched >= LAUNCHES * took:
+            return None
+        return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
+
+
+class CudaGraph:
+    """One captured function. All graphs of a pool are replayed one after the other, never side by side."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device, self._pool = device, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Why nothing can be captured on a device now, or None."""
+        if device.type != "cuda" or torch.version.cuda is None:
+            return f"computes on {device.type}"
+        return "somebody else captures the stream" if torch.cuda.is_current_stream_capturing() else None
+
+    @staticmethod
+    def new_pool() -> Any:
+        """Memory that graphs share."""
+        return torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, Trial]:
+        """What ``function`` returns, and how it went.
+
+        Where the host waits for the GPU a capture fails, and then leaves random generators (and memory, before PyTorch
+        2.12) in disorder.
+        """
+        mode, waits = torch.cuda.get_sync_debug_mode(), None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
+            try:
+                output = function()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+            launched, took = of_host(), of_gpu()
+        for each in caught:
+            message = str(each.message)
+            if message.startswith("called a synchronizing CUDA operation"):
+                waits = waits or f"{each.filename}, line {each.lineno}"
+            elif not message.startswith("Synchronization debug mode"):  # which is said to be a prototype
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return output, Trial(waits, launched, took)
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything."""
+        current, stream = torch.cuda.current_stream(self._device), _capture_stream(self._device)
+        options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self._device):
+            try:
+                with torch.cuda.graph(self._graph, **options):
+                    return function()
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails leaves its own
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

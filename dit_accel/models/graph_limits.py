@@ -1,0 +1,89 @@
+"""What keeps computed steps from running as CUDA graphs, and what a graph takes from a model on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dit_accel.loop.branch import Call
+from dit_accel.models.hooks import OUR_HOOKS, is_compiled
+from dit_accel.presets import Preset
+
+VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are part of a graph's key
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
+LORA_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of peft's layers
+
+
+def why_not_preset(preset: Preset) -> str | None:
+    """Why what a preset asks for can't be captured, or None."""
+    if any(variant.refresh > 1 for variant in preset.skip.variants):
+        return "masks are kept from step to step (skip.refresh)"
+    if any(variant.probe_blocks for variant in preset.skip.variants):
+        return "the probe looks at other queries in each step (skip.probe_blocks)"
+    return None
+
+
+def why_not_call(call: Call, leaves: Sequence) -> str | None:
+    """Why a call with these arguments can't be captured, or None."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = {
+        type(leaf).__name__ for leaf in leaves if type(leaf) not in PLAIN_TENSORS and not isinstance(leaf, VALUES)
+    }
+    if not tensors or others:
+        return f"arguments hold {', '.join(sorted(others)) or 'no tensor'}"
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "arguments lie on several devices"
+    if call.computed_rows is not None:
+        return "prompts of a batch are computed apart"
+    if torch.is_grad_enabled():
+        return "gradients are enabled; call the transformer under torch.no_grad()"
+    return "autocast" if torch.is_autocast_enabled(tensors[0].device.type) else None
+
+
+def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
+    """Why a transformer on a device can't be captured, or None."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "several processes work together (torch.distributed)"
+    for name, module in transformer.named_modules():
+        where = name or type(transformer).__name__
+        registry, processor = vars(module).get("_diffusers_hook"), vars(module).get("processor")
+        hooks = [hook for hook in registry._hook_order if hook not in OUR_HOOKS] if registry is not None else []
+        if hooks or hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+            return f"{where} carries hooks (offload, layerwise casting, …)"
+        if is_compiled(module):
+            return f"{where} is compiled"
+        if isinstance(processor, nn.Module):
+            return f"attention processor {type(processor).__name__} of {where} has weights of its own"
+        if getattr(processor, "_parallel_config", None) is not None:
+            return "context parallelism"
+        for each in (*module._parameters.values(), *module._buffers.values()):
+            if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
+                return f"a weight of {where} is a {type(each).__name__} on {each.device}"
+    return None
+
+
+def model_state(modules: Sequence[nn.Module]) -> list[list]:
+    """What a graph takes from modules on the host: which there are, where their weights lie, hooks, attention
+    processors and settings of LoRA. Values of weights may change.
+    """
+    held = [*map(vars, modules)]
+    registries = [each["_diffusers_hook"] for each in held if "_diffusers_hook" in each]
+    processors = [each["processor"] for each in held if "processor" in each]
+    adapters = [each for each in held if "scaling" in each]
+    return [
+        [len(each) for each in held],  # attributes come with hooks, offload and compilation
+        [(each["training"], each.get("_compiled_call_impl") is None) for each in held],
+        [id(child) for each in held for child in each["_modules"].values()],
+        [_place(weight) for each in held for weight in each["_parameters"].values()],
+        [_place(buffer) for each in held for buffer in each["_buffers"].values()],
+        [len(each["_forward_hooks"]) + len(each["_forward_pre_hooks"]) for each in held],
+        [tuple(registry._hook_order) for registry in registries],
+        [(id(processor), getattr(processor, "_attention_backend", None)) for processor in processors],
+        [repr([adapter.get(setting) for setting in LORA_SETTINGS]) for adapter in adapters],
+    ]
+
+
+def _place(weight: torch.Tensor | None) -> int:
+    return weight.data_ptr() if type(weight) in PLAIN_TENSORS else id(weight)

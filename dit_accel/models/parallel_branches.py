@@ -1,0 +1,98 @@
+"""Branches of guidance on different devices: each is computed by one, which sends the output to the others.
+
+A pipeline calls its transformer once for each branch and reads the outputs when it has called for all of them. So a
+call whose branch is another device's gives a tensor that stands for the output, and the device goes on to its own.
+Outputs are sent in the order of the calls. Every device hands all of them to the loop, which therefore decides alike
+everywhere, and forecasts both branches from what is remembered there: steps that run no block send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.branch import Call
+from dit_accel.loop.controller import Controller
+from dit_accel.models.control_net import DeferredCall, DeferredTensor, TensorForm
+
+GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the devices among which its branches are dealt out
+
+
+class SharedBranches:
+    """Runs a transformer's calls, or receives what another device makes of them.
+
+    Args:
+        transformer: has its group by the name above, or none.
+        controller: of the run.
+    """
+
+    def __init__(self, transformer: nn.Module, controller: Controller) -> None:
+        self._transformer = transformer
+        self._controller = controller
+        self._forms: dict[tuple, Any] = {}  # of outputs, by the shapes of what a call gets
+
+    def run(self, call: Call, shapes: tuple, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
+        """The output of a call that is not forecast.
+
+        The first call of its shapes runs everywhere, because nobody knows yet what to receive.
+
+        Args:
+            shapes: of what the call gets.
+            run: makes the output here.
+            observe: takes the output, wherever it was made, and gives what the pipeline goes on with.
+        """
+        group = getattr(self._transformer, GROUP, None)
+        if group is None or call.computed_rows:
+            return observe(run())
+        owner, form = call.place % dist.get_world_size(group), self._forms.get(shapes)
+        is_own = owner == dist.get_rank(group)
+        if form is not None and not is_own:
+            return self._awaited(
+                form, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
+            )
+        output = run()
+        if not is_own:
+            call.branch.sites.clear()  # blocks go on with this branch elsewhere
+        self._controller.settle()
+        output = _sent(output, owner, group)
+        self._forms[shapes] = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
+        return observe(output)
+
+    def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
+        """Stands for the output of that form until somebody reads it."""
+        received: list[Any] = []
+        self._controller.awaited.append(lambda: received.append(receive()))
+
+        def settled() -> Any:
+            self._controller.settle()
+            if not received:
+                raise UnsupportedError("the output of another device's branch was read after its run had ended")
+            return received[0]
+
+        call = DeferredCall(settled)
+        leaves, spec = pytree.tree_flatten(form)
+        standing = (
+            DeferredTensor(call, i, leaf) if isinstance(leaf, TensorForm) else leaf for i, leaf in enumerate(leaves)
+        )
+        return pytree.tree_unflatten(list(standing), spec)
+
+
+def _sent(output: Any, owner: int, group: dist.ProcessGroup) -> Any:
+    """An output as it is on the device that made it, on all of the group."""
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, send, output)
+
+
+def _empty(form: TensorForm) -> torch.Tensor:
+    return torch.empty(form.shape, dtype=form.dtype, device=form.device)

@@ -1,0 +1,103 @@
+"""``generate --prompts``: a file a line, a manifest, and nothing made twice or lost where a run was interrupted."""
+
+import json
+
+import pytest
+
+from dit_accel.cli import batch
+from dit_accel.tools.testing import tiny_pipeline
+
+SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "flux"
+    tiny_pipeline("flux").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(run, model):
+    """Runs ``generate`` with prompts from a file of these lines."""
+
+    def invoke(folder, name, lines, *more):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+        return run("generate", "-m", model, "--prompts", name, *SMALL, *more)
+
+    return invoke
+
+
+def manifest(folder):
+    return [json.loads(line) for line in (folder / "out" / "manifest.jsonl").read_text().splitlines()]
+
+
+def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
+    """With settings of its own over those of the command."""
+    lines = [{"prompt": "a fox"}, {"prompt": "a hen", "seed": 7, "steps": 2}]
+    result = generate(tmp_path, "prompts.jsonl", map(json.dumps, lines))
+    assert result.exit_code == 0, result.output
+    first, second = manifest(tmp_path)
+    assert [first["prompt"], first["seed"], first["steps"]] == ["a fox", 0, 3]
+    assert [second["prompt"], second["seed"], second["steps"]] == ["a hen", 7, 2]
+    assert len(second["report"]["steps"]) == 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"0000.png", "0001.png", "manifest.jsonl"}
+    assert batch._checksum(tmp_path / "out" / "0000.png") == first["sha256"]
+
+
+def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
+    """What is whole stays as it is; a spoilt file, a lost one and a line that was cut off are made again."""
+    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
+    folder, before = tmp_path / "out", manifest(tmp_path)
+    (folder / "0001.png").write_bytes(b"spoilt")
+    (folder / "0002.png").unlink()
+    lines = (folder / "manifest.jsonl").read_text()
+    (folder / "manifest.jsonl").write_text(lines[: lines.rindex('"sha256"')])
+    made = []
+    call = batch.timed_call
+    monkeypatch.setattr(batch, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
+    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
+    assert made == ["b", "c", "d"]
+    for row in before:
+        assert batch._checksum(folder / row["file"]) == row["sha256"]
+    made.clear()
+    assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0 and made == []
+
+
+def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
+    """Unless they are to replace what is there."""
+    assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
+    refused = generate(tmp_path, "prompts.txt", ["b"])
+    assert refused.exit_code == 2 and "holds line 1 with another prompt ('a', now 'b')" in refused.output
+    assert generate(tmp_path, "prompts.txt", ["b"], "--force").exit_code == 0
+    assert manifest(tmp_path)[-1]["prompt"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"seed": 1}', "line 1 must be an object with a prompt"),
+        ('{"prompt": "a", "step": 2}', "line 1: unknown key 'step'; keys are prompt"),
+        ('{"prompt": "a", "steps": "2"}', "line 1: steps must be int, got '2'"),
+    ],
+    ids=["no JSON", "no prompt", "unknown key", "wrong kind"],
+)
+def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, told):
+    """Before the model is loaded."""
+    result = generate(tmp_path, "prompts.jsonl", [line])
+    assert result.exit_code == 2 and told in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "--prompt: needs a text"),
+        (("--prompts", "x.txt"), "--output-dir: goes with --prompts"),
+        (("-p", "a", "--output-dir", "out"), "--output-dir: goes with --prompts"),
+        (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: is for one --prompt"),
+    ],
+)
+def test_what_does_not_go_together_says_so(run, options, told):
+    result = run("generate", *options)
+    assert result.exit_code == 2 and told in result.output

@@ -1,0 +1,114 @@
+"""Sparse attention and forecasts of whole outputs the slow, obvious way, in any model: masks, and outputs overwritten.
+
+It knows nothing of families, hooks or kernels: which modules attend, and over how many vision tokens, the test says.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from dit_accel.kernels import pooled_map, unpack_bits
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.sparse.policies import sparge
+from tests.models.naive_flux import Remembered, Schedule
+
+
+class Sequence(NamedTuple):
+    """What a model attends over.
+
+    Args:
+        attentions: names of the attention modules, a regular expression.
+        vision: image or video tokens; the rest is text.
+        text_first: whether text comes before them.
+        pads_end: whether padding follows all tokens, and not the text.
+    """
+
+    attentions: str
+    vision: int
+    text_first: bool = True
+    pads_end: bool = False
+
+    def modules(self, transformer: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        return {name: each for name, each in transformer.named_modules() if re.fullmatch(self.attentions, name)}
+
+
+class NaiveTiles:
+    """Dense attention with the tiles that SpargeAttn leaves out masked; notes what is kept."""
+
+    def __init__(self, schedule: Schedule, sequence: Sequence) -> None:
+        self.schedule, self.sequence, self.kept, self._depth = schedule, sequence, [], 0
+        self._attend = functional.scaled_dot_product_attention
+
+    @contextmanager
+    def within(self, transformer: torch.nn.Module) -> Iterator[list[float]]:
+        """In place of attention in the model's modules."""
+
+        def count(step):
+            def hook(*_):
+                self._depth += step
+
+            return hook
+
+        with ExitStack() as undo:
+            for module in self.sequence.modules(transformer).values():
+                undo.callback(module.register_forward_pre_hook(count(1)).remove)
+                undo.callback(module.register_forward_hook(count(-1)).remove)
+            functional.scaled_dot_product_attention = self
+            undo.callback(setattr, functional, "scaled_dot_product_attention", self._attend)
+            yield self.kept
+
+    def __call__(self, query, key, value, attn_mask=None, **settings):
+        """Inputs ``[B, H, S, D]``."""
+        if self._depth and self.schedule.skips and query.shape[2] == key.shape[2] >= self.sequence.vision:
+            attn_mask = self._mask(query, key, attn_mask)
+        return self._attend(query, key, value, attn_mask=attn_mask, **settings)
+
+    def _mask(self, query, key, attn_mask):
+        """Pairs of tokens that attend, bool ``[B, H, S, S]``. Kernels want keys that count to come first."""
+        tokens, (_, vision, text_first, pads_end) = query.shape[2], self.sequence
+        text, places = tokens - vision, torch.arange(tokens)
+        if padded := attn_mask is not None:
+            valid = attn_mask[:, 0, -1 if text_first and not pads_end else 0]
+            if text_first and not pads_end:
+                text_first, places = False, places.roll(-text)
+        layout = TokenLayout(text, vision, self.schedule.preset.blocks.size, text_first=text_first)
+        q, k = (x[:, :, places].transpose(1, 2) for x in (query, key))
+        kv_len = valid.sum(1).to(torch.int32) if padded else None
+        probabilities = pooled_map(q, k, layout.block, kv_len=kv_len, backend="reference").probabilities
+        tiles = unpack_bits(sparge.tile_bits(probabilities, layout, self.schedule.preset.skip.tau_kv), layout.blocks)
+        self.kept.append(tiles.float().mean().item())
+        by_token = tiles.repeat_interleave(layout.block, 2).repeat_interleave(layout.block, 3)[..., :tokens, :tokens]
+        back = places.argsort()
+        by_token = by_token[:, :, back][..., back]
+        return by_token & valid[:, None, None] if padded else by_token
+
+
+@contextmanager
+def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterator[None]:
+    """Records what a transformer gives, and in DISPATCH steps overwrites it; calls of a step are branches, in order."""
+    calls, remembered = defaultdict(int), defaultdict(list)
+
+    def hook(module, arguments, output):
+        leaves, spec = pytree.tree_flatten(output)
+        histories = remembered[calls[schedule.step]]
+        calls[schedule.step] += 1
+        if not histories:
+            histories.extend(Remembered(schedule) for _ in leaves)
+        if schedule.mode == "dispatch":
+            return pytree.tree_unflatten([history.forecast() for history in histories], spec)
+        for history, leaf in zip(histories, leaves, strict=True):
+            if schedule.records:
+                history.record(leaf)
+        return output
+
+    handle = transformer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,66 @@
+"""How several devices share a sequence; what two processes make of it is in tests/test_parallel.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dit_accel import accelerate_pipeline
+from dit_accel.models.context_parallel import RING, Exchange, agreed
+from dit_accel.models.family import Tokens
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Says how many devices there are; this is the first, and reductions find nothing larger."""
+
+    def are(count):
+        monkeypatch.setattr(dist, "get_world_size", lambda _: count)
+        monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+        monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+
+    return are
+
+
+def parallel(**degrees):
+    """What diffusers leaves at a transformer."""
+    mesh = SimpleNamespace(get_group=lambda: None)
+    return SimpleNamespace(context_parallel_config=SimpleNamespace(_flattened_mesh=mesh, **degrees))
+
+
+@pytest.mark.parametrize("text_first", [True, False], ids=["text first", "text last"])
+@pytest.mark.parametrize("order", [None, [4, 2, 0, 1, 3]], ids=["raster", "another order"])
+def test_received_tokens_are_arranged(ranks, text_first, order):
+    """Three devices with uneven shares of three text and five vision tokens: text in one piece, vision in its order."""
+    ranks(3)
+    shares = [(["t0"], ["v0", "v1"]), (["t1"], ["v2", "v3"]), (["t2"], ["v4"])]
+    received = [token for text, vision in shares for token in (text + vision if text_first else vision + text)]
+    vision = [f"v{i}" for i in order or range(5)]
+    wanted = ["t0", "t1", "t2", *vision] if text_first else [*vision, "t0", "t1", "t2"]
+    numbers = torch.tensor([wanted.index(token) for token in received])[None, :, None, None]
+    permutation = None if order is None else torch.tensor(order)
+    exchange = Exchange(None, Tokens(3, 5, text_first), permutation, torch.device("cpu"))
+    assert exchange.arrange(numbers).flatten().tolist() == list(range(8))
+    assert torch.equal(exchange.as_received(exchange.arrange(numbers)), numbers)
+    assert exchange.divides(6) and not exchange.divides(4)
+
+
+def test_what_is_no_number_counts_as_the_largest_error(ranks):
+    """Devices reduce by comparison, in which it would be lost."""
+    ranks(2)
+    transformer = SimpleNamespace(_parallel_config=parallel())
+    assert agreed(transformer, torch.tensor([0.5, torch.nan])).tolist() == [0.5, torch.inf]
+
+
+def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
+    ranks(2)
+    pipe = tiny_pipeline("flux")
+    pipe.transformer._parallel_config = parallel(ring_degree=2, ulysses_degree=1)
+    skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
+    accelerate_pipeline(pipe, "exact", skip=skip, blocks={"size": 64})
+    tiny_output(pipe, "flux")
+    report = pipe.dit_accel.report()
+    assert report.computed_fraction == 1.0
+    assert {each["reason"] for each in report.fallbacks} == {RING}

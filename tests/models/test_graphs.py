@@ -1,0 +1,287 @@
+"""CUDA graphs of computed steps: when they are captured, replayed and dropped; on the CPU, with a faked graph."""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.errors import PresetError
+from dit_accel.models import graphs, transformer_hook
+from dit_accel.models.cuda_graph import Trial
+from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.models.fake_graph import FakeGraph
+
+STEPS = 8
+TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
+CASES = {
+    "dense": ("flux", load_preset("exact"), 1),
+    "closed-loop": ("flux", load_preset("turbo"), 1),
+    "tiles": ("flux", load_preset("flux-sparge-balanced", **{"skip.tau_kv": 0.3}), 2),
+    "tiles-by-interceptor": ("sd3", load_preset("turbo", skip=TILES), 2),
+    "two-branches": ("wan", load_preset("video-turbo", model="wan", skip=TILES), 4),
+    "masked-text": ("hunyuan", load_preset("video-turbo", model="hunyuan_video", skip=TILES), 2),
+    "token-order": ("wan", load_preset("video-turbo", model="wan", skip=TILES, blocks={"token_order": "hilbert"}), 4),
+    "control-net": ("flux-controlnet", load_preset("balanced"), 1),
+    "two-transformers": ("wan22", load_preset("video-balanced"), 4),
+    "no-facts": ("ltx", load_preset("balanced"), 1),
+}
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    """A class of faked graphs with counts of its own."""
+    counted = type("CountedGraph", (FakeGraph,), {})
+    monkeypatch.setattr(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted))
+    return counted
+
+
+def accelerated(name, preset, wanted="always", pipe=None, **overrides):
+    return accelerate_pipeline(pipe or tiny_pipeline(name), preset, **{"kernels.graphs": wanted}, **overrides)
+
+
+def graphs_of(pipe):
+    return find_driver(pipe).graphs
+
+
+def find_driver(pipe):
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver
+
+
+def facts(report):
+    """What a report says of a run's decisions."""
+    steps = [(step.mode, step.error) for step in report.steps]
+    return steps, report.density, report.attentions, report.fallbacks, report.computed_fraction, report.notes
+
+
+@pytest.mark.parametrize("name, preset, kinds", CASES.values(), ids=CASES)
+def test_outputs_and_decisions_are_those_without_graphs(graph, name, preset, kinds):
+    """In runs that capture each kind of call, the third time it comes, and in a last one, which replays alone."""
+    plain, replayed, captures = accelerated(name, preset, "never"), accelerated(name, preset), []
+    for _ in range(3):
+        expected, output = (tiny_output(pipe, name, steps=STEPS) for pipe in (plain, replayed))
+        assert torch.equal(output, expected)
+        reports = plain.dit_accel.report(), replayed.dit_accel.report()
+        assert facts(reports[1]) == facts(reports[0])
+        symbols, same = plain.dit_accel.symbols(), replayed.dit_accel.symbols()
+        assert symbols.keys() == same.keys()
+        assert all(torch.equal(same[site].skip_bits, each.skip_bits) for site, each in symbols.items())
+        captures.append(graph.captures)
+    assert captures[1:] == [kinds, kinds] and reports[0].replayed == 0 < reports[1].replayed
+    assert "CUDA graphs" in str(reports[1]) and "CUDA graphs" not in str(reports[0])
+
+
+def test_the_first_two_calls_of_a_kind_run_as_ever(graph):
+    """Kernels compile and caches fill in one, the other is watched; the third is captured, and all are replayed."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=2)
+    assert (graph.captures, graph.replays) == (0, 0)
+    tiny_output(pipe, "flux", steps=1)
+    assert (graph.captures, graph.replays) == (1, 1)
+    tiny_output(pipe, "flux", steps=3)
+    assert (graph.captures, graph.replays) == (1, 4)
+
+
+def test_an_output_stays_what_it_was(graph):
+    """The next replay overwrites the graph's own output, and not what callers hold."""
+    pipe, held = accelerated("flux", "exact"), []
+    pipe.transformer.register_forward_hook(lambda _, args, output: held.append((output[0], output[0].clone())))
+    graphs_of(pipe)._why_not_model = lambda device: None  # which refuses that hook
+    tiny_output(pipe, "flux", steps=4)
+    assert graph.captures == 1 and all(torch.equal(output, copy) for output, copy in held)
+
+
+def test_another_size_takes_the_place_of_the_one_before(graph):
+    """Each size gives what it gives without graphs, and the graphs of one size are there at a time."""
+    plain, pipe = accelerated("flux", "turbo", "never"), accelerated("flux", "turbo")
+    for side in (64, 96, 64):
+        size = {"height": side, "width": 64}
+        expected, output = (tiny_output(each, "flux", steps=STEPS, **size) for each in (plain, pipe))
+        assert torch.equal(output, expected) and len(graphs_of(pipe)) == 1
+    assert graph.captures == 3
+
+
+def test_graphs_are_bounded(graph):
+    """Arguments that never come again, as a LoRA's scale may be, make no more than so many."""
+    pipe = accelerated("flux", "exact")
+    for scale in range(2 * MOST_GRAPHS):
+        tiny_output(pipe, "flux", steps=3, joint_attention_kwargs={"scale": 1 + scale / 16})
+    assert len(graphs_of(pipe)) == MOST_GRAPHS
+
+
+CHANGES = {
+    "lora": lambda pipe: pipe.transformer.add_adapter(
+        LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False)
+    ),
+    "weights-elsewhere": lambda pipe: pipe.transformer.to(torch.float64).to(torch.float32),
+    "a-weight": lambda pipe: setattr(pipe.transformer.proj_out, "bias", torch.nn.Parameter(torch.ones(16))),
+    "processor": lambda pipe: pipe.transformer.set_attn_processor(
+        type(pipe.transformer.transformer_blocks[0].attn.processor)()
+    ),
+    "attention-backend": lambda pipe: pipe.transformer.set_attention_backend("_native_math"),
+    "training": lambda pipe: pipe.transformer.train(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_is_captured_again(graph, change):
+    """The first call after it runs as ever, and results are those of the changed model."""
+    torch.manual_seed(0)
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=3)
+    change(pipe)
+    replayed = tiny_output(pipe, "flux", steps=3)
+    assert (graph.captures, graph.replays) == (2, 2)
+    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
+def test_settings_of_a_lora_are_captured_again(graph):
+    """Another strength and another adapter are numbers on the host, which a graph does not read."""
+    torch.manual_seed(0)
+    pipe = accelerated("flux", "exact")
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "style")
+    for change in (lambda: None, lambda: pipe.transformer.set_adapters("style", 0.5), pipe.transformer.disable_lora):
+        change()
+        outputs = tiny_output(pipe, "flux", steps=3)
+        find_driver(pipe).graphs, kept = None, graphs_of(pipe)
+        assert torch.equal(outputs, tiny_output(pipe, "flux", steps=3))
+        find_driver(pipe).graphs = kept
+    assert graph.captures == 3
+
+
+def test_values_of_weights_may_change(graph):
+    """A graph reads them where they are."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=3)
+    with torch.no_grad():
+        pipe.transformer.proj_out.weight.mul_(1.5)
+    changed = tiny_output(pipe, "flux", steps=3)
+    assert graph.captures == 1 and torch.equal(changed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
+def test_restoring_drops_them(graph):
+    """And nothing keeps their memory."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=3)
+    kept = graphs_of(pipe)
+    assert len(kept) == 1
+    restore_pipeline(pipe)
+    assert len(kept) == 0 and kept._pool is None and not kept._modules
+
+
+def hooked(pipe):
+    pipe.transformer.transformer_blocks[1].register_forward_hook(lambda *_: None)
+
+
+def compiled(pipe):
+    pipe.transformer.transformer_blocks[0].compile(backend="eager")
+
+
+def parallel(pipe):
+    pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = object()
+
+
+REFUSALS = {
+    "masks-kept": ({"skip": {**TILES, "refresh": 2}}, None, {}, "masks are kept from step to step"),
+    "probe": ({"skip": {**TILES, "probe_blocks": 1}}, None, {}, "the probe looks at other queries"),
+    "hooks": ({}, hooked, {}, "transformer_blocks.1 carries hooks"),
+    "compiled": ({}, compiled, {}, "transformer_blocks.0 is compiled"),
+    "parallel": ({}, parallel, {}, "context parallelism"),
+    "prompts-apart": ({"schedule.per_prompt": True}, None, {"prompt": ["a", "b"]}, "prompts of a batch are computed"),
+}
+
+
+@pytest.mark.parametrize("overrides, change, arguments, reason", REFUSALS.values(), ids=REFUSALS)
+def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, change, arguments, reason):
+    """The report has one note, and results are those without graphs."""
+    outputs = []
+    for wanted in ("never", "always"):
+        pipe = accelerated("flux", "turbo", wanted, model="flux", **overrides)
+        if change is not None:
+            change(pipe)
+        outputs.append(tiny_output(pipe, "flux", steps=STEPS, **arguments))
+    assert torch.equal(*outputs)
+    (note,) = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
+    assert reason in note
+
+
+@pytest.mark.parametrize("mode", ["gradients", "autocast", "distributed"])
+def test_calls_under_what_can_not_be_captured(graph, monkeypatch, mode):
+    pipe = accelerated("flux", "exact")
+    if mode == "distributed":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pipe.transformer.requires_grad_(False)
+    calls = []
+    handle = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    tiny_output(pipe, "flux", steps=3)
+    handle.remove()
+    with torch.set_grad_enabled(mode == "gradients"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        for call in calls:
+            pipe.transformer(**call)
+    assert graph.captures == 0
+    reason = {"gradients": "gradients are enabled", "autocast": "autocast", "distributed": "torch.distributed"}[mode]
+    assert any(reason in note for note in pipe.dit_accel.report().notes)
+
+
+def test_prompts_of_unequal_length_run_as_ever(graph):
+    """Their attention goes sample by sample, by lengths that the host knows."""
+    pipe = accelerated("hunyuan", "video-turbo", model="hunyuan_video", skip=TILES)
+    tiny_output(pipe, "hunyuan", steps=STEPS, prompt=["a cat", "a dog that runs across a field of yellow flowers"])
+    assert graph.captures == 0 and any("differ in length" in note for note in pipe.dit_accel.report().notes)
+
+
+def test_a_capture_that_fails_is_not_tried_again(graph):
+    """The call runs as ever, and so do all that follow; the report has the first line of the error."""
+    graph.refuses = RuntimeError("operation not permitted when stream is capturing\nmore of it")
+    pipe = accelerated("flux", "turbo")
+    output = tiny_output(pipe, "flux", steps=STEPS)
+    assert torch.equal(output, tiny_output(accelerated("flux", "turbo", "never"), "flux", steps=STEPS))
+    notes = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
+    assert notes == [f"{graphs.REFUSED}: RuntimeError: operation not permitted when stream is capturing"]
+    graph.refuses = None
+    tiny_output(pipe, "flux", steps=STEPS)
+    assert graph.captures == 0
+
+
+def test_where_the_host_waits_nothing_is_captured(graph):
+    """A capture would fail there; the report says where."""
+    graph.trial = Trial("model.py, line 7", lambda: 1.0, lambda: 1.0)
+    pipe = accelerated("flux", "exact")
+    output = tiny_output(pipe, "flux", steps=5)
+    notes = [f"{graphs.REFUSED}: the host waits for the GPU in model.py, line 7"]
+    assert graph.captures == 0 and pipe.dit_accel.report().notes == notes
+    assert torch.equal(output, tiny_output(restore_pipeline(pipe), "flux", steps=5))
+
+
+@pytest.mark.parametrize("launched, captures", [(0.9, 1), (0.3, 0)], ids=["host-bound", "gpu-bound"])
+def test_auto_captures_where_the_gpu_waits_for_the_host(graph, launched, captures):
+    graph.trial = Trial(None, lambda: launched, lambda: 1.0)
+    pipe = accelerated("flux", "exact", "auto")
+    tiny_output(pipe, "flux", steps=5)
+    notes = [f"{graphs.REFUSED}: the GPU does not wait for launches, which take 300 ms of 1000"]
+    assert graph.captures == captures and pipe.dit_accel.report().notes == ([] if captures else notes)
+
+
+def test_a_cpu_has_none():
+    """The report says so where a preset asks for them."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=2)
+    assert pipe.dit_accel.report().notes == [f"{graphs.REFUSED}: computes on cpu"]
+
+
+def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
+    """What a model raises under capture it raises again without, and then it is the caller's."""
+    pipe = accelerated("flux", "exact")
+    tiny_output(pipe, "flux", steps=2)
+    with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipe.transformer.norm_out, "forward", lambda *_: torch.zeros(2) + torch.zeros(3))
+        tiny_output(pipe, "flux", steps=3)
+    assert find_driver(pipe).controller.call is None
+
+
+@pytest.mark.parametrize("preset", ["flux-taylorseer", "flux-flashomni"])
+def test_other_levels_have_no_such_key(preset):
+    with pytest.raises(PresetError, match=r"kernels\.graphs has no effect"):
+        load_preset(preset, **{"kernels.graphs": "auto"})

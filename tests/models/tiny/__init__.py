@@ -1,0 +1,63 @@
+"""Tiny pipelines that are called with embeddings instead of prompts, so that no text encoder has to be built."""
+
+import functools
+
+import torch
+
+from dit_accel.tools.testing import TINY_PIPELINES, tiny_output, tiny_pipeline
+from tests.models.tiny import images, others, videos
+
+STEPS = 16
+PIPELINES = {
+    "z-image": images.z_image,
+    "hidream": images.hidream,
+    "prx": images.prx,
+    "ideogram4": images.ideogram4,
+    "flux2": images.flux2,
+    "qwen-image-edit": images.qwen_image_edit,
+    "lumina2": images.lumina2,
+    "kandinsky5": videos.kandinsky5,
+    "ltx2": videos.ltx2,
+    "cogvideox-dpm": videos.cogvideox,
+    "wan-vace": videos.wan_vace,
+    "wan-animate": videos.wan_animate,
+    "skyreels-v2": videos.skyreels_v2,
+    "diffusion-forcing": videos.diffusion_forcing,
+}
+
+
+@functools.cache
+def built(name: str):
+    """A tiny pipeline in evaluation mode, and what to call it with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, arguments = PIPELINES[name]() if name in PIPELINES else others.build(name)
+        for part in vars(pipe).values():
+            if isinstance(part, torch.nn.Module):
+                part.eval()
+                for parameter in part.parameters():
+                    torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, arguments
+
+
+def call(name: str, **changes) -> torch.Tensor:
+    pipe, arguments = built(name)
+    generator = torch.Generator().manual_seed(0)
+    size = {"height": 96, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
+    return pipe(**{**size, **arguments, **changes}, generator=generator, return_dict=False)[0]
+
+
+pipeline_of_testing = functools.cache(tiny_pipeline)
+
+
+def pipeline(name: str):
+    """A tiny pipeline from here or from `dit_accel.tools.testing`, the same each time."""
+    return pipeline_of_testing(name) if name in TINY_PIPELINES else built(name)[0]
+
+
+def output(name: str, steps: int, **arguments) -> torch.Tensor:
+    """Its latents."""
+    if name in TINY_PIPELINES:
+        return tiny_output(pipeline(name), name, steps=steps, **arguments)
+    return call(name, num_inference_steps=steps, **arguments)

@@ -1,0 +1,155 @@
+"""Tiny pipelines that make images."""
+
+import functools
+
+import diffusers
+import torch
+
+from dit_accel.tools.testing import encoders, flux
+from dit_accel.tools.testing.families import SIZES
+from dit_accel.tools.testing.inputs import random_picture
+from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+
+
+def flux2():
+    """Guidance is distilled; attention and MLP of a single block are one module."""
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(8, 8, 8, 8),
+    )
+    pipe = diffusers.Flux2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 192, "width": 192}
+
+
+def z_image():
+    """Its timestep is called ``t`` and runs from 0 to 1, and its latents are a list of samples called ``x``."""
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=flux.LATENT_CHANNELS,
+        dim=64,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[8, 12, 12],
+        axes_lens=[256, 64, 64],
+    )
+    prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(3 * TOKENS, WIDTH, seed=1)]}
+    return diffusers.ZImagePipeline(flow(shift=3.0), flux.image_vae(), None, None, transformer), prompt
+
+
+def qwen_image_edit():
+    """The picture that is edited follows the latents; the pipeline blows it up to a megapixel, here of 64 tokens."""
+    transformer = diffusers.QwenImageTransformer2DModel(**SIZES, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12))
+    pipe = diffusers.QwenImageEditPipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
+    pipe.vae_scale_factor = 64
+    pipe._encode_vae_image = lambda image, generator: text(1, 16, 1, 16, 16, seed=2)
+    prompt = {"image": random_picture(torch.Generator().manual_seed(0), 64, 64), "height": 1536, "width": 1536}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(1, TOKENS + 8 * seed, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_mask"] = torch.ones(1, TOKENS + 8 * seed, dtype=torch.long)
+    return pipe, prompt
+
+
+def hidream():
+    """Its timestep is called ``timesteps``."""
+    transformer = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=flux.LATENT_CHANNELS,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        caption_channels=[WIDTH, WIDTH],
+        text_emb_dim=WIDTH,
+        axes_dims_rope=(16, 8, 8),
+        max_resolution=(32, 32),
+        llama_layers=[0, 1],
+    )
+    prompt = {}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds_t5"] = text(1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_llama3"] = text(2, 1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}pooled_prompt_embeds"] = text(1, WIDTH, seed=seed)
+    pipe = diffusers.HiDreamImagePipeline(flow(shift=3.0), flux.image_vae(), *[None] * 8, transformer)
+    pipe.default_sample_size = 24  # what it makes of every size, in latents
+    return pipe, prompt
+
+
+def lumina2():
+    """The padding of a prompt is left out of the joint sequence."""
+    transformer = diffusers.Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(8, 12, 12),
+        axes_lens=(64, 32, 32),
+        cap_feat_dim=WIDTH,
+    )
+    pipe = diffusers.Lumina2Pipeline(transformer, flow(shift=3.0), None, None, None)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, TOKENS // 2 :] = 0
+    prompt = {}
+    for seed, name in enumerate(("", "negative_")):
+        prompt |= {f"{name}prompt_embeds": text(2, TOKENS, WIDTH, seed=seed), f"{name}prompt_attention_mask": mask}
+    return pipe, {**prompt, "height": 192, "width": 192}
+
+
+def prx():
+    """It passes timesteps from 1 to 0, and under shift 1 the first is as large as the last of the schedule."""
+    transformer = diffusers.PRXTransformer2DModel(
+        in_channels=flux.LATENT_CHANNELS,
+        context_in_dim=WIDTH,
+        hidden_size=64,
+        num_heads=2,
+        depth=2,
+        axes_dim=[16, 16],
+    )
+    pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
+    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    prompt = {
+        "prompt_embeds": text(1, TOKENS, WIDTH),
+        "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
+        "prompt_attention_mask": mask,
+        "negative_prompt_attention_mask": mask,
+        "use_resolution_binning": False,
+    }
+    return pipe, prompt
+
+
+def ideogram4():
+    """It has a transformer for each branch of guidance."""
+    transformer = functools.partial(
+        diffusers.Ideogram4Transformer2DModel,
+        in_channels=4 * flux.LATENT_CHANNELS,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        adaln_dim=32,
+        llm_features_dim=WIDTH,
+        mrope_section=(6, 5, 5),
+    )
+    pipe = diffusers.Ideogram4Pipeline(flow(), flux.image_vae(), None, None, transformer(), transformer())
+
+    def encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device):
+        ids = pipe._prepare_ids([max_sequence_length], grid_h, grid_w, max_sequence_length, device)
+        return text(1, max_sequence_length + grid_h * grid_w, WIDTH), *ids
+
+    pipe.encode_prompt = encode_prompt
+    return pipe, {
+        "prompt": "a red fox",
+        "max_sequence_length": TOKENS,
+        "guidance_scale": 4.0,
+        "guidance_schedule": None,
+    }

@@ -1,0 +1,153 @@
+"""Tiny pipelines that make videos."""
+
+import functools
+
+import diffusers
+import torch
+from transformers import CLIPVisionModel
+
+from dit_accel.tools.testing import encoders, tiny_pipeline
+from dit_accel.tools.testing.families import SIZES
+from dit_accel.tools.testing.inputs import random_picture
+from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+
+
+def kandinsky5():
+    """Latents ``[B, F, H, W, C]``, and text in blocks of its own."""
+    transformer = diffusers.Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        out_visual_dim=16,
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=32,
+        model_dim=64,
+        ff_dim=128,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(8, 12, 12),
+        visual_cond=True,
+    )
+    pipe = diffusers.Kandinsky5T2VPipeline(transformer, None, None, None, None, None, flow(shift=3.0))
+    prompt = {}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds_qwen"] = text(1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_embeds_clip"] = text(1, WIDTH, seed=seed)
+        prompt[f"{name}prompt_cu_seqlens"] = torch.tensor([0, TOKENS])
+    return pipe, {**prompt, "height": 128, "width": 96, "num_frames": 9}
+
+
+def ltx2():
+    """A video and a sound track; the tokens of either attend to the other's."""
+    transformer = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        cross_attention_dim=64,
+        audio_in_channels=32,
+        audio_out_channels=32,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=16,
+        audio_cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=WIDTH,
+    )
+    connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
+    connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
+        caption_channels=WIDTH,
+        text_proj_in_factor=1,
+        **{f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in connector.items()},
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_learnable_registers=None,
+    )
+    vae = tiny_pipeline("ltx").vae
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=32, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2
+    )
+    scheduler = flow(use_dynamic_shifting=True)
+    pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, None)
+    prompt = {"spatio_temporal_guidance_blocks": [1], "stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0}
+    prompt["audio_modality_scale"] = 1.0
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(1, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_attention_mask"] = torch.ones(1, TOKENS, dtype=torch.long)
+    return pipe, {**prompt, "height": 32, "width": 96, "num_frames": 5}
+
+
+def cogvideox():
+    """Under a scheduler that keeps the index of its step, as CogVideoX's own do not."""
+    pipe = tiny_pipeline("cogvideox")
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
+    size = {"height": 64, "width": 56, "num_frames": 9, "max_sequence_length": 37}
+    return pipe, {"prompt": "a red fox", **size}
+
+
+wan_parts = functools.cache(lambda: tiny_pipeline("wan").components)
+
+
+WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
+
+
+WAN_CALL = {
+    "prompt_embeds": text(1, TOKENS, WIDTH),
+    "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
+    "height": 64,
+    "width": 48,
+    "guidance_scale": 5.0,
+}
+
+
+def wan_vace():
+    """Blocks of its own make hints for some of Wan's."""
+    transformer = diffusers.WanVACETransformer3DModel(
+        **WAN, in_channels=16, out_channels=16, vace_layers=[0], vace_in_channels=48
+    )
+    vae, scheduler = wan_parts()["vae"], wan_parts()["scheduler"]
+    pipe = diffusers.WanVACEPipeline(None, None, vae, scheduler, transformer)
+    return pipe, {**WAN_CALL, "num_frames": 5}
+
+
+def wan_animate():
+    """Faces of another clip are attended to between blocks."""
+    transformer = diffusers.WanAnimateTransformer3DModel(
+        **WAN,
+        in_channels=36,
+        image_dim=WIDTH,
+        added_kv_proj_dim=64,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[True, True], scale_factor_spatial=4
+    )
+    eye = encoders.clip_image_processor(), CLIPVisionModel(encoders.clip_vision_config())
+    pipe = diffusers.WanAnimatePipeline(None, None, vae, wan_parts()["scheduler"], *eye, transformer)
+    frame = random_picture(torch.Generator().manual_seed(0), 64, 48)
+    clip = {"image": frame, "pose_video": [frame] * 9, "face_video": [frame] * 9, "segment_frame_length": 9}
+    return pipe, {**WAN_CALL, **clip}
+
+
+def skyreels_v2():
+    transformer = diffusers.SkyReelsV2Transformer3DModel(**WAN, in_channels=16, out_channels=16)
+    vae, scheduler = wan_parts()["vae"], wan_parts()["scheduler"]
+    pipe = diffusers.SkyReelsV2Pipeline(None, None, transformer, vae, scheduler)
+    return pipe, {**WAN_CALL, "num_frames": 5}
+
+
+def diffusion_forcing():
+    """Each latent frame has a copy of the scheduler and timesteps of its own, and the pipeline's takes no step."""
+    parts = tiny_pipeline("wan").components
+    transformer = diffusers.SkyReelsV2Transformer3DModel(
+        **SIZES, in_channels=16, out_channels=16, text_dim=WIDTH, ffn_dim=192, rope_max_seq_len=64
+    )
+    pipe = diffusers.SkyReelsV2DiffusionForcingPipeline(
+        parts["tokenizer"], parts["text_encoder"], transformer, parts["vae"], parts["scheduler"]
+    )
+    prompt = {"prompt": "a red fox", "max_sequence_length": 37}
+    return pipe, {**prompt, "height": 64, "width": 48, "num_frames": 5, "base_num_frames": 5, "num_inference_steps": 8}

@@ -1,0 +1,308 @@
+"""What two processes do together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``, with torchrun's
+variables set. Each writes what it found to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` starts them and reads it.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from torch.distributed import _functional_collectives as functional
+
+from dit_accel import accelerate_pipeline, parallelize_pipeline, restore_pipeline
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.families import known_family
+from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
+
+STEPS = 6
+LONGEST = 60  # seconds of one check
+TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
+BLOCKS = {"size": 64}
+CLIP_BLOCKS = {"size": 64, "token_order": "hilbert"}
+PRESETS = {
+    "exact": ("exact", {}),
+    "balanced": ("balanced", {}),
+    "layer": ("balanced", {"forecast": {"level": "layer"}}),
+    "sparse": ("exact", {"skip": TILES, "blocks": BLOCKS}),
+    "residual": ("exact", {"skip": TILES | {"refresh": 2, "residual": True, "probe_blocks": 1}, "blocks": BLOCKS}),
+}
+SHARED = ("exact", "balanced", "sparse", "residual")  # of these, run by two ranks on every family
+INPUTS = {"flux": {"max_sequence_length": 36}, "qwen-image": {}, "wan": {}, "hunyuan": {}}
+COLLECTIVES = {
+    dist: ("all_to_all_single", "all_reduce", "all_gather", "broadcast"),
+    functional: ("all_to_all_single", "all_gather_tensor"),
+}
+CHECKS: dict[str, Callable[[], dict]] = {}
+
+
+def check(function: Callable[[], dict]) -> Callable[[], dict]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def pipeline(name: str):
+    """A tiny pipeline whose heads divide by two."""
+    pipe = tiny_pipeline(name)
+    config = {**pipe.transformer.config, "num_attention_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        pipe.transformer = type(pipe.transformer).from_config(config).eval()
+        _redraw(pipe.transformer)
+    return pipe
+
+
+def share_tokens(pipe, name: str) -> None:
+    """As a user would without our helper; an odd number of text tokens needs diffusers' uneven form."""
+    family, transformer = known_family(pipe.transformer), pipe.transformer
+    plan = family.parallel_plan(transformer) if family.parallel_plan else None
+    config = ContextParallelConfig(ulysses_degree=2, ulysses_anything=name == "qwen-image")
+    with patch.object(torch.accelerator, "device_count", lambda: 2):
+        transformer.enable_parallelism(config=config, cp_plan=plan)
+
+
+def output(pipe, name: str, **arguments) -> torch.Tensor:
+    return tiny_output(pipe, name, steps=STEPS, **INPUTS.get(name, {}), **arguments)
+
+
+def accelerate(pipe, preset: str, name: str):
+    base, overrides = PRESETS[preset]
+    if preset == "sparse" and name in ("wan", "hunyuan"):
+        overrides = overrides | {"blocks": CLIP_BLOCKS, "model": {"wan": "wan", "hunyuan": "hunyuan_video"}[name]}
+    return accelerate_pipeline(pipe, base, **overrides)
+
+
+def compared(pipe, made: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
+    report = pipe.dit_accel.report()
+    return {
+        "error": ((made - alone).norm() / alone.norm()).item(),
+        "sum": made.double().sum().item(),
+        "alone": modes,
+        "modes": [step.mode for step in report.steps],
+        "errors": [step.error for step in report.steps],
+        "fallbacks": report.fallbacks,
+        "computed": report.computed_fraction,
+    }
+
+
+def modes_of(pipe) -> list[str]:
+    return [step.mode for step in pipe.dit_accel.report().steps]
+
+
+def both_orders(name: str) -> dict:
+    """Every preset, on one device and on two: parallelism enabled after the acceleration, and before it."""
+    alone, found = {}, {}
+    pipe = pipeline(name)
+    for preset in SHARED:
+        accelerate(pipe, preset, name)
+        alone[preset] = output(pipe, name), modes_of(pipe)
+    last = preset
+    share_tokens(pipe, name)
+    found[f"{last}, accelerated first"] = compared(pipe, output(pipe, name), *alone[last])
+    for preset in SHARED:
+        restore_pipeline(pipe)
+        accelerate(pipe, preset, name)
+        found[preset] = compared(pipe, output(pipe, name), *alone[preset])
+    restore_pipeline(pipe)
+    return found
+
+
+@check
+def flux() -> dict:
+    return both_orders("flux")
+
+
+@check
+def wan() -> dict:
+    return both_orders("wan")
+
+
+@check
+def hunyuan() -> dict:
+    return both_orders("hunyuan")
+
+
+@check
+def qwen() -> dict:
+    return both_orders("qwen-image")
+
+
+@check
+def fused() -> dict:
+    """As on a GPU, where blocks run through fused kernels in every step: attention is exchanged by ours."""
+    found = {}
+    for name in ("flux", "wan", "hunyuan"):
+        pipe = pipeline(name)
+        alone = {}
+        for preset in ("layer", "exact"):
+            accelerate(pipe, preset, name)
+            alone[preset] = output(pipe, name), modes_of(pipe)
+        share_tokens(pipe, name)
+        with patch.object(FamilyDriver, "fuses_kernels", lambda *_: True):
+            for preset, expected in alone.items():
+                accelerate(pipe, preset, name)
+                found[f"{name}, {preset}"] = compared(pipe, output(pipe, name), *expected)
+    return found
+
+
+@check
+def silence() -> dict:
+    """Exchanges by step of a run whose forecast steps run no block."""
+    pipe = pipeline("wan")
+    parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
+    counts: list[int] = []
+    with counted() as count:
+        output(pipe, "wan", callback_on_step_end=lambda *_: counts.append(count[0]) or {})
+    return {"modes": modes_of(pipe), "exchanges": [b - a for a, b in zip([0, *counts], counts, strict=False)]}
+
+
+@check
+def rounding() -> dict:
+    """Ranks whose outputs differ, more than rounding would make them."""
+    pipe = pipeline("flux")
+    parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    pipe.transformer.proj_out.register_forward_hook(
+        lambda _, __, made: made * (1 + 0.05 * torch.randn(made.shape, generator=noise))
+    )
+    output(pipe, "flux")
+    report = pipe.dit_accel.report()
+    return {"modes": modes_of(pipe), "errors": [step.error for step in report.steps]}
+
+
+@check
+def level_head() -> dict:
+    """FlashOmni's preset, which can't run where tokens are shared."""
+    pipe = pipeline("flux")
+    parallelize_pipeline(pipe, ulysses=2)
+    exact = output(accelerate(pipe, "exact", "flux"), "flux")
+    accelerate_pipeline(pipe, "flux-flashomni", **{"schedule.warmup": 1})
+    return compared(pipe, output(pipe, "flux"), exact, [])
+
+
+@check
+def exception() -> dict:
+    """A run that every rank leaves in its middle, and the next one."""
+    pipe = pipeline("wan")
+    parallelize_pipeline(accelerate_pipeline(pipe, "balanced"), ulysses=2)
+    fresh, modes = output(pipe, "wan"), modes_of(pipe)
+
+    def leave(*arguments):
+        if arguments[1] == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    with suppress(KeyboardInterrupt):
+        output(pipe, "wan", callback_on_step_end=leave)
+    return compared(pipe, output(pipe, "wan"), fresh, modes)
+
+
+@check
+def branches() -> dict:
+    """The prompt's branch on one rank and that without it on the other."""
+    found = {}
+    guided = {"negative_prompt": "rain", "true_cfg_scale": 3.0}
+    cases = {
+        "wan": ({}, ("exact", "balanced", "layer", "residual")),
+        "flux": (guided, ("balanced",)),
+        "qwen-image": (guided, ("balanced",)),
+    }
+    for name, (arguments, presets) in cases.items():
+        pipe = pipeline(name)
+        calls = []
+        pipe.transformer.proj_out.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        alone = {}
+        for preset in presets:
+            calls.clear()
+            accelerate(pipe, preset, name)
+            alone[preset] = output(pipe, name, **arguments), modes_of(pipe), len(calls)
+        parallelize_pipeline(pipe, branches=2)
+        for preset, (expected, modes, plain_calls) in alone.items():
+            calls.clear()
+            accelerate(pipe, preset, name)
+            row = compared(pipe, output(pipe, name, **arguments), expected, modes)
+            found[f"{name}, {preset}"] = row | {"calls": len(calls), "plain_calls": plain_calls}
+    return found
+
+
+@check
+def refusals() -> dict:
+    """What can't be shared says so, and changes nothing."""
+    found = {}
+    cases = {"count": ("wan", {"ulysses": 4}), "plan": ("sd3", {"ulysses": 2}), "heads": ("wan-3", {"ulysses": 2})}
+    for case, (name, degrees) in cases.items():
+        pipe = tiny_pipeline("wan") if name == "wan-3" else pipeline(name)
+        try:
+            parallelize_pipeline(pipe, **degrees)
+        except UnsupportedError as error:
+            found[case] = str(error)
+    pipe = parallelize_pipeline(pipeline("wan"), ulysses=2)
+    try:
+        parallelize_pipeline(pipe, branches=2)
+    except UnsupportedError as error:
+        found["twice"] = str(error)
+    return found
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Within, the first entry counts exchanges between ranks."""
+    count = [0]
+
+    def counting(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            count[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    originals = {(module, name): getattr(module, name) for module, names in COLLECTIVES.items() for name in names}
+    for (module, name), function in originals.items():
+        setattr(module, name, counting(function))
+    try:
+        yield count
+    finally:
+        for (module, name), function in originals.items():
+            setattr(module, name, function)
+
+
+@check
+def speed_script() -> dict:
+    """The benchmark of several GPUs, at toy size."""
+    scripts = Path(__file__).parents[1] / "scripts"
+    sys.path.insert(0, str(scripts))
+    import parallel_speed
+
+    stem = Path(sys.argv[1]) / "speed"
+    with patch.object(sys, "argv", ["parallel_speed", "--smoke", "--models", "flux", "--output", str(stem)]):
+        return {"code": parallel_speed.main()}
+
+
+def main() -> None:
+    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = {}
+    for name in chosen:
+        faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where
+        try:
+            found[name] = CHECKS[name]()
+        except Exception:
+            found[name] = {"failed": traceback.format_exc()}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Two processes that share a pipeline's work make what one makes; :mod:`tests.parallel_ranks` holds what they do."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel_ranks import SHARED
+
+ROUNDING = 2e-6  # float32, relative, of latents after eight steps
+FAMILIES = ("flux", "wan", "hunyuan", "qwen")
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank has found, by check; both run all checks, in one go."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel_ranks", folder],
+            cwd=REPOSITORY,
+            env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / f"{rank}.log").open("w"),
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        assert process.wait(timeout=600) == 0, (folder / f"{rank}.log").read_text()[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)] + [folder]
+
+
+def on_both(found, check):
+    """What both ranks have found in a check that failed on neither."""
+    rows = [rank[check] for rank in found[:2]]
+    assert not any("failed" in row for row in rows), rows
+    return rows
+
+
+def require_as_alone(first, second):
+    """Both ranks end with what one process ends with, by the same decisions."""
+    assert first["error"] < ROUNDING
+    assert first["sum"] == second["sum"]
+    assert first["modes"] == second["modes"] == first["alone"]
+    assert first["errors"] == second["errors"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", [*SHARED, f"{SHARED[-1]}, accelerated first"])
+def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
+    """Whatever the preset, and whichever of parallelism and acceleration comes first; no block falls back."""
+    first, second = (rank[case] for rank in on_both(found, family))
+    require_as_alone(first, second)
+    assert first["fallbacks"] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_leave_tiles_out(found, family):
+    """Symbols are drawn where a rank has all tokens of its heads; both tell the share of the one that computes most."""
+    first, second = (rank["sparse"] for rank in on_both(found, family))
+    assert first["computed"] == second["computed"] < 0.999
+
+
+@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+@pytest.mark.parametrize("preset", ["exact", "layer"])
+def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
+    """As on a GPU, where they run in every step; HunyuanVideo's prompt has an odd number of tokens here."""
+    first, second = (rank[f"{family}, {preset}"] for rank in on_both(found, "fused"))
+    require_as_alone(first, second)
+
+
+def test_forecast_steps_exchange_nothing(found):
+    first, second = on_both(found, "silence")
+    assert first == second
+    for mode, exchanges in zip(first["modes"], first["exchanges"], strict=True):
+        assert (exchanges == 0) == (mode == "dispatch")
+
+
+def test_ranks_with_different_outputs_decide_alike(found):
+    """The largest error that a rank has measured counts on all of them."""
+    first, second = on_both(found, "rounding")
+    assert "dispatch" in first["modes"]
+    assert first == second
+
+
+def test_level_head_runs_densely_where_tokens_are_shared(found):
+    """Every block computes in every step, and the report says why."""
+    first, second = on_both(found, "level_head")
+    assert first["error"] < ROUNDING and first["sum"] == second["sum"] and "dispatch" in first["modes"]
+    assert {each["reason"] for each in first["fallbacks"]} == {
+        "level head needs all heads of a token in one place, and context parallelism spreads them"
+    }
+
+
+def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
+    require_as_alone(*on_both(found, "exception"))
+
+
+@pytest.mark.parametrize("case", [f"wan, {preset}" for preset in ("exact", "balanced", "layer", "residual")])
+def test_branches_on_two_ranks_make_what_one_makes(found, case):
+    """Each computes its own branch; the second one's first call of all tells it what to receive."""
+    first, second = (rank[case] for rank in on_both(found, "branches"))
+    require_as_alone(first, second)
+    assert [first["calls"], second["calls"]] == [first["plain_calls"] // 2, first["plain_calls"] // 2 + 1]
+
+
+@pytest.mark.parametrize("case", ["flux, balanced", "qwen-image, balanced"])
+def test_pipelines_with_true_guidance_share_their_branches(found, case):
+    """Prompts of other lengths, and outputs that the pipeline cuts before it has called for the other branch."""
+    first, second = (rank[case] for rank in on_both(found, "branches"))
+    require_as_alone(first, second)
+    assert max(first["calls"], second["calls"]) <= first["plain_calls"] // 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("count", "got 4 × 1 and 2: start as many with torchrun"),
+        ("plan", "ulysses must be 1 for SD3Transformer2DModel"),
+        ("heads", "ulysses must divide the 3 attention heads of pipe.transformer, got 2"),
+        ("twice", "pipe.transformer is parallel already"),
+    ],
+)
+def test_what_cannot_be_shared_says_so(found, case, told):
+    assert told in on_both(found, "refusals")[0][case]
+
+
+def test_the_benchmark_of_several_gpus_runs_at_toy_size(found):
+    """Every row is measured, and what several devices give is what one gives."""
+    assert on_both(found, "speed_script") == [{"code": 0}, {"code": 0}]
+    rows = json.loads((found[2] / "speed.json").read_text())["rows"]
+    assert not any("error" in row for row in rows)
+    exact = next(row for row in rows if row["of"] == "flux, 2 devices" and row["run"] == "exact")
+    assert exact["relative_error"] < ROUNDING and exact["over_one"] > 0
+    assert "| flux, 2 devices | two branches, exact |" in (found[2] / "speed.md").read_text()
