@@ -79,7 +79,7 @@ class Acceleration:
         """
         reason = None if self._restored else self._why_not_in_effect()
         if reason is not None:
-            self._controller.warn(f"not in effect: {reason}")
+            self._controller.report.warn(f"not in effect: {reason}")
         return self._controller.read_report()
 
     def symbols(self) -> dict[str, SparseSymbols]:

@@ -33,6 +33,7 @@ from model_speed.bench import STEPS, Bench
 from model_speed.models import MODELS, TINY
 
 from dit_accel import Preset, load_preset
+from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import known_family
 from dit_accel.models.parallel_branches import GROUP
 from dit_accel.tools.bench.origin import describe_run
@@ -143,8 +144,8 @@ def _fixed(name: str | Preset, **schedule: int) -> Preset:
 
 def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
     """From here on all ranks share the tokens of the model's calls."""
-    family, transformer = known_family(bench.transformer), bench.transformer
-    plan = family.parallel_plan(transformer) if family.parallel_plan else None
+    transformer = bench.transformer
+    plan = split_plan(transformer, known_family(transformer))
     config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=smoke)  # toy sizes are odd
     transformer.enable_parallelism(config=config, cp_plan=plan)
     return {}

@@ -21,6 +21,7 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import known_family
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
@@ -64,8 +65,8 @@ def pipeline(name: str):
 
 def share_tokens(pipe, name: str) -> None:
     """As a user would without our helper; an odd number of text tokens needs diffusers' uneven form."""
-    family, transformer = known_family(pipe.transformer), pipe.transformer
-    plan = family.parallel_plan(transformer) if family.parallel_plan else None
+    transformer = pipe.transformer
+    plan = split_plan(transformer, known_family(transformer))
     config = ContextParallelConfig(ulysses_degree=2, ulysses_anything=name == "qwen-image")
     with patch.object(torch.accelerator, "device_count", lambda: 2):
         transformer.enable_parallelism(config=config, cp_plan=plan)

@@ -24,13 +24,13 @@ LAYERS = [
     {"loop"},
     {"sparse"},
     {"models"},
-    {"sla", "pipeline", "parallel"},
+    {"sla", "pipeline"},
     {"tools"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "parallel", "cli", "tools"}
+MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "tools"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}
 

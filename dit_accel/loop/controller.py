@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -14,17 +13,17 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
+from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
 from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.growth import bends, error_weights, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
-from dit_accel.loop.memory import GIB, ModelSize, plan_memory
-from dit_accel.loop.report import RunReport, StepRecord
+from dit_accel.loop.memory import ModelSize, plan_memory
+from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
 from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick, TimestepClock
 from dit_accel.presets import Preset
 
-_MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
 MOST_BRANCHES = 8  # that are told apart by the order of calls in a step; pipelines of diffusers have up to 4
 STUCK = (
@@ -71,7 +70,6 @@ class Controller:
     def reset(self) -> None:
         """Forgets all caches and the last run; the next call starts a new one."""
         self._tick: Tick | None = None
-        self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._anonymous_calls: dict[str, int] = {}
         self._called: dict[tuple[str, str], None] = {}  # in the order of the step's first calls
         self._why_plain: str | None = None  # why nothing may be forecast
@@ -79,17 +77,14 @@ class Controller:
         self._forget()
         self.last_symbols: dict[str, SparseSymbols] = {}
         self.last_layout: TokenLayout | None = None
-        self._computed = self._plain = 0.0
         layers = [layer for names in self._layers.values() for layer in names]
         density: list[list[float | None]] = [[] for _ in layers]
         self.report = RunReport(self.preset.name, self.family, layers, density=density, notes=list(self._standing))
+        self._accounts = Accounts(self.report, self.preset.memory.budget_gib)
 
     def read_report(self) -> RunReport:
         """The report with all times read, which waits for the GPU."""
-        for record, read in self._timings:
-            record.seconds += read()
-        self._timings.clear()
-        self.report.seconds = sum(step.seconds for step in self.report.steps)
+        self._accounts.read_times()
         return self.report
 
     def release(self) -> None:
@@ -133,7 +128,7 @@ class Controller:
             raise
         else:
             self._close(self.call)
-            self._timings.append((self._step_record, elapsed()))
+            self._accounts.take_time(elapsed())
         finally:
             self.call = None
 
@@ -142,9 +137,9 @@ class Controller:
         with suppress(UnsupportedError):  # a training loop draws timesteps of its own
             if timestep is not None:
                 self._follow(timestep)
-                self._step_record.mode = StepMode.FULL.value
+                self._accounts.step.mode = StepMode.FULL.value
         self._forget()
-        self.warn(reason)
+        self.report.warn(reason)
 
     def forecast_output(self, call: Call) -> Output:
         """The transformer's output, forecast for every sample."""
@@ -177,9 +172,7 @@ class Controller:
         return _joined(call.branch.loops, parts)
 
     def _decide(self, step: int, loop: ClosedLoop, measured: list[float]) -> None:
-        error = loop.decide(step, measured)
-        if error is not None:
-            self._step_record.error = max(error, self._step_record.error or 0.0)
+        self._accounts.take_error(loop.decide(step, measured))
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.
@@ -199,31 +192,15 @@ class Controller:
         while self.awaited:
             self.awaited.pop(0)()
 
-    def note(self, remark: str) -> None:
-        """A remark on the run as a whole, once."""
-        if remark not in self.report.notes:
-            self.report.notes.append(remark)
-
-    def warn(self, remark: str) -> None:
-        """A remark that is a warning too: something is not accelerated at all."""
-        self.note(remark)
-        warnings.warn(f"dit-accel: {remark}", stacklevel=2)
-
     def warn_of_all_runs(self, remark: str) -> None:
         """A warning, and a remark on this run and all that follow."""
         self._standing.append(remark)
-        self.warn(remark)
-
-    def fall_back(self, site: str, reason: str) -> None:
-        """Notes that a site ran densely though the preset asked for less."""
-        entry = {"site": site, "reason": reason}
-        if entry not in self.report.fallbacks:
-            self.report.fallbacks.append(entry)
+        self.report.warn(remark)
 
     def _forget(self, why: str | None = None) -> None:
         """Drops the run's caches; ``why`` goes to the report, once however often it happens in a step."""
         if why:
-            self.note(f"{why} at step {self._step_record.index}: caches dropped")
+            self.report.note(f"{why} at step {self._accounts.step.index}: caches dropped")
         self._branches: dict[tuple[str, str], BranchState] = {}
         self.awaited: list[Callable[[], None]] = []  # each observes the output of a call that another device makes
         # By place of the samples in their branches; transformers that work in the same steps decide together.
@@ -245,7 +222,7 @@ class Controller:
             StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
             for loop in branch.loops
         )
-        mode = max(modes, key=_MODES_BY_WORK.index)
+        mode = max(modes, key=MODES_BY_WORK.index)
         records = mode is StepMode.UPDATE or (
             mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and self._why_plain is None
         )
@@ -265,23 +242,16 @@ class Controller:
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
             self._why_plain = tick.plain
             if tick.plain is not None:
-                self.warn(f"every step computed: {tick.plain}")
+                self.report.warn(f"every step computed: {tick.plain}")
             elif forecast.corrector and tick.moves is None:
-                self.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
+                self.report.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:
             self.settle()
-            self._start_step(tick)
+            self._anonymous_calls.clear()
+            self._called.clear()
+            self._accounts.start_step(tick)
         self._tick = tick
         return tick
-
-    def _start_step(self, tick: Tick) -> None:
-        self._anonymous_calls.clear()
-        self._called.clear()
-        self._step_record = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
-        self._step_work: dict[str, list[tuple[float, float]]] = {}
-        self.report.steps.append(self._step_record)
-        for layer in self.report.density:
-            layer.append(None)
 
     def _key(self, transformer: str, context: str | None) -> tuple[str, str]:
         """Names a branch; calls of no name are told apart by their order in the step."""
@@ -303,7 +273,7 @@ class Controller:
         elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
             if self._called_twice:
                 self._why_plain = STUCK
-                self.warn(STUCK)
+                self.report.warn(STUCK)
                 self._forget()
             else:
                 self._forget("branch called twice")
@@ -339,30 +309,7 @@ class Controller:
         for place in call.computing:
             call.branch.loops[place].computed_step = call.tick.step
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.level == "layer")
-        work_rank = _MODES_BY_WORK.index
-        if work_rank(call.mode) > work_rank(StepMode(self._step_record.mode)):
-            self._step_record.mode = call.mode.value
-        self._account(call)
-
-    def _account(self, call: Call) -> None:
-        report = self.report
-        rows = dict(zip(report.layers, report.density, strict=True))
-        for layer, (of_batch, plain) in call.work.items():
-            computed = of_batch * call.computed_share
-            self._computed += computed
-            self._plain += plain
-            shares = self._step_work.setdefault(layer, [])
-            shares.append((computed, plain))
-            rows[layer][-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
-        report.computed_fraction = self._computed / self._plain if self._plain else 1.0
-        if call.mode is not StepMode.DISPATCH:
-            branches = self._branches.values()
-            device = _distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
-            host = _distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
-            report.cache_bytes, report.host_bytes = max(report.cache_bytes, device), max(report.host_bytes, host)
-            budget = self.preset.memory.budget_gib
-            if budget is not None and device > budget * GIB:
-                self.note("caches took more than was expected, and more than memory.budget_gib")
+        self._accounts.take_call(call, self._branches.values())
 
 
 def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -375,8 +322,3 @@ def _joined(loops: Sequence[ClosedLoop], parts: Sequence[Output]) -> Output:
         return parts[0]
     rows = [loop.rows or () for loop in loops]
     return tuple(join_rows(tensors, rows) for tensors in zip(*parts, strict=True))
-
-
-def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all storages behind the tensors, each counted once."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())

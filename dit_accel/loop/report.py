@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -84,6 +85,22 @@ class RunReport:
     memory_measures: list[str] = field(default_factory=list)
     replayed: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def note(self, remark: str) -> None:
+        """A remark on the run as a whole, once."""
+        if remark not in self.notes:
+            self.notes.append(remark)
+
+    def warn(self, remark: str) -> None:
+        """A remark that is a warning too: something is not accelerated at all."""
+        self.note(remark)
+        warnings.warn(f"dit-accel: {remark}", stacklevel=2)
+
+    def fall_back(self, site: str, reason: str) -> None:
+        """Notes that a site ran densely though the preset asked for less."""
+        entry = {"site": site, "reason": reason}
+        if entry not in self.fallbacks:
+            self.fallbacks.append(entry)
 
     @property
     def steps_by_mode(self) -> dict[str, int]:

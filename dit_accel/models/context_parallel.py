@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dit_accel.models.family import Tokens
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.family import Family, Tokens
 from dit_accel.models.hooks import HOOK_NAME, lift_hook
 from dit_accel.sparse.token_order import inverse_order
 
@@ -25,6 +26,34 @@ SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions befo
 def config_of(transformer: nn.Module) -> Any:
     """diffusers' ``ContextParallelConfig`` of a transformer; None = it runs on one device."""
     return getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
+
+
+def split_plan(transformer: nn.Module, family: Family | None) -> Any:
+    """What ``enable_parallelism`` splits and gathers, by the transformer's class or else by its family's facts.
+
+    Blocks may mask padding by its place, which only an accelerated transformer's hooks set right when tokens are split.
+
+    Raises:
+        UnsupportedError: a given image takes the place of the first frame, which blocks find by the place of tokens.
+    """
+    own = getattr(transformer, "_cp_plan", None)
+    if own is not None or family is None or family.split is None:
+        return own
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    if family.first_frame_apart(transformer):
+        raise UnsupportedError(
+            f"context parallelism splits the video's tokens, and this {family.title} finds those of the given image by "
+            "their place: run it on one device"
+        )
+    facts, tables = family.split, family.order.tables if family.order is not None else {}
+    plan: dict[str, Any] = {
+        module: {part: ContextParallelInput(axis, split_output=True) for part, axis in parts.items()}
+        for module, parts in tables.items()
+    }
+    plan[facts.entrance] = {name: ContextParallelInput(1, expected_dims=3) for name in facts.streams}
+    plan[facts.exit] = ContextParallelOutput(1, expected_dims=3)
+    return plan
 
 
 def parallel_degree(transformer: nn.Module) -> int:

@@ -105,6 +105,21 @@ class OrderFacts:
     exit: str
 
 
+@dataclass(frozen=True)
+class SplitFacts:
+    """Where several devices split a call's tokens among them, beside the tables of :class:`OrderFacts`.
+
+    Args:
+        entrance: the first block.
+        streams: its arguments with something for each token, ``[B, S, C]``.
+        exit: module whose output, ``[B, S, C]``, is gathered.
+    """
+
+    entrance: str
+    streams: tuple[str, ...]
+    exit: str
+
+
 class Attention(NamedTuple):
     """One attention of a block over the block's own tokens.
 
@@ -146,8 +161,7 @@ class Family:
         order: for videos, where an order of tokens goes.
         first_frame_apart: whether the model tells the first frame's tokens by their place.
         names_transformer: whether names of blocks say whose they are, as a pipeline may have two transformers.
-        parallel_plan: what diffusers' ``enable_parallelism`` splits and gathers, of a transformer whose class does not
-            say so itself.
+        split: where several devices split a call's tokens; None = as the transformer's class says, if it does.
     """
 
     name: str
@@ -169,7 +183,7 @@ class Family:
     order: OrderFacts | None = None
     first_frame_apart: Callable[[nn.Module], bool] = lambda _: False
     names_transformer: bool = False
-    parallel_plan: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    split: SplitFacts | None = None
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """The transformer's blocks in order, by the names that reports give them.

@@ -8,34 +8,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
-from dit_accel.kernels.backends import hopper_limit, resolve_backend
-from dit_accel.kernels.checks import FLOAT_DTYPES, triton_limit
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
-from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
+from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree
-from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens, batch_of, part_of
+from dit_accel.models.family import Arguments, Attention, Family, Tokens, batch_of, part_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
+from dit_accel.models.kernel_limits import KERNEL_BLOCK, can_fuse_kernels, why_no_kernels, wins_dense
 from dit_accel.models.part_hook import PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer_hook import TransformerDriver
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
-from dit_accel.sparse.site_state import SiteState, symbol_bytes
+from dit_accel.sparse.site_state import symbol_bytes
 
-KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
-KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
-KERNEL_TOKENS = 24576  # where our dense attention begins to beat cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
 
@@ -110,10 +105,7 @@ class FamilyDriver(TransformerDriver):
     def prepare(self) -> None:
         _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
-        # What a block costs is decided by its class and the attentions that it has: that is its kind.
-        attends = {name: tuple(each.name for each in found) for name, found in self._sites.items()}
-        self._kinds = {name: (type(block), attends[name]) for name, block in self.blocks().items()}
-        self._examples = {self._kinds[name]: block for name, block in self.blocks().items()}  # a block of each
+        self._costs = BlockCosts(self.family, self.blocks(), self._sites)
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
         self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
@@ -128,7 +120,7 @@ class FamilyDriver(TransformerDriver):
                     self.hook(module, PartHook(self.controller, name, part))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
-                    missed = partial(self.controller.fall_back, each.site)
+                    missed = partial(self._fall_back, each)
                     hook = interceptor.AttentionHook(partial(self._caught, each), partial(self._attend, each), missed)
                     self.hook(each.module, hook, ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
@@ -212,16 +204,19 @@ class FamilyDriver(TransformerDriver):
             self.text = self.text.of_rows(rows)
         return super().take_rows(arguments, rows)
 
+    def _fall_back(self, attention: Attention, reason: str) -> None:
+        self.controller.report.fall_back(attention.site, reason)
+
     def _caught(self, attention: Attention) -> int | None:
         """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.skips or tokens is None:
             return None
         if self.exchange is None and config_of(self.transformer) is not None:
-            self.controller.fall_back(attention.site, RING)
+            self._fall_back(attention, RING)
             return None
         if attention.sees_text and text is not None and not text.leading:
-            self.controller.fall_back(attention.site, "some padding precedes text")
+            self._fall_back(attention, "some padding precedes text")
             return None
         return tokens.vision + (tokens.text if attention.sees_text else 0)
 
@@ -242,7 +237,7 @@ class FamilyDriver(TransformerDriver):
         if reason is None and text is None and not hides_padding:
             reason = "attends under a mask"
         if reason is not None:
-            self.controller.fall_back(attention.site, reason)
+            self._fall_back(attention, reason)
             return None
         attend = self.site(attention.site, attention.block).attend_computed
         size = self.controller.preset.blocks.size
@@ -264,21 +259,13 @@ class FamilyDriver(TransformerDriver):
         return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
-        """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
-
-        Not under autocast, which casts what modules get, and not where gradients are wanted.
-        """
-        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
-            return False
-        is_plain = not torch.is_autocast_enabled("cuda") and not torch.is_grad_enabled()
+        """Whether blocks with such features run through fused kernels."""
         _, head_dim = self.family.heads(self.transformer)
-        return is_plain and resolve_backend("auto", x) == "triton" and head_dim in KERNEL_HEAD_DIMS
+        return can_fuse_kernels(x, head_dim)
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
         """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
-        chosen, _ = _AttentionBackendRegistry.get_active_backend()
-        told = chosen != AttentionBackendName.NATIVE or self.controller.preset.kernels.attention == "reference"
-        return self.fuses and not told and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+        return self.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
 
     def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
         """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
@@ -318,43 +305,9 @@ class FamilyDriver(TransformerDriver):
         return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # of a share of it all
 
     def account(self, call: Call, arguments: Arguments) -> None:
-        """FLOPs of each block, linear layers and attention, from the densities that its sites had."""
         tokens = self.tokens(arguments)
         if call.symbols:
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
-        count = partial(self.family.block_work, self.transformer, arguments, tokens)
-        works = {kind: count(block) for kind, block in self._examples.items()}
+        works = self._costs.of(self.transformer, arguments, tokens)
         level = self.controller.preset.forecast.level
-        is_forecast = call.mode is StepMode.DISPATCH and level == "output"
-        for name, kind in self._kinds.items():
-            work = works[kind]
-            call.work[name] = (0.0 if is_forecast else self._computed(call, name, work), work.plain)
-
-    def _computed(self, call: Call, name: str, work: BlockWork) -> float:
-        level = self.controller.preset.forecast.level
-        if call.mode is StepMode.DISPATCH:
-            if name in call.dense:
-                return work.plain
-            if level != "head" or (site := call.site(name, SiteState)).degraded:
-                return 0.0
-            rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
-            return rows + sum(work.tiles.values()) * site.tile_density + work.rest
-        computed = work.plain
-        for each in self._sites[name]:
-            site = call.branch.sites.get(each.site)
-            if isinstance(site, SiteState) and site.measured_step == call.tick.step:
-                older = len(site.bias_coordinates[1:])
-                left_out = 1 - site.attended - site.probed
-                computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
-        return computed
-
-
-def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
-    """Why kernels can't work on such a tensor, or None.
-
-    Args:
-        head_dim: of attention, which on a GPU is for kernels alone, as the reference is slower than dense attention.
-    """
-    if x.dtype not in FLOAT_DTYPES:
-        return f"computes in {x.dtype}, which kernels do not take"
-    return None if head_dim is None or not x.is_cuda else triton_limit(head_dim)
+        call.work |= {name: (self._costs.computed(call, name, work, level), work.plain) for name, work in works.items()}

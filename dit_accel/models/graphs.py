@@ -121,7 +121,7 @@ class StepGraphs:
                 self._kept[key] = kept
             reason = kept if isinstance(kept, str) else None
         if not isinstance(kept, Captured):
-            self._driver.controller.note(f"{REFUSED}: {reason}")
+            self._driver.controller.report.note(f"{REFUSED}: {reason}")
             return compute()
         return self._replay(kept, leaves)
 
@@ -133,7 +133,7 @@ class StepGraphs:
         captured.graph.replay()
         self._driver.controller.report.replayed += 1
         for entry in captured.fallbacks:
-            self._driver.controller.fall_back(**entry)
+            self._driver.controller.report.fall_back(**entry)
         self._driver.announce(captured.symbols, captured.densities)
         return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
 

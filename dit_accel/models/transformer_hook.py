@@ -179,7 +179,7 @@ class TransformerDriver:
         if not self.controller.preset.schedule.per_prompt:
             return WHOLE_BATCH
         if (reason := why_not_divisible(arguments)) is not None:
-            self.controller.note(f"prompts of a batch computed together: {reason}")
+            self.controller.report.note(f"prompts of a batch computed together: {reason}")
             return WHOLE_BATCH
         return prompt_rows(context, arguments["hidden_states"])
 

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from dit_accel.models.family import (
     Arguments,
@@ -34,7 +33,7 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
         return output
     grid = tokens(transformer, arguments).grid
     made = (timestep > 0).to(output.dtype).unflatten(1, grid)  # [B, frames, rows, columns]
-    return output * functional.interpolate(made[:, None], size=output.shape[2:], mode="nearest")
+    return output * nn.functional.interpolate(made[:, None], size=output.shape[2:], mode="nearest")
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:

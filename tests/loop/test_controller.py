@@ -486,7 +486,7 @@ def test_fallbacks_are_listed_once():
     """A site that runs densely step after step is one entry; another reason is another."""
     controller = Loop().controller
     for reason in ("LoRA", "LoRA", "offload"):
-        controller.fall_back("first", reason)
+        controller.report.fall_back("first", reason)
     assert controller.report.fallbacks == [{"site": "first", "reason": "LoRA"}, {"site": "first", "reason": "offload"}]
 
 

@@ -11,8 +11,8 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
-from dit_accel.models.family_driver import why_no_kernels
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, Catching
+from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
 from dit_accel.sla.swap import restore_attention, swap_attention

@@ -15,9 +15,10 @@ from torch import nn
 from dit_accel.kernels import attention
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.family_driver import FamilyDriver, why_no_kernels
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
+from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
 
@@ -86,7 +87,7 @@ class BlockHook(Hook, ABC):
         if reason is not None:
             call.dense.add(self.name)
             if level == "head" or not call.skips:  # else the hook on its attention serves it, or says why not
-                self.controller.fall_back(self.name, reason)
+                self.controller.report.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
         whole_layer = level == "layer" or call.site(self.name, SiteState).degraded

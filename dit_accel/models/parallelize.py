@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
-from dit_accel.models.context_parallel import config_of
+from dit_accel.models.context_parallel import config_of, split_plan
 from dit_accel.models.families import known_family
 from dit_accel.models.parallel_branches import GROUP
 
@@ -60,27 +60,20 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
         heads = getattr(transformer.config, "num_attention_heads", ulysses)
         if heads % ulysses:
             raise UnsupportedError(f"ulysses must divide the {heads} attention heads of pipe.{name}, got {ulysses}")
-        if ulysses > 1 and _plan(transformer) is None:
+        if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
             raise UnsupportedError(
                 f"ulysses must be 1 for {type(transformer).__name__}, for diffusers has no plan of how its tokens are "
                 "shared; branches may be 2 where the pipeline is guided by a second call"
             )
 
 
-def _plan(transformer: torch.nn.Module) -> Any:
-    """What diffusers splits and gathers in that transformer; None = that is not known."""
-    own, family = getattr(transformer, "_cp_plan", None), known_family(transformer)
-    if own is not None or family is None or family.parallel_plan is None:
-        return own
-    return family.parallel_plan(transformer)
-
-
 def _share_tokens(transformer: torch.nn.Module, ulysses: int, mesh: dist.DeviceMesh) -> None:
     from diffusers import ContextParallelConfig
 
     config = ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh)
+    plan = split_plan(transformer, known_family(transformer))
     with _countable_devices():
-        transformer.enable_parallelism(config=config, cp_plan=_plan(transformer))
+        transformer.enable_parallelism(config=config, cp_plan=plan)
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""FLOPs of the blocks in a call, linear layers and attention, from the densities that their attentions had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from dit_accel.loop.branch import Call
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
+from dit_accel.sparse.site_state import SiteState
+
+
+class BlockCosts:
+    """What a block costs is decided by its class and the attentions that it has, so one of a kind is counted.
+
+    Args:
+        family: the transformer's facts.
+        blocks: of the transformer, by name.
+        sites: attentions of each.
+    """
+
+    def __init__(
+        self, family: Family, blocks: Mapping[str, nn.Module], sites: Mapping[str, Sequence[Attention]]
+    ) -> None:
+        self._family = family
+        self._sites = sites
+        self._kinds = {name: (type(block), tuple(each.name for each in sites[name])) for name, block in blocks.items()}
+        self._examples = {self._kinds[name]: block for name, block in blocks.items()}
+
+    def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:
+        """Of each block, in a plain call with these arguments."""
+        examples = self._examples.items()
+        works = {kind: self._family.block_work(transformer, arguments, tokens, example) for kind, example in examples}
+        return {name: works[kind] for name, kind in self._kinds.items()}
+
+    def computed(self, call: Call, name: str, work: BlockWork, level: str) -> float:
+        """What a block did in a call.
+
+        Args:
+            work: of the block in a plain call.
+            level: at which the preset forecasts.
+        """
+        if call.mode is StepMode.DISPATCH:
+            if level == "output":
+                return 0.0
+            if name in call.dense:
+                return work.plain
+            if level != "head" or (site := call.site(name, SiteState)).degraded:
+                return 0.0
+            rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
+            return rows + sum(work.tiles.values()) * site.tile_density + work.rest
+        computed = work.plain
+        for each in self._sites[name]:
+            site = call.branch.sites.get(each.site)
+            if isinstance(site, SiteState) and site.measured_step == call.tick.step:
+                older = len(site.bias_coordinates[1:])
+                left_out = 1 - site.attended - site.probed
+                computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
+        return computed
