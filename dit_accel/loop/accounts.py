@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -33,6 +33,7 @@ class Accounts:
         self.step = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
         self.report.steps.append(self.step)
         self._work: dict[str, list[tuple[float, float]]] = {}
+        self._attention: list[tuple[float, float]] = []
         for layer in self.report.density:
             layer.append(None)
 
@@ -61,7 +62,9 @@ class Accounts:
             self._plain += plain
             shares = self._work.setdefault(layer, [])
             shares.append((computed, plain))
-            rows[layer][-1] = sum(share for share, _ in shares) / sum(whole for _, whole in shares)
+            rows[layer][-1] = _share(shares)
+        self._attention += [(computed * call.computed_share, plain) for computed, plain in call.attention.values()]
+        self.step.attended = _share(self._attention) if self._attention else None
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
             branches = list(branches)
@@ -77,6 +80,10 @@ class Accounts:
             record.seconds += read()
         self._timings.clear()
         self.report.seconds = sum(step.seconds for step in self.report.steps)
+
+
+def _share(parts: Sequence[tuple[float, float]]) -> float:
+    return sum(computed for computed, _ in parts) / sum(plain for _, plain in parts)
 
 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

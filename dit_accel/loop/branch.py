@@ -105,6 +105,7 @@ class Call:
         place: of the branch among those that were called in this step.
         report: of the run.
         work: by block, (computed, plain) FLOPs; the transformer's driver fills it.
+        attention: of that work, what pairs of queries and keys take, likewise.
         dense: blocks that fell back to their own forward.
         symbols: that blocks drew in this call, by name.
         densities: what their attentions measured of them, float32 on the device, by name.
@@ -123,6 +124,7 @@ class Call:
     skips: bool = False
     place: int = 0
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
+    attention: dict[str, tuple[float, float]] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
     symbols: dict[str, SparseSymbols] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)

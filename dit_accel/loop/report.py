@@ -19,6 +19,8 @@ class StepRecord:
         mode: full, update or dispatch; the most that any branch computed.
         error: worst measured ‖F − F̂‖/‖F‖ over samples and branches, None where no forecast could be judged.
         seconds: time inside the transformer, all branches together.
+        attended: share of the pairs of queries and keys that attention computed, mean over branches; None where the
+            model's attentions are not known.
     """
 
     index: int
@@ -26,6 +28,7 @@ class StepRecord:
     mode: str
     error: float | None = None
     seconds: float = 0.0
+    attended: float | None = None
 
 
 @dataclass
@@ -112,16 +115,30 @@ class RunReport:
         """Share of the scores that attention left out of computed steps behind the warm-up, mean over them."""
         return 1 - fmean(each.density for each in self.attentions) if self.attentions else 0.0
 
+    @property
+    def attention_sparsity(self) -> float | None:
+        """Share of all pairs of queries and keys that the run left out, those of forecast steps among them (FlashOmni,
+        section 4.1); None where the model's attentions are not known.
+        """
+        shares = [step.attended for step in self.steps if step.attended is not None]
+        return 1 - fmean(shares) if shares else None
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, ready for ``json.dump``."""
         return {**asdict(self), "steps_by_mode": self.steps_by_mode}
 
     def __str__(self) -> str:
+        sparsity = self.attention_sparsity
         modes = ", ".join(f"{count} {mode}" for mode, count in self.steps_by_mode.items()) or "none"
         lines = [
             f"dit-accel {self.preset} on {self.family}",
             f"  steps              {len(self.steps)} ({modes})",
             f"  computed fraction  {self.computed_fraction:.3f} of the blocks' FLOPs",
+            *(
+                []
+                if sparsity is None
+                else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
+            ),
             f"  transformer time   {self.seconds:.2f} s",
             f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),

@@ -35,27 +35,29 @@ class BlockCosts:
         works = {kind: self._family.block_work(transformer, arguments, tokens, example) for kind, example in examples}
         return {name: works[kind] for name, kind in self._kinds.items()}
 
-    def computed(self, call: Call, name: str, work: BlockWork, level: str) -> float:
-        """What a block did in a call.
+    def computed(self, call: Call, name: str, work: BlockWork, level: str) -> tuple[float, float]:
+        """What a block did in a call: pairs of queries and keys, and all else.
 
         Args:
             work: of the block in a plain call.
             level: at which the preset forecasts.
         """
+        pairs = sum(work.tiles.values())
+        others = work.plain - pairs
         if call.mode is StepMode.DISPATCH:
             if level == "output":
-                return 0.0
+                return 0.0, 0.0
             if name in call.dense:
-                return work.plain
+                return pairs, others
             if level != "head" or (site := call.site(name, SiteState)).degraded:
-                return 0.0
+                return 0.0, 0.0
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
-            return rows + sum(work.tiles.values()) * site.tile_density + work.rest
-        computed = work.plain
+            return pairs * site.tile_density, rows + work.rest
         for each in self._sites[name]:
             site = call.branch.sites.get(each.site)
             if isinstance(site, SiteState) and site.measured_step == call.tick.step:
                 older = len(site.bias_coordinates[1:])
                 left_out = 1 - site.attended - site.probed
-                computed += -work.tiles[each.name] * left_out + work.bias * site.bias_density * older
-        return computed
+                pairs -= work.tiles[each.name] * left_out
+                others += work.bias * site.bias_density * older
+        return pairs, others

@@ -310,4 +310,7 @@ class FamilyDriver(TransformerDriver):
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
         works = self._costs.of(self.transformer, arguments, tokens)
         level = self.controller.preset.forecast.level
-        call.work |= {name: (self._costs.computed(call, name, work, level), work.plain) for name, work in works.items()}
+        for name, work in works.items():
+            pairs, others = self._costs.computed(call, name, work, level)
+            call.work[name] = pairs + others, work.plain
+            call.attention[name] = pairs, sum(work.tiles.values())

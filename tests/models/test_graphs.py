@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.models import graphs, transformer_hook
 from dit_accel.models.cuda_graph import Trial
+from dit_accel.models.graph_limits import why_not_model
 from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.fake_graph import FakeGraph
@@ -28,6 +30,13 @@ CASES = {
     "two-transformers": ("wan22", load_preset("video-balanced"), 4),
     "no-facts": ("ltx", load_preset("balanced"), 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def own_attention_backend():
+    """What ``set_attention_backend`` sets is of the whole process."""
+    with attention_backend("native"):
+        yield
 
 
 @pytest.fixture
@@ -179,16 +188,11 @@ def compiled(pipe):
     pipe.transformer.transformer_blocks[0].compile(backend="eager")
 
 
-def parallel(pipe):
-    pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = object()
-
-
 REFUSALS = {
     "masks-kept": ({"skip": {**TILES, "refresh": 2}}, None, {}, "masks are kept from step to step"),
     "probe": ({"skip": {**TILES, "probe_blocks": 1}}, None, {}, "the probe looks at other queries"),
     "hooks": ({}, hooked, {}, "transformer_blocks.1 carries hooks"),
     "compiled": ({}, compiled, {}, "transformer_blocks.0 is compiled"),
-    "parallel": ({}, parallel, {}, "context parallelism"),
     "prompts-apart": ({"schedule.per_prompt": True}, None, {"prompt": ["a", "b"]}, "prompts of a batch are computed"),
 }
 
@@ -205,6 +209,13 @@ def test_what_can_not_be_captured_runs_as_ever_and_says_why(graph, overrides, ch
     assert torch.equal(*outputs)
     (note,) = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
     assert reason in note
+
+
+def test_tokens_that_several_devices_share_are_not_captured():
+    pipe = tiny_pipeline("flux")
+    assert why_not_model(pipe.transformer, torch.device("cpu")) is None
+    pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = object()
+    assert why_not_model(pipe.transformer, torch.device("cpu")) == "context parallelism"
 
 
 @pytest.mark.parametrize("mode", ["gradients", "autocast", "distributed"])
