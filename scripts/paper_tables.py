@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""The papers' tables of quality on a trained demo model: every row that they print, and what it gives here.
+
+FlashOmni's tables 1 to 3 with the baselines that run on our engine, its figure 9 (quality over warm-up steps) and its
+figure 7 (density over steps, beside SpargeAttn's); SpargeAttn tuned by its own procedure on five samples, beside one
+threshold for all layers; FG-Attn's figure 9 (how stable masks are) and its presets. PSNR, SSIM and, where it is
+installed, LPIPS are to the plain picture or clip; sparsity is the share of pairs of queries and keys that a whole run
+leaves out.
+
+    python scripts/paper_tables.py --model demo-flux --dtype bfloat16 --output papers-demo-flux
+    python scripts/paper_tables.py --model demo-wan --dtype bfloat16 --output papers-demo-wan
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from demo_models import clips, prompts
+from demo_models.loading import demo_folder, load_demo, run_prompts, study_parser
+from paper_study import settings, tuned
+from paper_study.flips import Flips
+from paper_study.report import density_plot, tables
+
+from dit_accel.pipeline import accelerated
+from dit_accel.presets import Preset
+from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.capture import AttentionTap
+from dit_accel.tools.demo import demo_arguments
+from dit_accel.tools.metrics import clip_ssim, lpips_distance, psnr
+from dit_accel.tools.tune.runs import IDENTICAL, run_pipeline
+
+FLIPS = ("demo-wan",)  # FG-Attn is of videos
+
+
+class Study:
+    """Runs presets on prompts, and compares each with the plain run.
+
+    Args:
+        pipe: the pipeline, in place.
+        arguments: of its call, without prompt and generator.
+        held_out: prompts with their seeds.
+    """
+
+    def __init__(self, pipe: Any, arguments: dict[str, Any], held_out: list[Any]) -> None:
+        self._pipe = pipe
+        self._arguments = arguments
+        self._prompts = held_out
+        self._lpips = lpips_distance(pipe.device)
+        self._plain = [self._call(prompt) for prompt in held_out]
+
+    def measure(self, preset: Preset) -> dict[str, Any]:
+        """Means over prompts, PSNR of each, and the share of pairs that attention computes in each step."""
+        figures, reports = [], []
+        for prompt, plain in zip(self._prompts, self._plain, strict=True):
+            with accelerated(self._pipe, preset):
+                made = self._call(prompt)
+                reports.append(self._pipe.dit_accel.report())
+            figures.append({"psnr": min(psnr(made, plain), IDENTICAL), "ssim": clip_ssim(made, plain)})
+            if callable(self._lpips):
+                figures[-1]["lpips"] = self._lpips(made, plain)
+        row = {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
+        attended = zip(*([step.attended for step in report.steps] for report in reports), strict=True)
+        return row | {
+            "psnr_each": [each["psnr"] for each in figures],
+            "sparsity": statistics.fmean(report.attention_sparsity for report in reports),
+            "computed_fraction": statistics.fmean(report.computed_fraction for report in reports),
+            "attended": [statistics.fmean(shares) for shares in attended],
+        }
+
+    def _call(self, prompt: Any) -> torch.Tensor:
+        return run_pipeline(self._pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
+
+
+def main() -> None:
+    parser = study_parser(__doc__, list(settings.MODELS), model="demo-flux", prompts=8, writes=".json, .md and .png")
+    parser.add_argument("--steps", type=int, help="of a run; like --height and --width the model's own by default")
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--only", nargs="+", default=[], help="rows whose source or name holds one of these")
+    options = parser.parse_args()
+    arguments = demo_arguments(demo_folder(options.model))
+    given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
+    arguments |= {key: value for key, value in given.items() if value is not None}
+    held_out = (prompts if options.model == "demo-flux" else clips).held_out_prompts
+
+    pipe = load_demo(options.model, options.dtype, options.device)
+    steps, started = arguments["num_inference_steps"], time.perf_counter()
+    document: dict[str, Any] = {
+        "settings": {"model": options.model, "prompts": options.prompts, "dtype": options.dtype, **arguments},
+        **describe_run(pipe.device),
+    }
+    if options.model in FLIPS:
+        flips = Flips()
+        with AttentionTap(pipe, flips.visit):
+            run_prompts(pipe, held_out(1, "tuning"), arguments)
+        document["flips"] = flips.results()
+    study = Study(pipe, arguments, held_out(options.prompts, "reporting"))
+
+    def run(prompt: Any) -> None:
+        run_prompts(pipe, [prompt], arguments)
+
+    curves = tuned.curves(pipe, options.model, run, held_out(tuned.SAMPLES, "tuning"), steps)
+    found = [(row.source, row.name, row.load(options.model), row) for row in settings.rows(options.model)]
+    found += [("SpargeAttn, section 3.6", name, preset, None) for name, preset in tuned.presets(options.model, curves)]
+    document["results"] = []
+    for source, name, preset, row in found:
+        if options.only and not any(wanted in source or wanted in name for wanted in options.only):
+            continue
+        claimed = {} if row is None else {"psnr": row.psnr, "ssim": row.ssim, "sparsity": row.sparsity}
+        figures = study.measure(preset)
+        document["results"].append({"source": source, "name": name, "claimed": claimed, **figures})
+        took = time.perf_counter() - started
+        print(f"{took:4.0f} s  {source}: {name}: {figures['sparsity']:.3f}, {figures['psnr']:.1f} dB", flush=True)
+        options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    options.output.with_suffix(".md").write_text(tables(document), encoding="utf-8")
+    density_plot(document["results"], options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The script that measures the papers' tables again: its presets, its masks, and a small run of it."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import paper_tables  # noqa: E402
+from paper_study.flips import SLICES, Flips  # noqa: E402
+from paper_study.settings import MODELS, rows  # noqa: E402
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_row_is_a_preset(model):
+    """With the values that the paper's name of it has."""
+    listed = rows(model)
+    assert len({(row.source, row.name) for row in listed}) == len(listed)
+    for row in listed:
+        preset = row.load(model)
+        if row.name.startswith("FlashOmni ("):
+            tau_q, tau_kv, interval, order, share = row.name.partition("(")[2].partition(")")[0].split(", ")
+            assert f"{preset.reuse.tau_q:.0%}, {preset.skip.tau_kv:.0%}" == f"{tau_q}, {tau_kv}"
+            assert [preset.schedule.interval, preset.forecast.order] == [int(interval), int(order)]
+            assert f"{preset.reuse.degrade_below:.0%}" == share
+
+
+def test_keys_that_come_to_matter_are_counted():
+    """Of two keys that no query wants at first one is wanted by all of them five steps later."""
+    flips, keys = Flips(), torch.eye(4).repeat(32, 1)[None, :, None]  # [1, 128, 1, 4]
+    for step, wanted in ((0, 0), (3, 2), (5, 1)):
+        queries = 40 * torch.eye(4)[wanted].expand(1, 128, 1, 4)
+        flips.visit(SimpleNamespace(block="a", step=step), queries, keys, keys)
+    results = flips.results()
+    assert [each["slice"] for each in results] == list(SLICES)
+    assert all(each["steps"] == "0 to 5" and each["flipped"] == pytest.approx(1 / 3) for each in results)
+
+
+def test_a_small_run_writes_tables(tmp_path, monkeypatch):
+    arguments = ["--model", "demo-wan", "--prompts", "1", "--steps", "6", "--height", "64", "--width", "64"]
+    only = ["--only", "pooling", "λ", "0.95", "--output", str(tmp_path / "papers")]
+    monkeypatch.setattr(sys, "argv", ["paper_tables.py", *arguments, *only])
+    paper_tables.main()
+    document = json.loads((tmp_path / "papers.json").read_text())
+    names = [each["name"] for each in document["results"]]
+    assert names[0] == "FG-Attn-pooling" and any(name.startswith("tuned") for name in names)
+    assert all(len(each["attended"]) == 6 and 0 <= each["sparsity"] < 1 for each in document["results"])
+    written = (tmp_path / "papers.md").read_text()
+    assert "figure 9" in written and "| FG-Attn-pooling |" in written and (tmp_path / "papers.png").exists()
