@@ -116,6 +116,7 @@ class Bench:
         *,
         rows: float = 1.0,
         tiles: float = 1.0,
+        keys: float = 1.0,
         warm: int | None = None,
         whole: bool = False,
     ) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class Bench:
             warm: steps taken before, in which kernels compile; None = as many.
             whole: the row's ``ms`` are those of the run's average step, not of a computed step.
         """
-        with self._accelerated(preset, rows, tiles) as acceleration:
+        with self._accelerated(preset, rows, tiles, keys) as acceleration:
             warm = steps if warm is None else warm
             if warm:
                 self.timed(self.loop(steps), warm)
@@ -141,6 +142,7 @@ class Bench:
             "preset": preset.effective(),
             "row_density": rows,
             "tile_density": tiles,
+            "key_density": keys,
             "steps": steps,
             "seconds": sum(times) / 1000,
             "ms_by_mode": by_mode,
@@ -179,8 +181,10 @@ class Bench:
         return {"gpu_idle": 1 - busy / span, "gpu_busy_ms": busy / PROFILED_STEPS / 1000}  # events are in us
 
     @contextmanager
-    def _accelerated(self, preset: Preset, rows: float = 1.0, tiles: float = 1.0) -> Iterator[Acceleration]:
-        with forced_density(rows, tiles) if min(rows, tiles) < 1 else nullcontext():
+    def _accelerated(
+        self, preset: Preset, rows: float = 1.0, tiles: float = 1.0, keys: float = 1.0
+    ) -> Iterator[Acceleration]:
+        with forced_density(rows, tiles, keys) if min(rows, tiles, keys) < 1 else nullcontext():
             accelerate_pipeline(self, preset)
             try:
                 yield self.dit_accel

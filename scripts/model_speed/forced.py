@@ -11,13 +11,13 @@ import torch
 
 from dit_accel.kernels import pack_bits
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.sparse.policies import flashomni, sparge
+from dit_accel.sparse.policies import fg_attn, flashomni, sparge
 
 
 @contextmanager
-def forced_density(rows: float, tiles: float) -> Iterator[None]:
-    """Policies choose as ever, and random rows and tiles of these densities take the place of their choice."""
-    choose_rows, choose_tiles = flashomni.row_bits, sparge.tile_bits
+def forced_density(rows: float, tiles: float, keys: float) -> Iterator[None]:
+    """Policies choose as ever; random rows, tiles and single keys of these densities take the place of their choice."""
+    choose_rows, choose_tiles, choose_keys = flashomni.row_bits, sparge.tile_bits, fg_attn.select_keys
 
     def random_rows(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
         choose_rows(probabilities, layout, *arguments)
@@ -30,5 +30,16 @@ def forced_density(rows: float, tiles: float) -> Iterator[None]:
         choose_tiles(probabilities, layout, *arguments)
         return pack_bits(torch.rand(probabilities.shape, device=probabilities.device) < tiles)
 
-    with patch.object(flashomni, "row_bits", random_rows), patch.object(sparge, "tile_bits", random_tiles):
+    def random_keys(*arguments: Any, **options: Any) -> torch.Tensor:
+        chosen = choose_keys(*arguments, **options)
+        bits = [
+            pack_bits(torch.rand(*part.shape[:-1], 8 * part.shape[-1], device=part.device) < keys) for part in chosen
+        ]
+        return torch.stack(bits)
+
+    with (
+        patch.object(flashomni, "row_bits", random_rows),
+        patch.object(sparge, "tile_bits", random_tiles),
+        patch.object(fg_attn, "select_keys", random_keys),
+    ):
         yield

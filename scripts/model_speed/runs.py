@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from dit_accel import Preset, load_preset
+from dit_accel.models.families import require_family
 
 from .bench import STEPS, Bench
 
 # FlashOmni's table 1 counts 39% of all attention left out by (40%, 1%, 6, 1, 0): that is 57% of each of the 34 DISPATCH
 # steps of 50, nearly all of it whole rows.
 FLASHOMNI_ROWS, FLASHOMNI_TILES = 0.45, 0.96
+# Left out by SpargeAttn on Flux and Mochi (its table 1), and by FG-Attn on Wan 1.3B (its table 3).
+SPARGE_TILES = {"flux": 0.62, "hunyuan": 0.53, "wan21": 0.53}
+FG_ATTN_KEYS = 0.59
 FLASHOMNI = {"flux": "flux-flashomni", "hunyuan": "hunyuan-flashomni-balanced", "wan21": "wan21-flashomni"}
 
 
@@ -67,6 +76,27 @@ def flashomni_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     yield bench.accelerated("FlashOmni", preset, 10, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES)
 
 
+def papers(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Computed steps of the other papers' methods, at the shares that they print; the first steps draw masks."""
+    family, model = bench.model.family, load_preset(bench.model.tiles).model
+    sparge = load_preset(f"{family}-sparge")
+    yield bench.accelerated("SpargeAttn", sparge, 5, tiles=SPARGE_TILES[family])
+    with tempfile.TemporaryDirectory() as folder:
+        file = _random_projections(bench, Path(folder))
+        yield bench.accelerated("SLA", load_preset("wan21-sla", model=model, skip={"projection": str(file)}), 5)
+    single_keys = load_preset("wan21-fgattn", model=model, **{"schedule.warmup": 1})
+    yield bench.accelerated("FG-Attn", single_keys, 15, keys=FG_ATTN_KEYS, warm=4)
+
+
+def _random_projections(bench: Bench, folder: Path) -> Path:
+    """What SLA's linear attention would have learned, for every attention; random, as all weights are."""
+    family = require_family(bench.transformer)
+    _, head_dim = family.heads(bench.transformer)
+    sites = [each.site for each in family.all_attentions(bench.transformer, "transformer")]
+    save_file({site: torch.randn(head_dim, head_dim) / head_dim for site in sites}, folder / "projections.safetensors")
+    return folder / "projections.safetensors"
+
+
 def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
     """FlashOmni's setting within a memory budget: its peak beside the estimate."""
     preset = load_preset(
@@ -84,6 +114,7 @@ RUNS = {
     "fifty": fifty_steps,
     "dispatch": dispatch_steps,
     "flashomni": flashomni_steps,
+    "papers": papers,
     "memory": memory_budget,
 }
 

@@ -54,6 +54,16 @@ def test_the_table_has_a_line_a_run_and_says_what_failed(monkeypatch, tmp_path):
     assert f"| {fifty['run']} | {fifty['ms']:.1f} | {plain['ms'] / fifty['ms']:.2f}× |" in table
 
 
+@pytest.mark.parametrize("model", ["flux", "hunyuan", "wan-1.3b"])
+def test_the_other_papers_methods_run_at_their_densities(monkeypatch, tmp_path, model):
+    stem = tmp_path / "speed"
+    assert run(monkeypatch, stem, "--model", model, "--runs", "papers,flashomni") == 0
+    _, sparge, sla, fg_attn, flashomni = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    assert [row["run"] for row in (sparge, sla, fg_attn, flashomni)] == ["SpargeAttn", "SLA", "FG-Attn", "FlashOmni"]
+    assert all(not row["fallbacks"] and row["computed_fraction"] < 1 for row in (sparge, sla, fg_attn, flashomni))
+    assert fg_attn["key_density"] == 0.59 and flashomni["key_density"] == 1.0
+
+
 def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):
     """The message names the run and those that there are."""
     stem = tmp_path / "deep" / "speed"
