@@ -27,7 +27,7 @@ from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
 
 STEPS = 6
-LONGEST = 60  # seconds of one check
+LONGEST = 180  # seconds of one check
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
 BLOCKS = {"size": 64}
 CLIP_BLOCKS = {"size": 64, "token_order": "hilbert"}
@@ -294,7 +294,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONGEST))
     found = {}
     for name in chosen:
         faulthandler.dump_traceback_later(LONGEST, exit=True)  # a rank that waits for ever would not say where
