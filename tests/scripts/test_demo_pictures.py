@@ -1,0 +1,37 @@
+"""What the demo model makes of the README's prompts, as pixel readers see it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from demo_models.loading import load_demo  # noqa: E402
+from demo_models.reading import agreement, read_pictures  # noqa: E402
+from demo_models.scenes import Group, Scene  # noqa: E402
+
+STEPS = 16  # of the README's 50, which show no more
+SIZE = 512
+SHOWN = {
+    "two pink stars over the sea at sunset": Scene(
+        "sea", "sunset", "single", "centre", (Group("star", "pink", "medium", "plain", 2),)
+    ),
+    "a yellow ring": Scene("hills", "noon", "single", "centre", (Group("ring", "yellow", "medium", "plain", 1),)),
+}
+
+
+@pytest.mark.parametrize("prompt", SHOWN)
+def test_short_prompts_show_what_they_say(prompt):
+    """And what they leave unsaid as it always is, forecast steps included."""
+    pipe = accelerate_pipeline(load_demo("demo-flux", "float32", "cpu"), "turbo")
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"height": SIZE, "width": SIZE, "num_inference_steps": STEPS}
+    picture = pipe(prompt, generator=generator, output_type="pt", **sizes).images
+    assert pipe.dit_accel.report().steps_by_mode["dispatch"] > STEPS / 3
+    found = agreement(read_pictures(picture), [SHOWN[prompt]])
+    assert set(found.values()) == {1.0}, found
