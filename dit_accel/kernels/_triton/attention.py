@@ -211,7 +211,8 @@ def _config(
         return {"QUERIES": 64, "KEY_TILE": block, "num_warps": 4} | stages
     if has_pv_threshold:
         return {"QUERIES": 64, "KEY_TILE": block, "STAGES": 1, "num_warps": 4}
-    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": 3, "num_warps": block // 16}
+    stages = 3 if plan.masks is None else 2  # masks take shared memory too
+    return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16}
 
 
 def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:

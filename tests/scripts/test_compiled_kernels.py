@@ -1,0 +1,24 @@
+"""Kernels compiled for GPUs that are not at hand: what a small run of the script says of one that once did not fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux alone")
+def test_masks_fit_a_consumer_gpu(tmp_path):
+    """99 KiB of shared memory, through the matrix units, with tiles copied ahead. Not in the interpreter."""
+    command = [sys.executable, SCRIPTS / "compiled_kernels.py", "--gpus", "sm89", "--ops", "attention, masks"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    subprocess.run([*command, "--output", tmp_path / "compiled"], env=environment, check=True, capture_output=True)
+    (kernel,) = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
+    assert kernel["shared"] <= kernel["most_shared"] == 99 * 1024
+    assert kernel["programs"] >= 1 and kernel["products"] and kernel["copies"] and kernel["tile_loads"]
+    assert "| sm89 | attention, masks | `attention` |" in (tmp_path / "compiled.md").read_text()
