@@ -1,6 +1,11 @@
 """``generate --prompts``: a file a line, a manifest, and nothing made twice or lost where a run was interrupted."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
 
 import pytest
 
@@ -62,6 +67,37 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
         assert batch._checksum(folder / row["file"]) == row["sha256"]
     made.clear()
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0 and made == []
+
+
+def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monkeypatch):
+    """Ctrl-C in the middle, then SIGKILL: what has a line of the manifest stays, and all ends as in one go."""
+    prompts = [f"picture {number}" for number in range(20)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    command = [sys.executable, "-m", "dit_accel", "generate", "-m", model, "--prompts", "prompts.txt", *SMALL]
+    # A shell's background jobs ignore SIGINT, and what they start does too.
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    stamps = {}
+    for number, files in ((signal.SIGINT, 2), (signal.SIGKILL, 5)):
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, preexec_fn=listens) as process:
+            while len(list(tmp_path.glob("out/0*.png"))) < files and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert b"Traceback" not in process.communicate(timeout=60)[1]
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
+        whole = {row["file"] for row in manifest(tmp_path)}
+        assert len(manifest(tmp_path)) == len(whole) >= files - 1
+        assert all((tmp_path / "out" / file).stat().st_mtime_ns == stamp for file, stamp in stamps.items())
+        stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}
+    made = []
+    call = batch.timed_call
+    monkeypatch.setattr(batch, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
+    assert made == prompts[len(stamps) :]
+    pieces = {row["file"]: row["sha256"] for row in manifest(tmp_path)}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*pieces, "manifest.jsonl"} and len(pieces) == 20
+    (tmp_path / "out").rename(tmp_path / "pieces")
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
+    assert {row["file"]: row["sha256"] for row in manifest(tmp_path)} == pieces
 
 
 def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
