@@ -243,6 +243,7 @@ def _connect(console: Console) -> None:
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here tells nobody of itself
     with console.status("connecting to Ray"):
         try:
             host, _, port = address.removeprefix("ray://").rpartition(":")
