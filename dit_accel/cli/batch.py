@@ -9,20 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dit_accel.cli.options import OptionError, read_prompts
 from dit_accel.cli.parallel import leads
-from dit_accel.cli.pipelines import timed_call
-from dit_accel.errors import shortened, shown
+from dit_accel.cli.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
+from dit_accel.cli.progress import Progress, progress_bar
+from dit_accel.errors import DitAccelError, shortened, shown
 
 if TYPE_CHECKING:
+    from PIL import Image
     from rich.console import Console
-
-    from dit_accel.cli.media import Clips, Pictures
 
 MANIFEST = "manifest.jsonl"
 KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
@@ -37,6 +39,10 @@ KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are op
 }
 
 
+class BatchError(DitAccelError, RuntimeError):
+    """Lines that could not be made."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One line: its place, and what to make, by the keys above; a seed is among them."""
@@ -47,9 +53,21 @@ class Job:
     def name(self, suffix: str) -> str:
         return f"{self.index:04}{suffix}"
 
-    def call_options(self, picture: Any) -> dict[str, Any]:
-        """What it asks of the pipeline's call."""
-        return {**{key: value for key, value in self.settings.items() if key != "seed"}, "image": picture}
+
+@dataclass(frozen=True)
+class Made:
+    """The bytes of a job's file, seconds of its denoising loop, and what was accelerated, None where nothing was."""
+
+    data: bytes
+    seconds: float
+    report: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job was given up."""
+
+    reason: str
 
 
 def require_one_source(prompt: str | None, prompts: Path | None, folder: Path | None, alone: dict[str, Any]) -> None:
@@ -85,40 +103,98 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
     return [Job(index, given | own) for index, own in enumerate(settings)]
 
 
+class Engine(Protocol):
+    """What makes jobs: one :class:`Worker`, or several elsewhere.
+
+    ``suffix`` is that of the files, and ``preset`` holds all values of the preset in use, None = plain.
+    """
+
+    suffix: str
+    preset: dict[str, Any] | None
+
+    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+        """What became of each, in any order."""
+
+
+class Worker:
+    """A pipeline that is loaded and accelerated once, for many jobs: the engine of one process.
+
+    Raises:
+        OptionError: a job asks for what this pipeline can't do.
+    """
+
+    def __init__(self, setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], console: Console) -> None:
+        self._pipe, self._medium, preset = open_pipeline(setup, console)
+        self._model, self._picture = setup.model, picture
+        self._guider = getattr(self._pipe, "guider", None)
+        self.suffix = self._medium.default_output.suffix
+        self.preset = preset and preset.effective()
+        for job in jobs:
+            self._arguments(job)
+        start_pipeline(self._pipe, preset, console.quiet)
+
+    def make(self, job: Job) -> Made:
+        output = timed_call(self._pipe, self._arguments(job), job.settings["seed"])
+        report = self._pipe.dit_accel.report().to_json() if self.preset else None
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / job.name(self.suffix)
+            self._medium.write(output.results[0], file)
+            return Made(file.read_bytes(), output.denoising_seconds, report)
+
+    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        progress.watch(self._pipe)
+        for job in jobs:
+            progress.begin(job.name(self.suffix), 1.0)
+            yield job, self.make(job)
+
+    def _arguments(self, job: Job) -> dict[str, Any]:
+        """Of the pipeline's call, whose guider a job's guidance replaces for this job alone."""
+        if self._guider is not None:
+            self._pipe.guider = self._guider
+        own = {key: value for key, value in job.settings.items() if key != "seed"}
+        return call_arguments(self._pipe, self._model, {**own, "image": self._picture})
+
+
 def run_jobs(
-    pipe: Any,
-    jobs: Sequence[tuple[Job, dict[str, Any]]],
-    folder: Path,
-    medium: Pictures | Clips,
-    facts: dict[str, Any],
-    console: Console,
-    *,
-    force: bool,
+    engine: Engine, jobs: Sequence[Job], folder: Path, facts: dict[str, Any], console: Console, *, force: bool
 ) -> None:
     """Makes what is not there yet.
 
     Args:
-        jobs: with the arguments of the pipeline's call.
         facts: of all lines, for the manifest: what was made under others is not taken for these.
         force: make anew what was made with other settings.
 
     Raises:
         OptionError: the folder holds results of other settings.
+        BatchError: some jobs failed.
     """
-    suffix = medium.default_output.suffix
-    made = _made(folder, {job.index: facts | job.settings for job, _ in jobs}, force)
-    left = [(job, arguments) for job, arguments in jobs if job.index not in made]
-    console.out(f"{len(jobs) - len(left)} of {len(jobs)} made before", highlight=False)
-    for job, arguments in left:
-        output = timed_call(pipe, arguments, job.settings["seed"])
-        if not leads():
-            continue
-        report = pipe.dit_accel.report().to_json() if hasattr(pipe, "dit_accel") else None
-        file = folder / job.name(suffix)
-        _write_whole(file, lambda path, made=output.results[0]: medium.write(made, path))
-        row = {"index": job.index, "file": file.name, "sha256": _checksum(file), **facts, **job.settings}
-        _append(folder / MANIFEST, row | {"seconds": output.denoising_seconds, "report": report})
-        console.out(f"wrote {file}", highlight=False)
+    facts = {**facts, "preset": engine.preset}
+    there = _made(folder, {job.index: facts | job.settings for job in jobs}, force)
+    left = [job for job in jobs if job.index not in there]
+    console.out(f"{len(there)} of {len(jobs)} made before", highlight=False)
+    failed: list[int] = []
+    started = time.monotonic()
+    with progress_bar(console, "making", "lines") as progress:
+        progress.expect(len(jobs), len(there))
+        for done, (job, made) in enumerate(engine.make_all(left, progress), len(there) + 1):
+            progress.expect(len(jobs), done)
+            if not leads():
+                continue
+            row = {"index": job.index, **facts, **job.settings}
+            if isinstance(made, Failure):
+                failed.append(job.index + 1)
+                _append(folder / MANIFEST, row | {"error": made.reason})
+                console.out(f"line {job.index + 1} failed: {made.reason}", highlight=False)
+                continue
+            file = folder / job.name(engine.suffix)
+            _write_whole(file, made.data)
+            row |= {"file": file.name, "sha256": _checksum(file)}
+            _append(folder / MANIFEST, row | {"seconds": made.seconds, "report": made.report})
+            console.out(f"wrote {file}", highlight=False)
+    console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
+    if failed:
+        lines = shortened(", ".join(map(str, sorted(failed))))
+        raise BatchError(f"{len(failed)} of {len(jobs)} lines failed ({lines}); {folder / MANIFEST} says why")
 
 
 def _settings(line: str, number: int) -> dict[str, Any]:
@@ -144,7 +220,7 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
     made = set()
     for row in _rows(folder / MANIFEST):
         index = row.get("index")
-        if index not in wanted:
+        if index not in wanted or "error" in row:
             continue
         changed = [key for key, value in wanted[index].items() if row.get(key) != value]
         if changed and not force:
@@ -172,10 +248,10 @@ def _rows(manifest: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_whole(file: Path, write: Callable[[Path], None]) -> None:
+def _write_whole(file: Path, data: bytes) -> None:
     """Writes a file under another name, and renames it when it is whole."""
     part = file.with_name(f"part-{file.name}")
-    write(part)
+    part.write_bytes(data)
     os.replace(part, file)
 
 

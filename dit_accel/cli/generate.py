@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.batch import read_jobs, require_one_source, run_jobs
+from dit_accel.cli.batch import Worker, read_jobs, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
-from dit_accel.cli.media import Clips, Pictures, medium_of, numbered, require_plausible_output, unused
+from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
-from dit_accel.cli.parallel import ParallelOption, join, leads, parse_degrees
-from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
-from dit_accel.tools.demo import model_fps, unknown_words
+from dit_accel.cli.parallel import ParallelOption, leads, parse_degrees
+from dit_accel.cli.pipelines import Setup, call_arguments, open_pipeline, read_image, start_pipeline, timed_call
+from dit_accel.cli.ray_engine import ActorsOption, EngineOption, ray_engine, require_engine
+from dit_accel.tools.demo import unknown_words
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def command(
             "settings, checksum and report. The same command goes on where it was interrupted.",
         ),
     ] = None,
+    engine: EngineOption = "process",
+    actors: ActorsOption = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -128,10 +131,9 @@ def command(
     """
     from rich.console import Console
 
-    from dit_accel import parallelize_pipeline
-
     alone = {"--output": output, "--json": json_path, "--plot": plot, "--compare": compare, "--num-images": num_images}
     require_one_source(prompt, prompts, output_dir, alone)
+    require_engine(engine, actors, {"--prompts": prompts, "--parallel": parallel, "--device": device})
     degrees = parse_degrees(parallel, {"--compare": compare, "--offload": offload != "none"})
     if not leads():
         output = plot = json_path = None
@@ -162,17 +164,16 @@ def command(
     }
     jobs = [] if prompts is None else read_jobs(prompts, common | {"seed": seed})
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
-    pipe = load_pipeline(model, device=join(degrees, device), dtype=dtype, offload=offload, console=console)
-    if degrees:
-        parallelize_pipeline(pipe, **degrees)
-    medium = medium_of(pipe, model_fps(model), fps)
-    chosen = None if preset == "none" else options.choose_preset(preset, overrides, pipe)
+    setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees)
     if output_dir is not None:
-        calls = [(job, call_arguments(pipe, model, job.call_options(picture))) for job in jobs]
-        _start(pipe, chosen, quiet)
-        facts = {"model": model, "preset": chosen.effective() if chosen else None, "image": image and str(image)}
-        run_jobs(pipe, calls, output_dir, medium, facts, console, force=force)
+        facts = {"model": model, "image": image and str(image)}
+        if engine == "ray":
+            with ray_engine(setup, picture, jobs, actors, console) as several:
+                run_jobs(several, jobs, output_dir, facts, console, force=force)
+        else:
+            run_jobs(Worker(setup, picture, jobs, console), jobs, output_dir, facts, console, force=force)
         return
+    pipe, medium, chosen = open_pipeline(setup, console)
     arguments = call_arguments(pipe, model, {"prompt": prompt, **common, "image": picture, "num-images": num_images})
     files = numbered(output or medium.default_output, num_images or 1)
     if output is None and not force:
@@ -212,18 +213,9 @@ def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
 
 def _run(pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset | None, quiet: bool) -> Sides:
     """The plain side without a preset, else the accelerated one."""
-    _start(pipe, preset, quiet)
+    start_pipeline(pipe, preset, quiet)
     made = Side.of(timed_call(pipe, arguments, seed))
     return Sides(None, made, pipe.dit_accel.report()) if preset else Sides(made, None, None)
-
-
-def _start(pipe: Any, preset: Preset | None, quiet: bool) -> None:
-    """Accelerates the pipeline, if it is to be, and names its progress bar."""
-    from dit_accel import accelerate_pipeline
-
-    if preset is not None:
-        accelerate_pipeline(pipe, preset)
-    pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
 
 
 def _write(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:

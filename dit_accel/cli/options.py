@@ -32,7 +32,10 @@ class OptionError(DitAccelError, ValueError):
     """A command line option can't be used as it was given."""
 
     def __init__(self, option: str, message: str) -> None:
-        super().__init__(f"{option}: {message}")
+        super().__init__(option, message)
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 def require_finite(option: typer.CallbackParam, value: float | None) -> float | None:

@@ -17,18 +17,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.parallel import tells
-from dit_accel.errors import UnsupportedError, shortened, shown
-from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
+from dit_accel.cli.media import Clips, Pictures, medium_of
+from dit_accel.cli.options import OptionError, choose_preset
+from dit_accel.cli.parallel import join
+from dit_accel.errors import DitAccelError, UnsupportedError, shortened, shown
+from dit_accel.tools.demo import demo_arguments, demo_names, demo_path, model_fps
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
     from rich.console import Console
+
+    from dit_accel.presets import Preset
+
+
+class OutOfMemoryError(DitAccelError):
+    """A device's memory, or the host's, does not suffice."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to load, and how it is to run: options of a command, in a form that other processes can take.
+
+    Args:
+        preset: a name or path; "none" runs plain.
+        overrides: keys of the preset.
+        degrees: keywords of ``parallelize_pipeline``; empty = one device.
+    """
+
+    model: str
+    preset: str | None
+    overrides: dict[str, Any]
+    fps: float | None
+    device: str | None
+    dtype: str | None
+    offload: str
+    degrees: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -42,6 +67,27 @@ class Output:
     seconds: float
     denoising_seconds: float
     calls: int
+
+
+def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
+    """The pipeline, plain as yet, what it makes, and the preset that it is to run with, None = none."""
+    from dit_accel import parallelize_pipeline
+
+    place = join(setup.degrees, setup.device)
+    pipe = load_pipeline(setup.model, device=place, dtype=setup.dtype, offload=setup.offload, console=console)
+    if setup.degrees:
+        parallelize_pipeline(pipe, **setup.degrees)
+    medium = medium_of(pipe, model_fps(setup.model), setup.fps)
+    return pipe, medium, None if setup.preset == "none" else choose_preset(setup.preset, setup.overrides, pipe)
+
+
+def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
+    """Accelerates the pipeline, if it is to be, and names its progress bar."""
+    from dit_accel import accelerate_pipeline
+
+    if preset is not None:
+        accelerate_pipeline(pipe, preset)
+    pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
 
 
 def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
@@ -166,7 +212,7 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
     Raises:
         UnsupportedError: the pipeline's own check of its inputs refused them.
-        typer.Exit: as :func:`explained_memory`.
+        OutOfMemoryError: memory does not suffice.
     """
     try:
         with explained_memory():
@@ -182,7 +228,7 @@ def explained_memory() -> Iterator[None]:
     """Within, memory that does not suffice, a device's or the host's, is told with advice.
 
     Raises:
-        typer.Exit: it did not (code 1).
+        OutOfMemoryError: it did not.
     """
     try:
         yield
@@ -191,9 +237,7 @@ def explained_memory() -> Iterator[None]:
             raise
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
-        if tells():
-            typer.echo(f"error: out of memory: {advice} ({reason})", err=True)
-        raise typer.Exit(1) from None
+        raise OutOfMemoryError(f"out of memory: {advice} ({reason})") from None
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -104,5 +104,6 @@ def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Progress]:
 
     steps, left = (TextColumn(f"{{task.fields[{name}]}}") for name in ("step", "left"))
     columns = (TextColumn("{task.description}"), steps, BarColumn(), MofNCompleteColumn(), unit)
-    with Bar(*columns, TimeElapsedColumn(), left, console=console, transient=True, disable=console.quiet) as bar:
+    hidden = console.quiet or not console.is_terminal
+    with Bar(*columns, TimeElapsedColumn(), left, console=console, transient=True, disable=hidden) as bar:
         yield Progress(bar, begun, unit, lines=not console.is_terminal and not console.quiet)

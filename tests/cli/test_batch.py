@@ -1,10 +1,19 @@
 """``generate --prompts``: a file a line, a manifest, and nothing made twice or lost where a run was interrupted."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
+from rich.console import Console
 
 from dit_accel.cli import batch
+from dit_accel.cli.media import Pictures
+from dit_accel.cli.pipelines import Output
 from dit_accel.tools.testing import tiny_pipeline
 
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
@@ -62,6 +71,53 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
         assert batch._checksum(folder / row["file"]) == row["sha256"]
     made.clear()
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0 and made == []
+
+
+def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monkeypatch):
+    """SIGKILL in the middle, then Ctrl-C: what has a line of the manifest stays, and all ends as in one go."""
+    prompts = [f"picture {number}" for number in range(20)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    command = [sys.executable, "-m", "dit_accel", "generate", "-m", model, "--prompts", "prompts.txt", *SMALL]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        while len(list(tmp_path.glob("out/0*.png"))) < 3 and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    whole = [row["file"] for row in manifest(tmp_path)]
+    assert 2 <= len(whole) == len(set(whole)) < 20
+    stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}
+    call, made, stopped = batch.timed_call, [], []
+
+    def interrupted(pipe, arguments, seed):
+        if len(made) == 2 and not stopped:
+            stopped.append(True)
+            signal.raise_signal(signal.SIGINT)
+        made.append(arguments["prompt"])
+        return call(pipe, arguments, seed)
+
+    monkeypatch.setattr(batch, "timed_call", interrupted)
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 130
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
+    assert made == prompts[len(whole) :]
+    assert {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole} == stamps
+    pieces = {row["file"]: row["sha256"] for row in manifest(tmp_path)}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*pieces, "manifest.jsonl"} and len(pieces) == 20
+    (tmp_path / "out").rename(tmp_path / "pieces")
+    assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
+    assert {row["file"]: row["sha256"] for row in manifest(tmp_path)} == pieces
+
+
+def test_guidance_of_a_line_is_its_own(monkeypatch):
+    """Also where it is a component of the pipeline, which stays from call to call."""
+    pipe, scales = tiny_pipeline("hunyuan15"), []
+    jobs = [batch.Job(0, {"prompt": "a", "seed": 0, "guidance": 3.0}), batch.Job(1, {"prompt": "b", "seed": 0})]
+    made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
+    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), None))
+    monkeypatch.setattr(batch, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
+    worker = batch.Worker(SimpleNamespace(model="model"), None, jobs, Console(quiet=True))
+    for job in jobs:
+        worker.make(job)
+    assert scales == [3.0, 6.0]
 
 
 def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):

@@ -1,0 +1,280 @@
+"""``--engine ray``: the lines of a file shared among the devices of a Ray cluster.
+
+An actor on each device loads the pipeline once, and makes a line at a time. Files and manifest are written where the
+command runs. Where an actor dies, or raises what is no refusal, another takes its place and the line goes to the end of
+the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dit_accel.cli.batch import BatchError, Failure, Job, Made, Worker
+from dit_accel.cli.options import OptionError
+from dit_accel.cli.pipelines import Setup
+from dit_accel.cli.progress import Progress
+from dit_accel.errors import DitAccelError, UnsupportedError, shortened
+from dit_accel.tools.extras import require_extra
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from rich.console import Console
+
+ATTEMPTS = 3  # at a line, and in a row at loading the pipeline on a device
+
+EngineOption = Annotated[
+    Literal["process", "ray"],
+    typer.Option(
+        "--engine",
+        help="What makes the lines of --prompts: this process, or all GPUs of a Ray cluster, that of RAY_ADDRESS or "
+        "one started here; extra `ray`.",
+    ),
+]
+ActorsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--actors",
+        min=1,
+        help="With --engine ray: how many load the pipeline, a GPU each, or a CPU where there is none.",
+        show_default="the number of GPUs",
+    ),
+]
+
+
+def require_engine(engine: str, actors: int | None, given: dict[str, Any]) -> None:
+    """Checks that Ray is there and goes with the other options.
+
+    Args:
+        given: of ``--prompts``, ``--parallel`` and ``--device``, what came; None = not given.
+    """
+    if engine != "ray":
+        if actors is not None:
+            raise OptionError("--actors", "goes with --engine ray")
+        return
+    require_extra("ray", "--engine ray")
+    if given["--prompts"] is None:
+        raise OptionError("--engine", "ray is for --prompts; one --prompt is made by this process")
+    if given["--parallel"] is not None:
+        raise OptionError("--parallel", "can't be used with --engine ray, which has each device make lines of its own")
+    if given["--device"] not in (None, "cuda", "cpu"):
+        raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given['--device']}")
+
+
+@contextmanager
+def ray_engine(
+    setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], actors: int | None, console: Console
+) -> Iterator[RayEngine]:
+    """Actors that have loaded the pipeline, on the cluster of this process, else of ``RAY_ADDRESS``, else a new one.
+
+    Raises:
+        OptionError, ...: what a :class:`Worker` raises, where no actor could load the pipeline.
+        BatchError: no actor could, for reasons of another kind.
+    """
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(console)
+    try:
+        device, count = _places(ray.cluster_resources(), setup.device, actors)
+        needs = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
+        engine = RayEngine(replace(setup, device=device), picture, jobs, min(count, len(jobs)), needs, console)
+        try:
+            engine.wait_for_one()
+            yield engine
+        finally:
+            engine.close()
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+class RayEngine:
+    """Actors that make jobs; ``suffix`` and ``preset`` are known once one has loaded the pipeline."""
+
+    suffix: str
+    preset: dict[str, Any] | None
+
+    def __init__(
+        self,
+        setup: Setup,
+        picture: Image.Image | None,
+        jobs: Sequence[Job],
+        count: int,
+        needs: dict[str, int],
+        console: Console,
+    ) -> None:
+        import ray
+
+        self._actor = ray.remote(**needs)(_Actor)
+        self._opens = ray.put((setup, picture, jobs)), os.getcwd()
+        self._console = console
+        self._opening: dict[Any, tuple[Any, int]] = {}  # future: actor, attempts before
+        self._busy: dict[Any, tuple[Any, Job]] = {}  # future: actor, what it makes
+        self._idle: list[Any] = []
+        self._told: set[str] = set()
+        for _ in range(count):
+            self._open()
+
+    def wait_for_one(self) -> None:
+        """Waits until an actor has loaded the pipeline."""
+        with self._console.status(f"loading the pipeline in {len(self._opening)} actors"):
+            while not self._idle:
+                self._opened(self._next())
+
+    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+        waiting, attempts = deque(jobs), Counter[int]()
+        while waiting or self._busy:
+            self._hand_out(waiting)
+            progress.begin(f"{len(self._busy)} actors at work")
+            done = self._next()
+            if done in self._opening:
+                self._opened(done)
+                continue
+            actor, job = self._busy.pop(done)
+            made = self._result(done)
+            attempts[job.index] += 1
+            if isinstance(made, BaseException) and not _refuses(made):
+                self._replace(actor)
+                self._note(f"line {job.index + 1}, attempt {attempts[job.index]} of {ATTEMPTS}: {_reason(made)}")
+                if attempts[job.index] < ATTEMPTS:
+                    waiting.append(job)
+                    continue
+            else:
+                self._idle.append(actor)
+                self._hand_out(waiting)  # before the caller writes the file
+            yield job, made if isinstance(made, Made) else Failure(_reason(made))
+
+    def close(self) -> None:
+        """Ends all actors."""
+        import ray
+
+        for actor in [*self._idle, *(actor for actor, _ in (*self._opening.values(), *self._busy.values()))]:
+            ray.kill(actor)
+
+    def _next(self) -> Any:
+        """A future that is done, for better or worse."""
+        import ray
+
+        (done,), _ = ray.wait([*self._busy, *self._opening])
+        return done
+
+    def _hand_out(self, waiting: deque[Job]) -> None:
+        while waiting and self._idle:
+            actor, job = self._idle.pop(), waiting.popleft()
+            self._busy[actor.make.remote(job)] = actor, job
+
+    def _open(self, attempts: int = 0) -> None:
+        actor = self._actor.remote()
+        self._opening[actor.open.remote(*self._opens)] = actor, attempts
+
+    def _opened(self, done: Any) -> None:
+        """Takes in an actor that has loaded the pipeline; one that could not is replaced, unless that is no use."""
+        import ray
+
+        actor, attempts = self._opening.pop(done)
+        result = self._result(done)
+        if not isinstance(result, BaseException):
+            self.suffix, self.preset = result
+            self._idle.append(actor)
+            return
+        ray.kill(actor)
+        if not isinstance(result, DitAccelError) and attempts + 1 < ATTEMPTS:
+            self._open(attempts + 1)
+        elif self._opening or self._busy or self._idle:
+            self._note(f"an actor can't load the pipeline: {_reason(result)}")
+        elif isinstance(result, DitAccelError):
+            raise result
+        else:
+            raise BatchError(f"no actor can load the pipeline: {_reason(result)}")
+
+    def _note(self, text: str) -> None:
+        """Tells what went wrong, once where it is the same of all actors."""
+        if text not in self._told:
+            self._told.add(text)
+            self._console.out(f"note: {text}", highlight=False)
+
+    def _replace(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor)
+        self._open()
+
+    @staticmethod
+    def _result(done: Any) -> Any:
+        """What a future holds, or the exception of the actor or of Ray."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return ray.get(done)
+        except RayTaskError as error:
+            return error.cause
+        except RayError as error:
+            return error
+
+
+class _Actor:
+    """A :class:`Worker` in a process of its own, in the folder of the command where the machine has it."""
+
+    def open(self, what: tuple[Setup, Image.Image | None, Sequence[Job]], folder: str) -> tuple[str, Any]:
+        from rich.console import Console
+
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._worker = Worker(*what, Console(quiet=True))
+        return self._worker.suffix, self._worker.preset
+
+    def make(self, job: Job) -> Made:
+        return self._worker.make(job)
+
+
+def _connect(console: Console) -> None:
+    """Joins the cluster that Ray finds, or starts one on this machine."""
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here tells nobody of itself
+    with console.status("connecting to Ray"):
+        try:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself would try for many minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            where = f"RAY_ADDRESS={address}" if address else "this machine"
+            raise OptionError("--engine", f"no Ray cluster at {where}: {shortened(str(error))}") from None
+
+
+def _places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
+    """The device of each actor, and how many there are to be."""
+    gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
+    if device == "cuda" and not gpus:
+        raise OptionError("--device", "is cuda, and the Ray cluster has no GPU")
+    on_gpus = gpus > 0 and device != "cpu"
+    if actors is None and not on_gpus:
+        raise OptionError("--actors", f"say how many: each takes one of the Ray cluster's {cpus} CPUs")
+    most, kind = (gpus, "GPU") if on_gpus else (cpus, "CPU")
+    if actors is not None and actors > most:
+        raise OptionError("--actors", f"can't be {actors}: each takes a {kind}, and the Ray cluster has {most}")
+    return ("cuda" if on_gpus else "cpu"), actors or most
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether the same would come of every attempt."""
+    return isinstance(error, UnsupportedError | OptionError)
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; of Ray's own errors without the indented lines, which have the actor's ids."""
+    told = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
+    return shortened(" ".join(line for line in told.splitlines() if not line.startswith("\t")), 600)

@@ -1,0 +1,177 @@
+"""Images over HTTP with Ray Serve: requests of one shape share a call, and a full queue says so.
+
+    python examples/serve_ray.py --port 8000
+    curl -d '{"prompt": "a yellow ring", "steps": 20}' localhost:8000/generate --output ring.png
+
+Needs ``pip install 'dit-accel[serve]'``. GET /health and /metrics (Prometheus) answer while pictures are made. Each GPU
+of the Ray cluster has a replica; a machine without GPUs has one on a CPU. Ctrl-C or SIGTERM lets accepted requests end.
+"""
+
+import argparse
+import asyncio
+import io
+import logging
+import os
+import signal
+import threading
+import time
+from itertools import groupby
+from typing import Any
+
+import ray
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Summary, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+BATCH, QUEUE = 4, 16  # prompts of one call; requests that wait for a replica that is busy
+LARGEST, MOST_STEPS, SECONDS = 512, 50, 300  # sides in pixels; steps; after which a request is given up
+APPLICATION = "images"
+
+
+class Wanted(BaseModel):
+    """What a request may ask for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt: str = Field(min_length=1, max_length=500)
+    seed: int = Field(0, ge=0, lt=2**63)
+    steps: int = Field(MOST_STEPS, ge=1, le=MOST_STEPS)
+    height: int = Field(LARGEST, ge=64, le=LARGEST, multiple_of=16)
+    width: int = Field(LARGEST, ge=64, le=LARGEST, multiple_of=16)
+
+    def shape(self) -> tuple[int, int, int]:
+        return self.height, self.width, self.steps
+
+
+@serve.deployment(max_ongoing_requests=2 * BATCH, max_queued_requests=QUEUE)
+class Images:
+    """A pipeline, loaded and accelerated once."""
+
+    def __init__(self, model: str, device: str) -> None:
+        import torch
+        from diffusers import DiffusionPipeline
+
+        from dit_accel import accelerate_pipeline
+        from dit_accel.tools.demo import demo_arguments, demo_path
+
+        folder = demo_path(model)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.pipe = DiffusionPipeline.from_pretrained(folder or model, torch_dtype=dtype).to(device)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.defaults = demo_arguments(folder) if folder else {}
+        accelerate_pipeline(self.pipe)
+
+    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0.02)
+    async def __call__(self, requests: list[Wanted]) -> list[tuple[bytes, float]]:
+        return await asyncio.to_thread(self.make, requests)
+
+    def make(self, requests: list[Wanted]) -> list[tuple[bytes, float]]:
+        """A PNG file and the computed fraction for each, by one call of the pipeline for each shape."""
+        import torch
+
+        made: dict[int, tuple[bytes, float]] = {}
+        order = sorted(range(len(requests)), key=lambda index: requests[index].shape())
+        for (height, width, steps), group in groupby(order, lambda index: requests[index].shape()):
+            indices = list(group)
+            images = self.pipe(
+                **self.defaults | {"height": height, "width": width, "num_inference_steps": steps},
+                prompt=[requests[index].prompt for index in indices],
+                generator=[torch.Generator().manual_seed(requests[index].seed) for index in indices],
+            ).images
+            for index, image in zip(indices, images, strict=True):
+                file = io.BytesIO()
+                image.save(file, "png")
+                made[index] = file.getvalue(), self.pipe.dit_accel.report().computed_fraction
+        return [made[index] for index in range(len(requests))]
+
+
+@serve.deployment(max_ongoing_requests=1000, max_queued_requests=1000, ray_actor_options={"num_cpus": 0})
+class Front:
+    """Checks requests and counts answers; never busy itself."""
+
+    def __init__(self, images: Any) -> None:
+        self.images, self.waiting, self.closed = images, 0, False
+        self.registry = CollectorRegistry()
+        self.answers = Counter("dit_accel_answers", "of /generate, by status", ["status"], registry=self.registry)
+        self.seconds = Summary("dit_accel_seconds", "from request to image", registry=self.registry)
+        self.computed = Summary("dit_accel_computed_fraction", "of each image", registry=self.registry)
+
+    async def __call__(self, request: Request) -> Response:
+        match request.method, request.url.path:
+            case "POST", "/generate":
+                self.waiting += 1
+                try:
+                    answer = await self.generate(await request.body())
+                finally:
+                    self.waiting -= 1
+                self.answers.labels(answer.status_code).inc()
+                return answer
+            case "GET", "/metrics":
+                return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+            case "GET", "/health":
+                running = await asyncio.to_thread(running_replicas)
+                return PlainTextResponse(f"{running} replicas\n", 200 if running and not self.closed else 503)
+        return PlainTextResponse("POST /generate, GET /health or GET /metrics\n", 404)
+
+    async def generate(self, body: bytes) -> Response:
+        started = time.monotonic()
+        if self.closed:
+            return PlainTextResponse("shutting down\n", 503)
+        try:
+            file, computed = await self.images.remote(Wanted.model_validate_json(body))
+        except ValidationError as error:
+            wrong = (": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
+            return PlainTextResponse("; ".join(wrong) + "\n", 422)
+        except BackPressureError:
+            return PlainTextResponse(f"busy: {QUEUE} requests wait already\n", 503, {"Retry-After": "1"})
+        except RayError as error:
+            return PlainTextResponse(f"failed: {type(error).__name__}\n", 500)
+        self.seconds.observe(time.monotonic() - started)
+        self.computed.observe(computed)
+        return Response(file, media_type="image/png", headers={"X-Computed-Fraction": f"{computed:.3f}"})
+
+    async def close(self) -> None:
+        """Accepts no more, and waits for what was accepted."""
+        self.closed = True
+        while self.waiting:
+            await asyncio.sleep(0.05)
+
+
+def running_replicas() -> int:
+    states = serve.status().applications[APPLICATION].deployments["Images"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines ask")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", default="demo-flux", help="a shipped model, a folder, or an id on the hub")
+    options = parser.parse_args()
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here tells nobody of itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    quiet = {"log_level": "ERROR", "enable_access_log": False}
+    address = {"host": options.host, "port": options.port}
+    serve.start(http_options=address | {"request_timeout_s": SECONDS}, logging_config=quiet)
+    images = Images.options(num_replicas=gpus or 1, ray_actor_options={"num_gpus": 1} if gpus else {"num_cpus": 1})
+    application = Front.bind(images.bind(options.model, "cuda" if gpus else "cpu"))
+    front = serve.run(application, name=APPLICATION, logging_config=quiet)
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    print(f"ready at http://{options.host}:{options.port}", flush=True)
+    stop.wait()
+    front.close.remote().result(timeout_s=SECONDS)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""``generate --prompts --engine ray``: the same files as in one process, whatever becomes of an actor."""
+
+import json
+import logging
+import os
+import sys
+
+import pytest
+import ray
+
+from dit_accel.cli import ray_engine
+from dit_accel.cli.batch import Made
+from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.tools.testing import tiny_pipeline
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
+SMALL = ("--steps", "2", "--height", "64", "--width", "64")
+RAY = ("--engine", "ray", "--actors", "2")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def generate(run, tmp_path):
+    """Runs ``generate`` with prompts from a file of these lines."""
+
+    def invoke(lines, *more):
+        (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in lines))
+        return run("generate", "--prompts", "prompts.txt", "--output-dir", "out", *SMALL, *more)
+
+    return invoke
+
+
+def manifest(folder):
+    rows = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+    return {row["index"]: row for row in rows}, len(rows)
+
+
+class Dying(ray_engine._Actor):
+    """Its process ends in the middle of line 4, the first time."""
+
+    def make(self, job):
+        if job.index == 3 and not os.path.exists("died"):
+            os.close(os.open("died", os.O_CREAT))
+            os._exit(1)
+        return super().make(job)
+
+
+class Simple:
+    """Makes a file of the prompt's letters, and dies, refuses or raises where the prompt says so."""
+
+    def open(self, what, folder):
+        setup, *_ = what
+        if setup.model == "missing":
+            raise UnsupportedError("no such model")
+        if setup.model == "broken":
+            os._exit(1)
+        return ".png", None
+
+    def make(self, job):
+        prompt = job.settings["prompt"]
+        if prompt == "die":
+            os._exit(1)
+        if prompt == "refuse":
+            raise UnsupportedError("not with me")
+        if prompt == "raise":
+            raise RuntimeError("CUDA error")
+        return Made(prompt.encode(), 0.5, None)
+
+
+class Willing(Simple):
+    """Makes a file of any prompt."""
+
+    def make(self, job):
+        return Made(job.settings["prompt"].encode(), 0.5, None)
+
+
+@pytest.fixture
+def simple(monkeypatch):
+    monkeypatch.setattr(ray_engine, "_Actor", Simple)
+    monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
+
+
+def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, tmp_path, monkeypatch):
+    """Every line has its file once, pixel for pixel that of one process, which then has nothing left to do."""
+    tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
+    monkeypatch.setattr(ray_engine, "_Actor", Dying)
+    prompts = [f"picture {number}" for number in range(8)]
+    result = generate(prompts, "--model", "flux", *RAY)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "died").exists() and result.output.count("note: line 4, attempt 1 of 3") == 1
+    assert result.output.count("attempt") == 1 and "made 8 in" in result.output
+    rows, lines = manifest(tmp_path / "out")
+    assert lines == 8 and all(row["report"]["steps"] for row in rows.values())
+    again = generate(prompts, "--model", "flux")
+    assert "8 of 8 made before" in again.output and "wrote" not in again.output
+    (tmp_path / "out").rename(tmp_path / "shared")
+    assert generate(prompts, "--model", "flux").exit_code == 0
+    alone, _ = manifest(tmp_path / "out")
+    assert [rows[index]["sha256"] for index in range(8)] == [alone[index]["sha256"] for index in range(8)]
+
+
+def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp_path, monkeypatch):
+    """After so many attempts, or one that was refused; the rest is made, and the next run tries them again."""
+    prompts = ["a", "die", "refuse", "raise", "b", "c"]
+    result = generate(prompts, *RAY)
+    assert result.exit_code == 1
+    assert "error: 3 of 6 lines failed (2, 3, 4); out/manifest.jsonl says why" in result.output
+    assert [result.output.count(f"note: line {line}, attempt") for line in range(1, 7)] == [0, 2, 0, 2, 0, 0]
+    rows, lines = manifest(tmp_path / "out")
+    assert lines == 6 and {index for index, row in rows.items() if "error" in row} == {1, 2, 3}
+    assert rows[1]["error"].startswith("ActorDiedError: ") and "\n" not in rows[1]["error"]
+    assert rows[2]["error"] == "not with me" and rows[3]["error"] == "RuntimeError: CUDA error"
+    assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == {"a", "b", "c"}
+    monkeypatch.setattr(ray_engine, "_Actor", Willing)
+    again = generate(prompts, *RAY)
+    assert again.exit_code == 0 and "3 of 6 made before" in again.output
+    assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == set(prompts)
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "told"),
+    [
+        ("missing", 2, "error: no such model"),
+        ("broken", 1, "error: no actor can load the pipeline"),
+    ],
+)
+def test_a_pipeline_that_nobody_can_load_ends_the_run(cluster, generate, simple, model, code, told):
+    result = generate(["a", "b"], "--model", model, *RAY)
+    assert result.exit_code == code and told in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--engine", "ray"), "--actors: say how many: each takes one of the Ray cluster's 2 CPUs"),
+        (("--engine", "ray", "--actors", "3"), "--actors: can't be 3: each takes a CPU, and the Ray cluster has 2"),
+        ((*RAY, "--device", "cuda"), "--device: is cuda, and the Ray cluster has no GPU"),
+        ((*RAY, "--device", "cuda:1"), "--device: must be cuda or cpu with --engine ray"),
+        ((*RAY, "--parallel", "ulysses=2"), "--parallel: can't be used with --engine ray"),
+        (("--actors", "2"), "--actors: goes with --engine ray"),
+    ],
+)
+def test_what_does_not_go_together_says_so(cluster, generate, options, told):
+    result = generate(["a"], *options)
+    assert result.exit_code == 2 and told in result.output
+
+
+@pytest.mark.parametrize(
+    ("device", "actors", "places"),
+    [(None, None, ("cuda", 4)), (None, 2, ("cuda", 2)), ("cpu", 8, ("cpu", 8))],
+)
+def test_gpus_are_taken_where_there_are_some(device, actors, places):
+    assert ray_engine._places({"CPU": 64.0, "GPU": 4.0}, device, actors) == places
+
+
+def test_one_prompt_is_no_work_for_ray(run):
+    result = run("generate", "--prompt", "a", "--engine", "ray")
+    assert result.exit_code == 2 and "--engine: ray is for --prompts" in result.output
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    result = generate(["a"], *RAY)
+    assert result.exit_code == 2 and "--engine: no Ray cluster at RAY_ADDRESS=127.0.0.1:1: " in result.output
+
+
+def test_without_ray_its_extra_is_named(generate, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = generate(["a"], *RAY)
+    assert result.exit_code == 2
+    assert "--engine ray needs ray, which is not installed: pip install 'dit-accel[ray]'" in result.output
+
+
+def test_what_an_actor_raises_arrives_whole():
+    """Errors of the command line survive the way between processes."""
+    from dit_accel.cli.options import OptionError
+
+    error = ray.cloudpickle.loads(ray.cloudpickle.dumps(OptionError("--model", "is not there")))
+    assert isinstance(error, DitAccelError) and str(error) == "--model: is not there"
