@@ -21,7 +21,7 @@ from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import ModelSize, plan_memory
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
-from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick, TimestepClock
+from dit_accel.loop.tracker import Clock, StepMode, Tick
 from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
@@ -46,7 +46,7 @@ class Controller:
     def __init__(
         self,
         preset: Preset,
-        clock: SchedulerClock | TimestepClock,
+        clock: Clock,
         family: str,
         loop: type[ClosedLoop] | None = None,
         gap: type[Gap] | None = None,
