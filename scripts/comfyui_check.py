@@ -63,7 +63,7 @@ class Check:
 
     def __init__(self, steps: int, size: int) -> None:
         folder = demo_path("demo-flux")
-        self.pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+        self.pipe = FluxPipeline.from_pretrained(folder, dtype=torch.float32)
         self.pipe.set_progress_bar_config(disable=True)
         self.arguments = {**demo_arguments(folder), "height": size, "width": size, "num_inference_steps": steps}
         self.prompt = tuning_prompts("demo-flux")[0]

@@ -27,6 +27,7 @@ guidance. Branches share a :class:`Gap`: all of them compute in the same steps, 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from dit_accel.loop.storage import PLAIN
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
+logger = logging.getLogger(__name__)
 ABOUT = 0.9  # of the farthest reach counts as far; 1.0 and 0.8 measured 1 dB lower at equal work on the demo model
 INTERPOLATED = 2  # degree between records; 3 measured 0.2 dB lower in the mean of 16 cells, up to 0.7 dB for videos
 LEAST_LASTING = 0.1  # share of an output's farthest move that lasts, or the correction would be far too large meanwhile
@@ -149,6 +151,8 @@ class Gap:
             following = max(end - 1, step + 1)
         self._next_update = following if step != self._observed_step else min(self._next_update, following)
         self._observed_step = step
+        told = "step %d: forecast error %.4g at degree %.3g, next computed step %d"
+        logger.debug(told, step, error, order, self._next_update)
 
 
 class ClosedLoop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
 MOST_BRANCHES = 8  # that are told apart by the order of calls in a step; pipelines of diffusers have up to 4
+logger = logging.getLogger(__name__)
 STUCK = (
     "rest of the run computed: its steps can't be told apart, for the pipeline's scheduler took none between calls of "
     "one branch"
@@ -231,6 +233,7 @@ class Controller:
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
         place = list(self._called).index(key)
+        logger.debug("step %d: %s, %s, %s", tick.step, mode.value, *key)
         return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips, place)
 
     def _follow(self, timestep: torch.Tensor | float) -> Tick:
@@ -241,6 +244,7 @@ class Controller:
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
             self._why_plain = tick.plain
+            logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if tick.plain is not None:
                 self.report.warn(f"every step computed: {tick.plain}")
             elif forecast.corrector and tick.moves is None:
