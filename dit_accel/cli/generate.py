@@ -129,8 +129,6 @@ def command(
     """
     from rich.console import Console
 
-    from dit_accel import parallelize_pipeline
-
     alone = {"--output": output, "--json": json_path, "--plot": plot, "--compare": compare, "--num-images": num_images}
     require_one_source(prompt, prompts, output_dir, alone)
     degrees = parse_degrees(parallel, {"--compare": compare, "--offload": offload != "none"})
@@ -165,6 +163,8 @@ def command(
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
     pipe = load_pipeline(model, device=join(degrees, device), dtype=dtype, offload=offload, console=console)
     if degrees:
+        from dit_accel import parallelize_pipeline
+
         parallelize_pipeline(pipe, **degrees)
     medium = medium_of(pipe, model_fps(model), fps)
     chosen = None if preset == "none" else options.choose_preset(preset, overrides, pipe)

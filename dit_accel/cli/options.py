@@ -47,7 +47,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a shipped demo model.",
+        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a demo model.",
     ),
 ]
 PresetOption = Annotated[
