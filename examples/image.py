@@ -22,7 +22,7 @@ parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
 
 folder = demo_path("demo-flux")
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
 call = demo_arguments(folder) | {"prompt": "a yellow ring over the hills", "num_inference_steps": options.steps}
 
 plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images[0]

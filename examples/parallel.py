@@ -24,7 +24,7 @@ parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
 
 folder, ranks = demo_path("demo-wan"), int(os.environ.get("WORLD_SIZE", 1))
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
 if ranks > 1:
     dist.init_process_group("gloo")  # nccl on GPUs, after torch.cuda.set_device(LOCAL_RANK)
     parallelize_pipeline(pipe, branches=ranks)  # or ulysses=ranks, which share the tokens of each call

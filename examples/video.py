@@ -22,7 +22,7 @@ parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
 
 folder = demo_path("demo-wan")
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
 call = demo_arguments(folder) | {"num_inference_steps": options.steps}
 
 accelerate_pipeline(pipe, model_preset("demo-wan"))

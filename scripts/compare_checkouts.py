@@ -75,7 +75,7 @@ def _pipeline(model: str, steps: int, testing: Any) -> tuple[Any, Any]:
     arguments = {**demo.demo_arguments(folder), "num_inference_steps": steps, "output_type": "latent"}
     if model == "demo-flux":
         arguments |= {"height": 256, "width": 256}
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     prompt = demo.tuning_prompts(model)[0]
     return pipe, lambda pipe: pipe(prompt, generator=torch.Generator().manual_seed(0), **arguments)[0]

@@ -9,7 +9,7 @@
 
 Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
 
-    pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", torch_dtype=torch.bfloat16)
+    pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", dtype=torch.bfloat16)
     accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": "TUNED/sla.safetensors"})
 
 The same command goes on where --minutes stopped it. The teacher runs on the prompts first, and some of its calls are
@@ -69,7 +69,7 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     """Fine-tune one model and save it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = demo_path(options.model) or options.model
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype).to(device)
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     if len(denoisers(pipe)) != 1:
         raise SystemExit(f"{type(pipe).__name__} has {len(denoisers(pipe))} transformers; this script trains one")

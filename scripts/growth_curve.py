@@ -38,7 +38,7 @@ SHIFTS = (1.5, 4.5, 7.0)
 @torch.no_grad()
 def curve(model: str, folder: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Noise levels, and the growth from each, the geometric mean over prompts."""
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32).to(options.device)
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32).to(options.device)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     prompts = HELD_OUT[model](options.prompts, "tuning")

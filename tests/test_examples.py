@@ -39,6 +39,7 @@ def test_example_is_short(path):
     assert shown_command(path)[:2] == ["python", f"examples/{path.name}"]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @every_example
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     """The shown command with fewer steps or tokens ends well, prints its figures and writes no file but its own."""

@@ -1,9 +1,12 @@
-"""The wheel holds what the checkout runs on: code, presets and demo models."""
+"""The wheels hold what the checkout runs on, demo models apart, and run where they are installed."""
 
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from email import message_from_bytes
 from itertools import chain
@@ -11,19 +14,38 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from readme_renderer import markdown
+
+from dit_accel.tools.demo import DEMOS
 
 ROOT = Path(__file__).parent.parent
 
 
+MEGABYTE = 1_000_000
+ASSETS = "dit_accel/tools/assets"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of this checkout, built without downloading anything."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    built = subprocess.run([*command, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("dit_accel-*.whl")
-    with zipfile.ZipFile(path) as archive:
+def built(tmp_path_factory):
+    """A folder with the wheels and the source archive of this checkout, built without downloading anything."""
+    folder = tmp_path_factory.mktemp("dist")
+    for place, targets in ((ROOT, ()), (ROOT / "demos", ("-t", "wheel"))):
+        command = [sys.executable, "-m", "hatchling", "build", "-d", folder, *targets]
+        result = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    return folder
+
+
+def opened(built, pattern):
+    (path,) = built.glob(pattern)
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    """The library's wheel."""
+    with opened(built, "dit_accel-*.whl") as archive:
         yield archive
 
 
@@ -48,13 +70,89 @@ def test_wheel_holds_every_preset(wheel):
         assert wheel.read(f"dit_accel/presets/configs/{name}") == (ROOT / "configs" / name).read_bytes()
 
 
-def test_wheel_holds_the_package_and_its_demo_models(wheel):
-    """Every file of the package ships, weights of the demo model included, and nothing beside package and presets."""
+def test_wheel_holds_the_package_without_demo_models(wheel, built):
+    """Every file of the package but the models ships, and nothing beside package and presets."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {f"dit_accel/{name}" for name in _files("dit_accel")}
+    package = {name for name in package if not name.startswith(f"{ASSETS}/demo-")}
     assert names == package | {f"dit_accel/presets/configs/{name}" for name in _files("configs")}
-    assert "dit_accel/tools/assets/demo-flux/model_index.json" in names
-    assert any(name.startswith("dit_accel/tools/assets/demo-flux/") and name.endswith(".safetensors") for name in names)
+    assert f"{ASSETS}/prompts.txt" in names
+    (path,) = built.glob("dit_accel-*.whl")
+    assert path.stat().st_size < 12 * MEGABYTE
+
+
+def test_wheel_of_demo_models_holds_all_of_them(built):
+    """dit_accel/tools/assets/ of the checkout is dit_accel_demos/ there, byte for byte, and fits every index."""
+    with opened(built, "dit_accel_demos-*.whl") as archive:
+        names = {name.removeprefix("dit_accel_demos/") for name in archive.namelist() if ".dist-info/" not in name}
+        models = {name for name in _files(ASSETS) if name.startswith("demo-")}
+        assert names == models | {"__init__.py", "LICENSE"}
+        for name in models:
+            assert archive.read(f"dit_accel_demos/{name}") == (ROOT / ASSETS / name).read_bytes()
+    assert {name.split("/")[0] for name in models} == set(DEMOS)
+    (path,) = built.glob("dit_accel_demos-*.whl")
+    assert path.stat().st_size < 100 * MEGABYTE
+
+
+def test_source_archive_builds_and_tests(built):
+    """Code, presets, tests and what they read are in it; the demo models, which would be most of it, are not."""
+    (path,) = built.glob("dit_accel-*.tar.gz")
+    assert path.stat().st_size < 20 * MEGABYTE
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "configs/balanced.yaml", "tests/conftest.py"}
+    assert wanted <= names and "integrations/comfyui/__init__.py" in names
+    assert not any(name.startswith(f"{ASSETS}/demo-") for name in names)
+
+
+@pytest.fixture(scope="module")
+def environment(built, tmp_path_factory):
+    """Runs commands in a fresh environment with the library's wheel, which borrows what that needs from this one."""
+    place = tmp_path_factory.mktemp("fresh")
+    venv.create(place)
+    (packages,) = place.glob("lib/python*/site-packages")
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def install(pattern):
+        (wheel,) = built.glob(pattern)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            place,
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            wheel,
+        ]
+        subprocess.run(command, check=True, env=clean, cwd=place)
+
+    def run(command, *arguments):
+        return subprocess.run(
+            [place / "bin" / command, *arguments], cwd=place, env=clean, capture_output=True, text=True
+        )
+
+    install("dit_accel-*.whl")
+    run.install = install
+    return run
+
+
+def test_an_installed_wheel_runs(environment):
+    """Presets are found; the command says what to install for the demo models, and with that finds them."""
+    listed = environment("dit-accel", "presets", "list")
+    assert listed.returncode == 0 and "balanced" in listed.stdout, listed.stderr
+    failed = environment("dit-accel", "generate", "--prompt", "a yellow ring")
+    assert failed.returncode != 0 and "Traceback" not in failed.stderr
+    assert "demo-flux is not installed: pip install 'dit-accel[demos]'" in " ".join(failed.stderr.split())
+    environment.install("dit_accel_demos-*.whl")
+    code = "from dit_accel.tools.demo import demo_names, demo_path; print(*map(demo_path, demo_names()), sep='\\n')"
+    found = environment("python", "-c", code).stdout.splitlines()
+    assert [Path(path).name for path in found] == sorted(DEMOS)
+    assert {Path(path).parent.name for path in found} == {"dit_accel_demos"}
 
 
 def test_wheel_installs_the_command(wheel):
@@ -100,6 +198,37 @@ def test_description_has_no_relative_link(metadata):
     for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme):
         whole = f"{raw}/{tag}/{target}" if target.endswith(".png") else f"{repository}/blob/{tag}/{target}"
         assert whole in targets
+
+
+def test_indexes_render_the_description(metadata):
+    """As a package index makes HTML of it: tables, code and pictures, and every link a whole address."""
+    page = markdown.render(metadata.get_payload(decode=True).decode())
+    assert min(page.count(tag) for tag in ("<table", "<pre", "<img", "<h2")) >= 3
+    assert re.findall(r'(?:src|href)="(?!https://|#)[^"]*"', page) == []
+
+
+def test_indexes_know_the_metadata(built):
+    """Version 2.4 of the core metadata, the first with licence expressions; what is newer some indexes refuse."""
+    for pattern in ("dit_accel-*.whl", "dit_accel_demos-*.whl"):
+        with opened(built, pattern) as archive:
+            (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            facts = message_from_bytes(archive.read(path))
+        assert facts["Metadata-Version"] == "2.4" and facts["License-Expression"] == "Apache-2.0"
+
+
+def test_the_release_builds_what_the_extra_names():
+    """The extra `demos` takes the version in demos/, and the workflow builds, tries and uploads both distributions."""
+    demos = tomllib.loads((ROOT / "demos" / "pyproject.toml").read_text())["project"]
+    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demos"]
+    requirement = Requirement(wanted)
+    assert requirement.name == demos["name"] and requirement.specifier.contains(demos["version"])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    commands = "\n".join(step.get("run", "") for step in build["steps"])
+    assert "dist/library ." in commands and "dist/demos demos" in commands and "twine check" in commands
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    uploaded = {step["with"]["packages-dir"] for step in publish["steps"] if "pypi-publish" in step["uses"]}
+    assert uploaded == {"dist/library/", "dist/demos/"}
 
 
 def test_changelog_names_this_version():

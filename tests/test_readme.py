@@ -39,6 +39,7 @@ def test_shown_commands_parse(line):
     command.make_context("dit-accel", words)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_shown_python_runs_with_the_demo_model(monkeypatch, tmp_path):
     """The README's example with the shipped model runs as it stands, here at a toy size."""
     monkeypatch.chdir(tmp_path)
@@ -47,6 +48,14 @@ def test_shown_python_runs_with_the_demo_model(monkeypatch, tmp_path):
     (example,) = (block for block in blocks(ROOT / "README.md", "python") if "demo-flux" in block)
     exec(compile(example, "README.md", "exec"), {})
     assert (tmp_path / "stars.png").is_file()
+
+
+def test_shown_python_has_no_names_of_the_past():
+    """Snippets, examples and model cards say `dtype`; `torch_dtype` warns since diffusers 0.40."""
+    cards = (ROOT / "dit_accel" / "tools" / "assets").glob("*/README.md")
+    shown = [block for page in (*PAGES, *cards) for block in blocks(page, "python")]
+    shown += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
+    assert len(shown) > 20 and not any("torch_dtype=" in text for text in shown)
 
 
 def linked(page):

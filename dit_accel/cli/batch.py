@@ -125,7 +125,7 @@ class Worker:
 
     def __init__(self, setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], console: Console) -> None:
         self._pipe, self._medium, preset = open_pipeline(setup, console)
-        self._model, self._picture = setup.model, picture
+        self._setup, self._picture = setup, picture
         self._guider = getattr(self._pipe, "guider", None)
         self.suffix = self._medium.default_output.suffix
         self.preset = preset and preset.effective()
@@ -152,7 +152,7 @@ class Worker:
         if self._guider is not None:
             self._pipe.guider = self._guider
         own = {key: value for key, value in job.settings.items() if key != "seed"}
-        return call_arguments(self._pipe, self._model, {**own, "image": self._picture})
+        return call_arguments(self._pipe, self._setup.model, {**own, "image": self._picture}, self._setup.call)
 
 
 def run_jobs(

@@ -44,6 +44,7 @@ def command(
         int,
         typer.Option("--settings", min=1, help="Most settings of each peer, and targets, spread over their range."),
     ] = 4,
+    call: options.CallOption = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -85,15 +86,16 @@ def command(
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    picture = read_image(image)
+    picture, others = read_image(image), options.parse_call(call)
 
     def load(console: Console) -> Any:
         return load_pipeline(model, device=device, dtype=dtype, offload="none", console=console)
 
     pipe = load(console)
     loaded = [pipe]
-    arguments = call_arguments(pipe, model, {**given, "image": picture})
+    arguments = call_arguments(pipe, model, {**given, "image": picture}, others)
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
+    facts |= {"call": others} if others else {}
     sweep = Sweep(output, {**facts, "prompts": texts})
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(

@@ -33,6 +33,7 @@ def command(
     model: options.ModelOption = options.DEFAULT_MODEL,
     preset: options.PresetOption = None,
     settings: options.SetOption = None,
+    call: options.CallOption = None,
     steps: options.StepsOption = None,
     seed: options.SeedOption = 0,
     height: options.HeightOption = None,
@@ -153,7 +154,7 @@ def command(
         raise options.OptionError(used, "needs an accelerated run, and --preset none is plain")
     if preset == "none" and degrees.get("branches", 1) > 1:
         raise options.OptionError("--parallel", "branches are shared in an accelerated run; --preset exact will do")
-    picture = read_image(image)
+    picture, others = read_image(image), options.parse_call(call)
     common = {
         "negative-prompt": negative_prompt,
         "steps": steps,
@@ -164,9 +165,9 @@ def command(
     }
     jobs = [] if prompts is None else read_jobs(prompts, common | {"seed": seed})
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
-    setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees)
+    setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees, others)
     if output_dir is not None:
-        facts = {"model": model, "image": image and str(image)}
+        facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
         if engine == "ray":
             with ray_engine(setup, picture, jobs, actors, console) as several:
                 run_jobs(several, jobs, output_dir, facts, console, force=force)
@@ -174,15 +175,16 @@ def command(
             run_jobs(Worker(setup, picture, jobs, console), jobs, output_dir, facts, console, force=force)
         return
     pipe, medium, chosen = open_pipeline(setup, console)
-    arguments = call_arguments(pipe, model, {"prompt": prompt, **common, "image": picture, "num-images": num_images})
+    named = {"prompt": prompt, **common, "image": picture, "num-images": num_images}
+    arguments = call_arguments(pipe, model, named, others)
     files = numbered(output or medium.default_output, num_images or 1)
     if output is None and not force:
         files = unused(medium.default_output, num_images or 1, partial(medium.files, compare=compare))
     for file in files if leads() else ():
         medium.require_output(file, compare=compare, force=force)
     written = [("--output", each) for file in files for each in medium.files(file, compare=compare)]
-    named = [(option, path) for option, path in (("--plot", plot), ("--json", json_path)) if path is not None]
-    require_distinct([*written, *named])
+    beside = [(option, path) for option, path in (("--plot", plot), ("--json", json_path)) if path is not None]
+    require_distinct([*written, *beside])
     if compare:
         sides = both_sides(pipe, arguments, seed, chosen, repeats, console, whole=offload != "none")
     else:
@@ -199,6 +201,7 @@ def command(
         timeline_figure(sides.report, plot)
     if json_path:
         facts = {"model": model, "preset": chosen.name if chosen else None, "prompt": prompt, "seed": seed}
+        facts |= {"call": others} if others else {}
         json_path.write_text(json.dumps({**facts, **summary}, indent=2) + "\n", encoding="utf-8")
     _print_summary(console, summary, chosen, sides)
 

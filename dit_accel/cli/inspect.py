@@ -28,6 +28,7 @@ def command(
     model: options.ModelOption = options.DEFAULT_MODEL,
     preset: options.PresetOption = None,
     settings: options.SetOption = None,
+    call: options.CallOption = None,
     layer: Annotated[
         str | None,
         typer.Option("--layer", help="Layer whose symbols are drawn over the picture.", show_default="the middle one"),
@@ -60,6 +61,7 @@ def command(
     preset, overrides = options.named_preset(preset, model, settings, plain)
     given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image)
+    others = options.parse_call(call)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -73,7 +75,7 @@ def command(
     medium = medium_of(pipe, model_fps(model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
     medium.require_output(file, compare=False, force=force)
-    arguments = call_arguments(pipe, model, given)
+    arguments = call_arguments(pipe, model, given, others)
     accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
     made = timed_call(pipe, arguments, seed).results[0]
     report = pipe.dit_accel.report()

@@ -50,7 +50,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a shipped demo model.",
+        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a demo model.",
     ),
 ]
 PresetOption = Annotated[
@@ -67,6 +67,15 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
+    ),
+]
+CallOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--call",
+        metavar="NAME=VALUE",
+        help="Any other argument of the pipeline's own call, its value in YAML, e.g. --call max_sequence_length=256. "
+        "Repeatable.",
     ),
 ]
 StepsOption = Annotated[
@@ -136,18 +145,27 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
     """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML."""
+    return _parse_pairs("--set", "KEY=VALUE, e.g. target_error=0.1", settings)
+
+
+def parse_call(arguments: list[str] | None) -> dict[str, Any]:
+    """``["max_sequence_length=256", …]`` as arguments of a pipeline's call; values are YAML."""
+    return _parse_pairs("--call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
+
+
+def _parse_pairs(option: str, form: str, given: list[str] | None) -> dict[str, Any]:
     from dit_accel.presets.reading import read_yaml
 
-    overrides = {}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
+    pairs = {}
+    for each in given or []:
+        key, equals, value = each.partition("=")
         if not equals or not key.strip():
-            raise OptionError("--set", f"must be KEY=VALUE, e.g. target_error=0.1, got {shown(setting)}")
+            raise OptionError(option, f"must be {form}, got {shown(each)}")
         try:
-            overrides[key.strip()] = read_yaml(value)
+            pairs[key.strip()] = read_yaml(value)
         except PresetError as error:
-            raise OptionError("--set", f"the value in {shown(setting)} is {error}") from None
-    return overrides
+            raise OptionError(option, f"the value in {shown(each)} is {error}") from None
+    return pairs
 
 
 def named_preset(

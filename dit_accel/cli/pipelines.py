@@ -11,16 +11,17 @@ import json
 import os
 import time
 import traceback
-import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.cli.media import Clips, Pictures, medium_of
 from dit_accel.cli.options import OptionError, choose_preset
 from dit_accel.cli.parallel import join
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened, shown
+from dit_accel.models import dtype_argument
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path, model_fps
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Setup:
         preset: a name or path; "none" runs plain.
         overrides: keys of the preset.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
+        call: further arguments of the pipeline's call, by its own names.
     """
 
     model: str
@@ -54,6 +56,18 @@ class Setup:
     dtype: str | None
     offload: str
     degrees: dict[str, int]
+    call: dict[str, Any]
+
+
+SET_BY_US = {  # arguments of a pipeline's call, and what sets them
+    "prompt": "--prompt or --prompts",
+    "image": "--image",
+    "generator": "--seed",
+    "output_type": "the command",
+    "return_dict": "the command",
+    "callback_on_step_end": "the command",
+    "callback_on_step_end_tensor_inputs": "the command",
+}
 
 
 @dataclass(frozen=True)
@@ -107,11 +121,9 @@ def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload:
     transformers.utils.logging.disable_progress_bar()
     if console.quiet:
         diffusers.utils.logging.set_verbosity_error()
-    with explained_memory(), console.status(f"loading {model}"), warnings.catch_warnings():
-        # Newer diffusers call the argument `dtype` and warn about the name that all versions take.
-        warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+    with explained_memory(), console.status(f"loading {model}"):
         try:
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=precision)
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
         except Exception as error:  # diffusers checks little of what a folder holds: a wrong one fails in any way
             if _lacks_memory(error):
                 raise
@@ -127,13 +139,16 @@ def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload:
     return pipe
 
 
-def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, Any]:
+def call_arguments(
+    pipe: Any, model: str, options: dict[str, Any], others: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Arguments of ``pipe(...)``: a demo model's own defaults, and over them the options that were given.
 
     Where guidance is a component of the pipeline, that is set instead.
 
     Args:
         options: option name without dashes in front (``"num-images"``) to its value; None = not given.
+        others: of ``--call``, by the names of the pipeline.
     """
     from dit_accel.pipeline import makes_video
 
@@ -153,6 +168,8 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
         if key not in parameters:
             raise OptionError(f"--{name}", f"{type(pipe).__name__} takes no {key}")
         arguments[key] = value
+    _require_known(type(pipe).__name__, parameters, others, {keys.get(name, name.replace("-", "_")) for name in given})
+    arguments |= others
     if "negative-prompt" in given and scale in parameters and arguments.get(scale, parameters[scale].default) <= 1.0:
         raise OptionError(
             "--negative-prompt", f"{type(pipe).__name__} uses it only with --guidance above 1, e.g. --guidance 4"
@@ -165,6 +182,22 @@ def call_arguments(pipe: Any, model: str, options: dict[str, Any]) -> dict[str, 
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
         raise OptionError("--image", f"{type(pipe).__name__} needs a picture: give the path of one")
     return arguments
+
+
+def _require_known(
+    pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], given: Collection[str]
+) -> None:
+    """Checks that what ``--call`` names are arguments of the pipeline's call, and such that nothing else sets."""
+    from dit_accel.presets.complaints import did_you_mean
+
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for name in others:
+        if name in given or name in SET_BY_US:
+            raise OptionError("--call", f"{name} is set by {SET_BY_US.get(name, 'an option of its own')} already")
+        if name not in parameters and not takes_any:
+            free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
+            meant = did_you_mean(name, free)
+            raise OptionError("--call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
 
 
 def read_image(path: Path | None) -> Image.Image | None:

@@ -32,6 +32,7 @@ def command(
     model: options.ModelOption = options.DEFAULT_MODEL,
     preset: options.PresetOption = None,
     settings: options.SetOption = None,
+    call: options.CallOption = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -95,9 +96,10 @@ def command(
     split_prompts(listed, tuning_count, held_out_count)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image)
+    others = options.parse_call(call)
 
     pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
-    arguments = call_arguments(pipe, model, given)
+    arguments = call_arguments(pipe, model, given, others)
     base = preset or options.choose_preset(None, {}, pipe).name
     with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:
 

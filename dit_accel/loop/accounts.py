@@ -37,10 +37,9 @@ class Accounts:
         for layer in self.report.density:
             layer.append(None)
 
-    def take_error(self, error: float | None) -> None:
+    def take_error(self, error: float) -> None:
         """What a forecast of this step missed; the worst of the step counts."""
-        if error is not None:
-            self.step.error = max(error, self.step.error or 0.0)
+        self.step.error = max(error, self.step.error or 0.0)
 
     def take_time(self, elapsed: Callable[[], float]) -> None:
         """Of a call of this step, in seconds, to be read at the end."""

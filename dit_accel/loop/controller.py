@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,11 +22,12 @@ from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.memory import ModelSize, plan_memory
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.rows import Rows, join_rows, take_rows
-from dit_accel.loop.tracker import SchedulerClock, StepMode, Tick, TimestepClock
+from dit_accel.loop.tracker import Clock, StepMode, Tick
 from dit_accel.presets import Preset
 
 WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
 MOST_BRANCHES = 8  # that are told apart by the order of calls in a step; pipelines of diffusers have up to 4
+logger = logging.getLogger(__name__)
 STUCK = (
     "rest of the run computed: its steps can't be told apart, for the pipeline's scheduler took none between calls of "
     "one branch"
@@ -46,7 +48,7 @@ class Controller:
     def __init__(
         self,
         preset: Preset,
-        clock: SchedulerClock | TimestepClock,
+        clock: Clock,
         family: str,
         loop: type[ClosedLoop] | None = None,
         gap: type[Gap] | None = None,
@@ -172,7 +174,10 @@ class Controller:
         return _joined(call.branch.loops, parts)
 
     def _decide(self, step: int, loop: ClosedLoop, measured: list[float]) -> None:
-        self._accounts.take_error(loop.decide(step, measured))
+        error = loop.decide(step, measured)
+        if error is not None:
+            logger.debug("step %d: the forecast would have missed %.4g", step, error)
+            self._accounts.take_error(error)
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.
@@ -231,6 +236,7 @@ class Controller:
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
         place = list(self._called).index(key)
+        logger.debug("step %d: %s, %s, %s", tick.step, mode.value, *key)
         return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips, place)
 
     def _follow(self, timestep: torch.Tensor | float) -> Tick:
@@ -241,6 +247,7 @@ class Controller:
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
             self._why_plain = tick.plain
+            logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if tick.plain is not None:
                 self.report.warn(f"every step computed: {tick.plain}")
             elif forecast.corrector and tick.moves is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -93,6 +96,7 @@ class RunReport:
         """A remark on the run as a whole, once."""
         if remark not in self.notes:
             self.notes.append(remark)
+            logger.info("%s", remark)
 
     def warn(self, remark: str) -> None:
         """A remark that is a warning too: something is not accelerated at all."""
@@ -104,6 +108,7 @@ class RunReport:
         entry = {"site": site, "reason": reason}
         if entry not in self.fallbacks:
             self.fallbacks.append(entry)
+            logger.info("%s runs densely: %s", site, reason)
 
     @property
     def steps_by_mode(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +31,7 @@ from dit_accel.loop.moves import Moves, euler_moves, linear_moves
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
+SIGMA_ROUNDING = 1e-4  # of a noise level that a sampler has computed anew
 EULER = "FlowMatchEulerDiscreteScheduler"
 RESCALED_MAX = 1.0  # of timesteps as share of those that the model was trained with
 
@@ -78,6 +79,20 @@ class Tick:
             return range(self.steps)
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
+
+
+class Clock(Protocol):
+    """What tells a controller where the denoising loop stands.
+
+    Attributes:
+        missed_run: whether a run has begun of which no step was read.
+    """
+
+    @property
+    def missed_run(self) -> bool: ...
+
+    def read(self, timestep: torch.Tensor | float) -> Tick:
+        """Where the loop stands at a call of the model with this timestep."""
 
 
 class SchedulerClock:
@@ -202,6 +217,55 @@ class TimestepClock:
             self._run = object()
         self._step = step
         return Tick(self._run, step, len(self._values), self._values, self._values)
+
+
+class SigmaClock:
+    """Reads the step of one run from the noise level at which a sampler calls its model.
+
+    Args:
+        sigmas: noise levels before each step and after the last.
+        is_flow: whether they are those of a flow, 0 to 1; else they are noise over picture.
+        moves: as those of a :class:`Tick`.
+        plain: likewise.
+
+    Attributes:
+        missed_run: as that of :class:`SchedulerClock`; here there is one run alone.
+    """
+
+    missed_run = False
+
+    def __init__(
+        self, sigmas: Sequence[float], is_flow: bool, moves: Moves | None = None, plain: str | None = None
+    ) -> None:
+        self._sigmas = list(sigmas[:-1])
+        # As shares of the largest angle, by which a run that begins in the middle is told from a flow's.
+        self._levels = self._sigmas if is_flow else [math.atan(sigma) / (math.pi / 2) for sigma in self._sigmas]
+        if plain is None and not all(before > after for before, after in pairwise([*self._sigmas, 0.0])):
+            plain = "its noise levels do not fall from step to step"
+        self.plain = plain
+        self._moves = moves if is_flow else None
+        self._run = object()
+        self._step = -1
+
+    def step_at(self, sigma: float) -> int | None:
+        """Index of the step that begins at a noise level; None = there is none."""
+        nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma))
+        return nearest if math.isclose(self._sigmas[nearest], sigma, rel_tol=SIGMA_ROUNDING) else None
+
+    def read(self, timestep: torch.Tensor | float) -> Tick:
+        """Where the sampler stands at a call at a noise level of the run.
+
+        Raises:
+            UnsupportedError: no step begins there.
+        """
+        sigma = _largest(timestep)
+        step = self.step_at(sigma)
+        if step is None:
+            raise UnsupportedError(f"timestep must be a noise level of the run, and {sigma} is none of {self._sigmas}")
+        if step < self._step:
+            self._run = object()
+        self._step = step
+        return Tick(self._run, step, len(self._sigmas), self._sigmas, self._levels, self.plain, self._moves)
 
 
 def _noise_levels(sigmas: torch.Tensor) -> list[float]:

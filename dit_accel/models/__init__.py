@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 TRANSFORMER_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 
 
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of weights for ``from_pretrained`` of diffusers, which called it ``torch_dtype`` before 0.40."""
+    import diffusers
+
+    major, minor = diffusers.__version__.split(".")[:2]
+    return {"dtype" if (int(major), int(minor)) >= (0, 40) else "torch_dtype": dtype}
+
+
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """The pipeline's transformers, each once, by name; empty where it denoises with something else."""
     found: dict[str, torch.nn.Module] = {}

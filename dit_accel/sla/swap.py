@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models import denoisers
+from dit_accel.models import denoisers, dtype_argument
 from dit_accel.models.families import require_family
 from dit_accel.models.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names
@@ -168,7 +168,7 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
     """
     folder = Path(folder)
     for name, transformer in denoisers(pipe).items():
-        loaded = type(transformer).from_pretrained(folder / name, torch_dtype=transformer.dtype)
+        loaded = type(transformer).from_pretrained(folder / name, **dtype_argument(transformer.dtype))
         setattr(pipe, name, loaded.to(transformer.device))
     with safe_open(folder / PROJECTIONS, "pt") as file:
         settings = {key: cast(file.metadata()[key]) for key, cast in _SETTINGS.items()}

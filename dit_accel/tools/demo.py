@@ -1,25 +1,36 @@
-"""The trained demo models that ship inside the package, found by name."""
+"""The trained demo models, found by name: those of a checkout, or of the distribution ``dit-accel-demos``."""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dit_accel.errors import UnsupportedError
+
 DEFAULT_MODEL = "demo-flux"
+DEMOS = (DEFAULT_MODEL, "demo-hunyuan", "demo-wan")
 _NOT_ARGUMENTS = ("fps", "preset", "words")  # of a demo.json, beside the arguments of the pipeline's call
 _ASSETS = Path(__file__).parent / "assets"
 
 
 def demo_names() -> list[str]:
-    """Names of the shipped models, sorted."""
-    return sorted(path.parent.name for path in _ASSETS.glob("*/model_index.json"))
+    """Names of the demo models that are there, sorted."""
+    return sorted(_demos())
 
 
 def demo_path(name: str) -> Path | None:
-    """The diffusers folder of a shipped model, or None if there is none of that name."""
-    return _ASSETS / name if name in demo_names() else None
+    """The diffusers folder of a demo model, or None if there is none of that name.
+
+    Raises:
+        UnsupportedError: there is one, but it is not installed.
+    """
+    folder = _demos().get(name)
+    if folder is None and name in DEMOS:
+        raise UnsupportedError(f"demo model {name} is not installed: pip install 'dit-accel[demos]'")
+    return folder
 
 
 def demo_arguments(folder: Path) -> dict[str, Any]:
@@ -28,17 +39,17 @@ def demo_arguments(folder: Path) -> dict[str, Any]:
 
 
 def model_fps(name: str) -> float | None:
-    """Frames a second of the clips that a shipped model was trained on; None if there is none, or it does not say."""
+    """Frames a second of the clips that a demo model was trained on; None if there is none, or it does not say."""
     return _facts(demo_path(name)).get("fps")
 
 
 def model_preset(name: str) -> str | None:
-    """The preset that a shipped model is meant to run with; None if there is none, or it does not say."""
+    """The preset that a demo model is meant to run with; None if there is none, or it does not say."""
     return _facts(demo_path(name)).get("preset")
 
 
 def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
-    """Words of a prompt that a shipped model was not trained on, in their order, and all that it was, sorted.
+    """Words of a prompt that a demo model was not trained on, in their order, and all that it was, sorted.
 
     Both are empty for any other model.
     """
@@ -48,9 +59,18 @@ def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
 
 
 def tuning_prompts(name: str) -> list[str]:
-    """Prompts to tune on and to confirm with: a shipped model's own, which it was not trained on, else of all kinds."""
+    """Prompts to tune on and to confirm with: a demo model's own, which it was not trained on, else of all kinds."""
     folder = demo_path(name) or _ASSETS
     return (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
+
+
+def _demos() -> dict[str, Path]:
+    """The folders of demo models by name; those of a checkout before those that are installed."""
+    spec = find_spec("dit_accel_demos")
+    installed = map(Path, spec.submodule_search_locations or ()) if spec is not None else ()
+    return {
+        path.parent.name: path.parent for folder in (*installed, _ASSETS) for path in folder.glob("*/model_index.json")
+    }
 
 
 def _facts(folder: Path | None) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Conditions:
     """
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
-        pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=getattr(torch, cell.dtype)).to(device)
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, cell.dtype)).to(device)
         pipe.set_progress_bar_config(disable=True)
         if cell.shift is not None:
             pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)

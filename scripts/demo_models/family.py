@@ -48,6 +48,6 @@ class Family(ABC):
 
     def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
         """Read a pipeline folder."""
-        pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         return pipe

@@ -45,7 +45,7 @@ network, and exists to try acceleration methods and to measure what they cost in
 ```python
 import torch
 from diffusers import FluxPipeline
-pipe = FluxPipeline.from_pretrained("dit_accel/tools/assets/demo-flux", torch_dtype=torch.bfloat16)
+pipe = FluxPipeline.from_pretrained("dit_accel/tools/assets/demo-flux", dtype=torch.bfloat16)
 prompt = "three yellow stars at the top over green hills at night"
 image = pipe(prompt, height=512, width=512, num_inference_steps=50, max_sequence_length={tokens}).images[0]
 ```

@@ -25,7 +25,7 @@ def demo_folder(model: str) -> Path:
 
 def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
     """A demo model's pipeline without a progress bar; `dtype` is torch's name of one."""
-    pipe = DiffusionPipeline.from_pretrained(demo_folder(model), torch_dtype=getattr(torch, dtype)).to(device)
+    pipe = DiffusionPipeline.from_pretrained(demo_folder(model), dtype=getattr(torch, dtype)).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

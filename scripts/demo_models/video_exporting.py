@@ -31,7 +31,7 @@ from diffusers import DiffusionPipeline
 from dit_accel.tools.demo import demo_arguments, demo_path
 
 folder = demo_path("demo-{family}")
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
 prompt = "a red circle moves up to the right over green hills, the camera pans left"
 frames = pipe(prompt, **demo_arguments(folder)).frames[0]
 ```

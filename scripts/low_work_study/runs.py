@@ -73,7 +73,7 @@ class Runs:
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
         self.case = case
-        self.pipe = DiffusionPipeline.from_pretrained(case.folder, torch_dtype=getattr(torch, case.dtype))
+        self.pipe = DiffusionPipeline.from_pretrained(case.folder, dtype=getattr(torch, case.dtype))
         self.pipe.to(case.device).set_progress_bar_config(disable=True)
         given = {"num_inference_steps": case.steps, "height": case.size, "width": case.size}
         own = demo_arguments(Path(case.folder))

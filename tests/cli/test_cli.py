@@ -130,6 +130,47 @@ def test_default_preset_is_balanced(run, models, tmp_path):
         assert json.loads((tmp_path / f"{model}.json").read_text())["preset"] == "balanced"
 
 
+def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
+    """--call gives the pipeline's call what no option names, as YAML, and the JSON says so."""
+    from diffusers import DiffusionPipeline
+
+    common = ("generate", "-p", "a fox", "-m", models / "flux", *SMALL, "--preset", "none", "--json", "o.json")
+    assert run(*common, "--call", "sigmas=[1.0, 0.75, 0.25]", "--call", "max_sequence_length=8").exit_code == 0
+    pipe = DiffusionPipeline.from_pretrained(models / "flux")
+    call = {"num_inference_steps": 10, "height": 64, "width": 64, "max_sequence_length": 8}
+    expected = pipe("a fox", sigmas=[1.0, 0.75, 0.25], generator=torch.Generator().manual_seed(0), **call).images[0]
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "output.png")), np.asarray(expected))
+    given = {"sigmas": [1.0, 0.75, 0.25], "max_sequence_length": 8}
+    assert json.loads((tmp_path / "o.json").read_text())["call"] == given
+
+
+@pytest.mark.parametrize(
+    ("command", "beside"),
+    [
+        pytest.param(("generate", "-p", "a"), (), id="generate"),
+        pytest.param(("inspect", "-p", "a", "-o", "folder"), (), id="inspect"),
+        pytest.param(("compare", "-p", "a"), ("--peers", "none"), id="compare"),
+        pytest.param(("tune", "--target-psnr", "40"), (), id="tune"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        pytest.param(
+            "max_sequence_lenght=8", "no max_sequence_lenght (did you mean 'max_sequence_length'?)", id="unknown"
+        ),
+        pytest.param("height=64", "height is set by an option of its own already", id="option"),
+        pytest.param("generator=1", "generator is set by --seed already", id="seed"),
+        pytest.param("height", "--call: must be NAME=VALUE", id="form"),
+    ],
+)
+def test_mistakes_of_call(run, models, command, beside, call, told):
+    """Every command that runs a pipeline takes --call, and says what can't be passed."""
+    result = run(*command, "-m", models / "flux", *SMALL, *beside, "--call", call)
+    assert result.exit_code != 0
+    assert told in " ".join(result.stderr.split())
+
+
 MISTAKES = {
     "preset": (["--preset", "flux-balansed"], "did you mean 'balanced'"),
     "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),

@@ -9,6 +9,7 @@ from PIL import Image
 from dit_accel.cli import options
 from dit_accel.cli.media import medium_of
 from dit_accel.cli.pipelines import call_arguments
+from dit_accel.errors import UnsupportedError
 from dit_accel.tools import demo
 from dit_accel.tools.metrics import clip_ssim, psnr
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
@@ -164,6 +165,14 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
     assert demo.model_fps("demo-clip") == 8 and demo.model_fps("some/model") is None
     assert demo.unknown_words("demo-clip", "A red, red fox!") == (["red"], ["a", "fox"])
     assert demo.unknown_words("some/model", "a red fox") == ([], [])
+
+
+def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
+    """Its distribution is named; what is no demo model's name is left to be a folder or a hub's."""
+    monkeypatch.setattr(demo, "_ASSETS", tmp_path)
+    with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install 'dit-accel\[demos\]'"):
+        demo.demo_path("demo-wan")
+    assert demo.demo_path("owner/demo-wan") is None and demo.demo_names() == []
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,19 @@ def test_modes_follow_the_schedule():
     assert loop.controller.report.steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
 
 
+def test_a_run_and_its_decisions_are_logged(caplog, capfd):
+    """INFO has the start of a run, DEBUG each call's mode and what was decided; nothing is printed by itself."""
+    caplog.set_level("DEBUG", logger="dit_accel")
+    loop = Loop("balanced")
+    for step in range(3):
+        loop.call(step)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[0] == ("INFO", f"run of {STEPS} steps begins: balanced on any")
+    assert [text for level, text in told if "full, transformer" in text and level == "DEBUG"]
+    assert [text for level, text in told if "would have missed" in text and level == "DEBUG"]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_dispatch_continues_what_was_recorded():
     """A forecast of order 1 continues an output that is linear in the step; one of order 0 repeats it."""
     for order in (0, 1):

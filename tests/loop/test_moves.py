@@ -1,12 +1,14 @@
 """What each step's output adds to the result of a run, read off the scheduler."""
 
 import copy
+from itertools import pairwise
 
 import diffusers
 import pytest
 import torch
 
-from dit_accel.loop.moves import euler_moves, linear_moves
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.moves import euler_moves, linear_moves, sampler_moves
 
 # diffusers' own, at the construction of a scheduler and in the steps of DEIS
 pytestmark = [
@@ -129,3 +131,37 @@ def test_the_scheduler_stays_as_it_is(name):
     assert vars(scheduler).keys() == before.keys()
     for key, value in vars(scheduler).items():
         assert torch.equal(value, before[key]) if isinstance(value, torch.Tensor) else value == before[key], key
+
+
+SIGMAS = [1.0, 0.8, 0.5, 0.3, 0.0]
+
+
+def euler_sampler(model, latents):
+    for sigma, following in pairwise(SIGMAS):
+        latents = latents + (latents - model(latents, sigma)) / sigma * (following - sigma)
+    return latents
+
+
+def test_moves_of_a_sampler_that_calls_its_model():
+    """A trial of Euler's steps finds what they are known to be, and leaves random numbers alone."""
+    state = torch.get_rng_state()
+    torch.testing.assert_close(
+        torch.tensor(sampler_moves(euler_sampler, SIGMAS)), torch.tensor(euler_moves(SIGMAS)), atol=1e-6, rtol=0
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "sample, reason",
+    [
+        pytest.param(lambda model, x: model(model(x, 1.0), 0.9), "between the steps", id="between-the-steps"),
+        pytest.param(lambda model, x: model(model(x, 1.0), 1.0), "more than once a step", id="twice"),
+        pytest.param(lambda model, x: model(x, 1.0), "every step", id="too-few"),
+        pytest.param(lambda model, x: euler_sampler(model, x) + torch.randn_like(x), "draws noise", id="noise"),
+        pytest.param(lambda model, x: euler_sampler(model, x).clamp(-1, 1), "more than to add up", id="clips"),
+    ],
+)
+def test_samplers_that_are_no_sum_are_refused(sample, reason):
+    """The reason tells what of the sampler can't be forecast."""
+    with pytest.raises(UnsupportedError, match=reason):
+        sampler_moves(sample, SIGMAS)

@@ -33,6 +33,19 @@ def report() -> RunReport:
     )
 
 
+def test_remarks_and_fallbacks_are_logged(caplog):
+    """Under the package's name, each once."""
+    caplog.set_level("INFO", logger="dit_accel")
+    told = report()
+    for _ in range(2):
+        told.note("caches dropped")
+        told.fall_back("block.9", "it is compiled")
+    assert [record.getMessage() for record in caplog.records] == [
+        "caches dropped",
+        "block.9 runs densely: it is compiled",
+    ]
+
+
 def test_steps_are_counted_by_mode():
     """Modes that did not occur are not listed."""
     assert report().steps_by_mode == {"full": 1, "update": 2, "dispatch": 1}

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.growth import error_weights
-from dit_accel.loop.tracker import SchedulerClock, Tick, TimestepClock
+from dit_accel.loop.tracker import SchedulerClock, SigmaClock, Tick, TimestepClock
 
 # diffusers' own, at the construction of a scheduler
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -296,3 +296,31 @@ def test_steps_that_go_back_are_a_new_run():
         runs.append(denoise(scheduler, clock))
     assert [tick.step for ticks in runs for tick in ticks] == 2 * list(range(6))
     assert runs[0][0].run is not runs[1][0].run
+
+
+def test_sigmas_tell_the_step_of_a_sampler():
+    """Rounding is no other step, a noise level between the steps is none, and going back begins a new run."""
+    sigmas = [1.0, 0.75, 0.5, 0.0]
+    clock = SigmaClock(sigmas, is_flow=True, moves=(moves := [[0.0]]))
+    assert clock.step_at(0.6) is None and clock.step_at(0.75001) == 1
+    first, second = clock.read(torch.tensor([1.0, 1.0])), clock.read(0.75)
+    assert (first.step, second.step, second.steps, list(second.sigmas)) == (0, 1, 3, sigmas[:-1])
+    assert first.run is second.run and second.moves is moves and second.plain is None
+    assert clock.read(1.0).run is not first.run
+    with pytest.raises(UnsupportedError, match=r"0.6 is none of \[1.0, 0.75, 0.5\]"):
+        clock.read(0.6)
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["from-noise", "from-an-image"])
+def test_sigmas_of_noise_over_picture_are_shares_of_an_angle(first):
+    """A model that predicts noise is never taken for a flow, wherever its run begins; nothing of it is corrected."""
+    sigmas = [14.6, 5.0, 2.0, 0.9, 0.3, 0.0][first:]
+    tick = SigmaClock(sigmas, is_flow=False, moves=[[0.0]]).read(sigmas[0])
+    assert tick.sigmas == pytest.approx([2 / math.pi * math.atan(sigma) for sigma in sigmas[:-1]])
+    assert tick.moves is None
+
+
+@pytest.mark.parametrize("sigmas", [[1.0, 0.5, 0.5, 0.0], [0.2, 0.4, 0.6], [1.0, 0.0, 0.0]])
+def test_sigmas_that_do_not_fall_run_plainly(sigmas):
+    """Steps that can't be told apart are computed."""
+    assert "do not fall" in SigmaClock(sigmas, is_flow=True).read(sigmas[0]).plain

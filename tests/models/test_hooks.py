@@ -10,6 +10,7 @@ from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models import dtype_argument
 from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
 
@@ -180,3 +181,10 @@ def test_pickling_waits_for_a_restored_pipeline(name, preset, write, tmp_path):
 def _with_lora(pipe):
     pipe.load_lora_weights(tiny_flux_lora(pipe))
     return pipe
+
+
+@pytest.mark.parametrize("version, name", [("0.35.0", "torch_dtype"), ("0.40.0.dev0", "dtype"), ("1.0.0", "dtype")])
+def test_the_dtype_of_weights_has_the_name_of_the_version(monkeypatch, version, name):
+    """diffusers before 0.40 takes no notice of `dtype`, and later ones warn of `torch_dtype`."""
+    monkeypatch.setattr("diffusers.__version__", version)
+    assert dtype_argument(torch.float16) == {name: torch.float16}

@@ -183,14 +183,14 @@ def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
     assert (results / "samples.png").stat().st_size > 1000
     from diffusers import FluxPipeline
 
-    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    pipe = FluxPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     image = pipe("A red zebra?", height=32, width=32, num_inference_steps=2, output_type="np").images[0]
     assert image.shape == (32, 32, 3)
     assert image.std() > 0
 
     train("--model", "demo-flux", "--output", tmp_path / "more", "--resume", state)
-    resumed = FluxPipeline.from_pretrained(tmp_path / "more", torch_dtype=torch.bfloat16)
+    resumed = FluxPipeline.from_pretrained(tmp_path / "more", dtype=torch.bfloat16)
     for name, weight in pipe.vae.state_dict().items():
         assert torch.equal(resumed.vae.state_dict()[name], weight), name
     later = resumed.transformer.state_dict()

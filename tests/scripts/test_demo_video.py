@@ -175,7 +175,7 @@ def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
     assert following["painted, 9 frames of 48px"]["clips"] == 1
     assert (tmp_path / "results" / "samples.png").stat().st_size > 1000
 
-    pipe = DiffusionPipeline.from_pretrained(tmp_path / "demo", torch_dtype=torch.float32)
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "demo", dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     call = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert call.pop("fps") == 8
@@ -188,7 +188,7 @@ def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
     assert frames.std() > 0
 
     train(*arguments, tmp_path / "more", "--resume", tmp_path / "state", "--seed", 1)
-    resumed = DiffusionPipeline.from_pretrained(tmp_path / "more", torch_dtype=torch.float32)
+    resumed = DiffusionPipeline.from_pretrained(tmp_path / "more", dtype=torch.float32)
     for name, weight in pipe.vae.state_dict().items():
         assert torch.equal(resumed.vae.state_dict()[name], weight), name
     later = resumed.transformer.state_dict()

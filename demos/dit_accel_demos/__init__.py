@@ -1,0 +1,1 @@
+"""Small trained models, a folder each; ``dit_accel.tools.demo`` finds them."""
