@@ -114,7 +114,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
     monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(batch, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
-    worker = batch.Worker(SimpleNamespace(model="model"), None, jobs, Console(quiet=True))
+    worker = batch.Worker(SimpleNamespace(model="model", call={}), None, jobs, Console(quiet=True))
     for job in jobs:
         worker.make(job)
     assert scales == [3.0, 6.0]
