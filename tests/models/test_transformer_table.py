@@ -99,17 +99,17 @@ def test_the_table_is_right():
 
 
 def test_pages_name_every_family():
-    """README and docs have the registry's families in the rows that say what families have, and in no other."""
+    """Pages have the registry's families in the rows that say what families have, and in no other."""
     titles = {hand: [each.title for each in FAMILIES if (each.name in HAND_WRITTEN) == hand] for hand in (False, True)}
     facts, own = (", ".join(titles[hand]) for hand in (False, True))
-    readme, adding, presets = (
+    using, adding, presets = (
         (PAGE.parents[2] / name).read_text(encoding="utf-8")
-        for name in ("README.md", "docs/reference/adding_a_model.md", "docs/reference/presets.md")
+        for name in ("docs/guide/using.md", "docs/reference/adding_a_model.md", "docs/reference/presets.md")
     )
-    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in readme
+    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in using
     assert f"| families | {facts} | {own} |" in adding
     assert f"| `model` | `any`, {', '.join(f'`{each.name}`' for each in FAMILIES)} |" in presets
-    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", readme, flags=re.MULTILINE)
+    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", using, flags=re.MULTILINE)
     assert not {*others.split(", ")} & {*titles[False], *titles[True]}
 
 
