@@ -112,7 +112,13 @@ def test_every_requirement_is_pinned_for_the_scripts():
     """scripts/test and scripts/demo install exact versions: each requirement of pyproject.toml has its pin."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    required = [*project["project"]["dependencies"], *extras["plots"], *extras["video"], *extras["dev"]]
+    required = [
+        *project["project"]["dependencies"],
+        *extras["plots"],
+        *extras["video"],
+        *extras["docs"],
+        *extras["dev"],
+    ]
     required += project["build-system"]["requires"]
     names = {re.match(r"[\w.-]+", requirement).group().lower() for requirement in required}
     names -= {"dit-accel"}  # extras of its own
