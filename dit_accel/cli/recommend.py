@@ -50,7 +50,7 @@ def command(
 
     found = recommend(
         model,
-        gpu=gpu or _present_gpu(),
+        gpu=gpu.lower() if gpu else _present_gpu(),
         steps=steps,
         height=height,
         width=width,
@@ -92,4 +92,5 @@ def _present_gpu() -> str | None:
     from dit_accel.tools.recommend import CARDS
 
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((card for card in CARDS if card in name.replace(" ", "").replace("-", "")), None)
+    fits = (card for card in CARDS if all(part in name for part in card.split("-")))
+    return None if "laptop" in name else next(fits, None)

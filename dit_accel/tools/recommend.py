@@ -34,6 +34,7 @@ CARDS = {
     "4090": Card("RTX 4090", 24, (8, 9)),
     "5090": Card("RTX 5090", 32, (12, 0)),
     "l40s": Card("L40S", 48, (8, 9)),
+    "a100-40gb": Card("A100 of 40 GB", 40, (8, 0)),
     "a100": Card("A100", 80, (8, 0)),
     "h100": Card("H100", 80, (9, 0)),
     "h200": Card("H200", 141, (9, 0)),
@@ -130,7 +131,7 @@ def recommend(
     choices = _choices(identity.family, count, is_video=is_video, is_long=tokens is not None and tokens >= LONG_CLIP)
     card = None if gpu is None else CARDS[gpu]
     notes = [
-        *_notes_on_quality(choices[0], count, is_video=is_video, family=identity.family),
+        *_notes_on_quality(choices[0], count, is_given=steps is not None, is_video=is_video, family=identity.family),
         *_notes_on_speed(choices[0], identity, card),
         *_notes_on_memory(identity, card, quantized=quantized),
         *_notes_on_tiles(choices[-1].preset),
@@ -140,7 +141,7 @@ def recommend(
     if gpus > 1:
         way, note = _shared(identity.family, gpus)
         notes.append(note)
-    sizes = {"--steps": steps, "--height": height, "--width": width, "--num-frames": frames}
+    sizes = {"--steps": count if few else steps, "--height": height, "--width": width, "--num-frames": frames}
     name = identity.name if identity.is_loadable else "MODEL"
     options = [word for option, number in sizes.items() if number for word in (option, str(number))]
     offload = _offload(identity, card, quantized=quantized)
@@ -207,13 +208,15 @@ def choice_of(name: str, *, steps: int, use: str, family: str | None = None) -> 
     return Choice(name, run, gain, use, timed[0].what if timed else "")
 
 
-def _notes_on_quality(choice: Choice, steps: int, *, is_video: bool, family: str) -> list[str]:
+def _notes_on_quality(choice: Choice, steps: int, *, is_given: bool, is_video: bool, family: str) -> list[str]:
     run = choice.run
     if run is None:
         return []
     notes = [
         "PSNR is against all steps computed, on small models that the project trains; see your own with --compare."
     ]
+    if not is_given:
+        notes.append(f"No number of steps was given; the figures are of {run.steps}.")
     if run.steps != steps:
         notes.append(f"{steps} steps were not measured; the figures are of {run.steps}, the nearest.")
     if steps <= FEW_STEPS and is_video:
@@ -241,7 +244,7 @@ def _notes_on_speed(choice: Choice, model: Identity, card: Card | None) -> list[
         where = "your card" if card is None else f"the {card.title}"
         notes.append(f"Nothing was timed on {where}; {share}.")
     if card is not None and card.capability < (8, 0):
-        notes.append("Fused kernels need compute capability 8.0, so there computed steps run as in diffusers.")
+        notes.append("Fused kernels need compute capability 8.0, so there computed steps run without them.")
     return notes
 
 
@@ -255,7 +258,14 @@ def _offload(model: Identity, card: Card | None, *, quantized: bool) -> str | No
     peak = _peak(model)
     if peak is None or card is None or quantized:
         return None
-    return "sequential" if peak[0] > card.memory_gib else "model" if peak[0] > card.memory_gib / 2 else None
+    if peak[0] > card.memory_gib:
+        return "sequential"
+    return "model" if _transformers(model) * peak[0] > card.memory_gib / 2 else None
+
+
+def _transformers(model: Identity) -> int:
+    """How many of that size a pipeline holds: two where experts for high and low noise take turns."""
+    return 2 if "a14b" in model.name.lower() else 1
 
 
 def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> list[str]:
@@ -263,7 +273,11 @@ def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> 
     peak, offload = _peak(model), _offload(model, card, quantized=quantized)
     if peak is None or card is None or quantized:
         return notes
-    what = f"The transformer alone came to {peak[0]} GiB in bf16 ({peak[1]}); the {card.title} has {card.memory_gib}"
+    pair = "" if _transformers(model) == 1 else ", of which this model has two"
+    what = (
+        f"A transformer of this size came to {peak[0]} GiB in bf16 ({peak[1]}){pair}; the {card.title} has "
+        f"{card.memory_gib}"
+    )
     if offload == "sequential":
         return [*notes, f"{what}: offload layer by layer (slow), or quantise it."]
     return [*notes, f"{what}" + (": offload the pipeline's parts while others run." if offload else ".")]

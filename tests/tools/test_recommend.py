@@ -180,6 +180,18 @@ def test_bad_arguments_are_told(wrong):
         recommend("flux", **wrong)
 
 
+def test_two_transformers_count_twice():
+    """Wan 2.2's pair fills more than half of a card that one of them would not."""
+    one, two = ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.2-T2V-A14B-Diffusers")
+    assert "--offload" not in recommend(one, gpu="a100").shell and "--offload model" in recommend(two, gpu="a100").shell
+
+
+def test_distilled_models_run_few_steps():
+    """Without a number of steps the line for a distilled model has that of the figures, and the notes say so."""
+    found = recommend("black-forest-labs/FLUX.1-schnell")
+    assert "--steps 8" in found.shell and "the figures are of 8" in " ".join(found.notes)
+
+
 def test_every_choice_has_figures():
     """No recommended preset lacks a measurement."""
     choices = [c for model in ("flux", "wan", "hunyuan_video", "any") for c in recommend(model).choices]
