@@ -12,7 +12,12 @@ from dit_accel.presets import ALIASES, preset_names
 from dit_accel.tools import demo
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SHELVES = ("guide", "reference", "notes")
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(page for shelf in SHELVES for page in sorted((ROOT / "docs" / shelf).glob("*.md"))),
+]
 
 
 def blocks(page, language):
@@ -87,14 +92,14 @@ def test_contributing_names_files_that_exist():
 
 
 def test_every_preset_is_documented():
-    """docs/presets.md names every shipped preset, in full or by its ending."""
-    text = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    """docs/reference/presets.md names every shipped preset, in full or by its ending."""
+    text = (ROOT / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
     missing = [n for n in preset_names() if n not in text and f"`-{n.rsplit('-', 1)[-1]}`" not in text]
     assert missing == []
 
 
 def test_every_former_name_of_a_preset_is_in_the_table():
-    """docs/presets.md has a row for each name of today, with all its former ones."""
-    text = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    """docs/reference/presets.md has a row for each name of today, with all its former ones."""
+    text = (ROOT / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| preset (.*?) \| `([\w-]+)` \|$", text, flags=re.MULTILINE))
     assert {former: today for names, today in rows.items() for former in re.findall(r"`([\w-]+)`", names)} == ALIASES

@@ -38,7 +38,8 @@ def command(
         ),
     ] = None,
     peers: Annotated[
-        str, typer.Option("--peers", help="`all`, `none`, or names of these, separated by commas; docs/comparing.md.")
+        str,
+        typer.Option("--peers", help="`all`, `none`, or names of these, separated by commas; docs/guide/comparing.md."),
     ] = "all",
     settings: Annotated[
         int,

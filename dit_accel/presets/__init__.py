@@ -6,6 +6,7 @@ valid.
 """
 
 from dit_accel.presets.loading import fitting_presets, load_preset, preset_names, preset_path, preset_schema
+from dit_accel.presets.measured import Measured, Run, StepTime, measured
 from dit_accel.presets.names import ALIASES, default_preset, name_of_today
 from dit_accel.presets.preset import VIDEO_FAMILIES, Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Memory, Reuse, Schedule
@@ -17,14 +18,18 @@ __all__ = [
     "Blocks",
     "Forecast",
     "Kernels",
+    "Measured",
     "Memory",
     "Preset",
     "Reuse",
+    "Run",
     "Schedule",
     "Skip",
+    "StepTime",
     "default_preset",
     "fitting_presets",
     "load_preset",
+    "measured",
     "name_of_today",
     "preset_names",
     "preset_path",

@@ -4,8 +4,8 @@ ComfyUI's samplers follow ``dx / dσ = (x − D) / σ`` with D the denoised late
 is what the loop forecasts: the model's own output where it predicts a flow or noise, and smooth along the run where D
 is not. A forecast step gives ``D̂ = x − σ · F̂`` of the latents x that it is called with.
 
-The folder ``integrations/comfyui`` of the repository goes into ComfyUI's ``custom_nodes``; docs/comfyui.md has more.
-Nothing of ComfyUI is imported here.
+The folder ``integrations/comfyui`` of the repository goes into ComfyUI's ``custom_nodes``; docs/guide/comfyui.md has
+more. Nothing of ComfyUI is imported here.
 """
 
 from __future__ import annotations

@@ -263,12 +263,40 @@ def test_inspect_at_level_output_says_why_there_is_no_map(run, models, tmp_path)
     assert result.exit_code == 2 and "a run of level output has no symbols here; use a preset" in result.stderr
 
 
+def listed(run, *options):
+    """First columns of the rows of `presets list`."""
+    result = run("presets", "list", *options)
+    assert result.exit_code == 0, result.output
+    return [line.split()[0] for line in result.stdout.splitlines()[1:] if not line.startswith(" ")]
+
+
 def test_presets_list_names_every_preset(run):
-    """The list holds each shipped preset."""
-    result = run("presets", "list")
-    assert result.exit_code == 0
-    listed = [line.split()[0] for line in result.stdout.splitlines()[1:] if not line.startswith(" ")]
-    assert listed == preset_names()
+    """With --all the list holds each shipped preset; without, about ten, which are closed loops."""
+    assert listed(run, "--all") == preset_names()
+    short = listed(run)
+    assert {"quality", "balanced", "turbo"} < set(short) < set(preset_names()) and len(short) <= 12
+    assert {load_preset(name).schedule.control for name in short} == {"adaptive"}
+
+
+def test_presets_list_shows_what_headers_measured(run):
+    """Computed fraction, PSNR and speed-up stand in a preset's row, and a preset without figures says so."""
+    rows = {line.split()[0]: line for line in run("presets", "list", "--all").stdout.splitlines()[1:]}
+    assert "0.24 to 0.33" in rows["balanced"] and "39 to 55" in rows["balanced"] and "×" in rows["balanced"]
+    assert rows["exact"].count("not measured") == 3
+
+
+@pytest.mark.parametrize(
+    "model, there, missing",
+    [
+        ("black-forest-labs/FLUX.1-dev", {"balanced", "flux-sparge-balanced"}, {"video-balanced", "wan21-sparge"}),
+        ("wan", {"video-turbo", "wan21-sparge-balanced"}, {"turbo", "flux-fora", "hunyuan-sparge"}),
+        ("demo-hunyuan", {"video-balanced", "hunyuan-sparge"}, {"balanced", "wan21-sparge"}),
+    ],
+)
+def test_presets_list_filters_by_model(run, model, there, missing):
+    """An id, a family and a shipped model show the presets that they can run, videos the video forms."""
+    names = set(listed(run, "--all", "--model", model))
+    assert there <= names and not missing & names
 
 
 def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):

@@ -1,4 +1,4 @@
-"""docs/transformers.md: what becomes of every transformer class of the diffusers that is installed.
+"""docs/reference/transformers.md: what becomes of every transformer class of the diffusers that is installed.
 
 python -m tests.models.test_transformer_table      # writes the page anew
 """
@@ -23,7 +23,7 @@ from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
 from tests.models import tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformers.md"
 TINY = [
     *("flux", "sd3", "mochi", "ltx", "qwen-image", "wan", "hunyuan", "framepack", "hunyuan15"),
     *tiny.PIPELINES,
@@ -99,17 +99,17 @@ def test_the_table_is_right():
 
 
 def test_pages_name_every_family():
-    """README and docs have the registry's families in the rows that say what families have, and in no other."""
+    """Pages have the registry's families in the rows that say what families have, and in no other."""
     titles = {hand: [each.title for each in FAMILIES if (each.name in HAND_WRITTEN) == hand] for hand in (False, True)}
     facts, own = (", ".join(titles[hand]) for hand in (False, True))
-    readme, adding, presets = (
-        (PAGE.parents[1] / name).read_text(encoding="utf-8")
-        for name in ("README.md", "docs/adding_a_model.md", "docs/presets.md")
+    using, adding, presets = (
+        (PAGE.parents[2] / name).read_text(encoding="utf-8")
+        for name in ("docs/guide/using.md", "docs/reference/adding_a_model.md", "docs/reference/presets.md")
     )
-    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in readme
+    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in using
     assert f"| families | {facts} | {own} |" in adding
     assert f"| `model` | `any`, {', '.join(f'`{each.name}`' for each in FAMILIES)} |" in presets
-    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", readme, flags=re.MULTILINE)
+    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", using, flags=re.MULTILINE)
     assert not {*others.split(", ")} & {*titles[False], *titles[True]}
 
 

@@ -1,0 +1,96 @@
+"""``dit-accel recommend``: which preset, for which model, card and length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dit_accel.cli import options
+
+if TYPE_CHECKING:
+    from dit_accel.tools.recommend import Choice
+
+TITLES = ("computed", "PSNR dB", "speed-up")
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="Model id on the Hugging Face hub, folder, demo model, or a family such as wan."
+        ),
+    ],
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="4090, a100, h100, h200, …", show_default="the GPU that is there")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, max=options.MOST_STEPS, help="Denoising steps.", show_default="50")
+    ] = None,
+    height: options.HeightOption = None,
+    width: options.WidthOption = None,
+    num_frames: Annotated[
+        int | None, typer.Option("--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Of the clip.")
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="A LoRA is loaded.")] = False,
+    quantized: Annotated[bool, typer.Option("--quantized", help="Weights are quantised.")] = False,
+    distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled to few steps.")] = False,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that share one picture or clip.")] = 1,
+) -> None:
+    """Say which preset to take, what it gains and costs, and the lines to copy; nothing is loaded or downloaded.
+
+    dit-accel recommend --model black-forest-labs/FLUX.1-dev --gpu 4090
+
+    dit-accel recommend --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --gpu a100 --height 480 --width 832 --frames 81
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from dit_accel.tools.recommend import recommend
+
+    found = recommend(
+        model,
+        gpu=gpu.lower() if gpu else _present_gpu(),
+        steps=steps,
+        height=height,
+        width=width,
+        frames=num_frames,
+        lora=lora,
+        quantized=quantized,
+        distilled=distilled,
+        gpus=gpus,
+    )
+    console = Console()
+    table = Table(Column("preset", no_wrap=True), *TITLES, "take it as", box=None, pad_edge=False)
+    for choice in found.choices:
+        table.add_row(choice.preset, *figures(choice), choice.use)
+    console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
+    console.print(table)
+    console.out(f"\nmeasured {found.measured_on}", highlight=False)
+    for note in found.notes:
+        console.out(f"- {note}", highlight=False)
+    typer.echo(f"\n{found.python}\n{found.shell}")
+
+
+def figures(choice: Choice) -> tuple[str, str, str]:
+    """What a choice measured, for a table under :data:`TITLES`."""
+    run, gain = choice.run, choice.speedup
+    quality = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
+    return *quality, f"{span(gain, 1)}×" if gain else "not measured"
+
+
+def span(values: tuple[float, float], digits: int) -> str:
+    """A range, or one number where both ends are shown alike."""
+    least, most = (f"{value:.{digits}f}" for value in values)
+    return least if least == most else f"{least} to {most}"
+
+
+def _present_gpu() -> str | None:
+    """The card that is there, by its name among those that are known; None = another one, or none."""
+    import torch
+
+    from dit_accel.tools.recommend import CARDS
+
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    fits = (card for card in CARDS if all(part in name for part in card.split("-")))
+    return None if "laptop" in name else next(fits, None)

@@ -1,0 +1,315 @@
+"""Which preset, for which model, card and length: everything follows from what was measured, and says where.
+
+Shares of steps, PSNR and times of steps are those of the presets' headers (:mod:`dit_accel.presets.measured`); the few
+figures that no preset has stand here, and a test holds them to the files of ``docs/results``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from dit_accel.errors import UnsupportedError, shown
+from dit_accel.presets import Run, measured
+from dit_accel.tools.identify import Identity, identify
+
+TIMED_GPU = "H200"  # the only one that whole steps were timed on
+TIMED = {"flux": "FLUX.1-dev", "hunyuan_video": "HunyuanVideo", "wan": "Wan 2.1 1.3B"}  # in the presets' headers
+SPARGE = {"hunyuan_video": "hunyuan-sparge-balanced", "wan": "wan21-sparge-balanced"}
+LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
+FEW_STEPS = 8
+NO_GAIN = 0.95  # of the work; what computes more is as fast as the plain run
+
+
+class Card(NamedTuple):
+    title: str
+    memory_gib: int
+    capability: tuple[int, int]
+
+
+CARDS = {
+    "t4": Card("T4", 16, (7, 5)),
+    "3090": Card("RTX 3090", 24, (8, 6)),
+    "4090": Card("RTX 4090", 24, (8, 9)),
+    "5090": Card("RTX 5090", 32, (12, 0)),
+    "l40s": Card("L40S", 48, (8, 9)),
+    "a100-40gb": Card("A100 of 40 GB", 40, (8, 0)),
+    "a100": Card("A100", 80, (8, 0)),
+    "h100": Card("H100", 80, (9, 0)),
+    "h200": Card("H200", 141, (9, 0)),
+}
+PEAK_GIB = {  # of the transformer alone in bf16, at the sizes that were timed: (family, part of the id): GiB, file
+    ("flux", ""): (22.7, "docs/results/speed-flux.md"),
+    ("hunyuan_video", ""): (27.4, "docs/results/speed-hunyuan.md"),
+    ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.md"),
+    ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.md"),
+}
+SHARED_AMONG_TWO = {  # way, times faster than one GPU, what was run (docs/results/parallel.md)
+    "flux": ("ulysses=2", 1.26, "14 of 50 steps, FLUX.1-dev at 1024 x 1024"),
+    "hunyuan_video": ("ulysses=2", 1.82, "computed steps, HunyuanVideo at 33K tokens"),
+    "wan": ("branches=2", 1.97, "14 of 50 steps, Wan 2.1 1.3B at 33K tokens"),
+}
+HAS_PLAN = ("flux", "wan", "qwen_image", "hunyuan_video", "ltx", "flux2")  # docs/guide/scaling.md
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A preset, and what it measured nearest to what was asked for.
+
+    Args:
+        preset: as ``accelerate_pipeline`` takes it.
+        run: share of the work and PSNR; None where nothing was measured.
+        speedup: least and most, reckoned from the steps of an H200; None where that can't be.
+        use: when to take it.
+        timed: model and size whose steps the speed-up is reckoned from.
+    """
+
+    preset: str
+    run: Run | None
+    speedup: tuple[float, float] | None
+    use: str
+    timed: str = ""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to run.
+
+    Args:
+        choices: the first is the recommended one.
+        measured_on: models, dtype and prompts behind the first one's figures, with the pages that have them.
+        notes: what it costs, what was not measured, and what goes with card, LoRA and so on; whole sentences.
+        python, shell: lines to copy.
+    """
+
+    model: Identity
+    choices: tuple[Choice, ...]
+    measured_on: str
+    notes: tuple[str, ...]
+    python: str
+    shell: str
+
+
+def recommend(
+    model: str,
+    *,
+    gpu: str | None = None,
+    steps: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    lora: bool = False,
+    quantized: bool = False,
+    distilled: bool = False,
+    gpus: int = 1,
+) -> Recommendation:
+    """The preset for a model, what it should gain and what it costs.
+
+    Args:
+        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the hub.
+        gpu: a name of :data:`CARDS`; None where there is none.
+        steps: of the schedule; None = 50, or 8 where the model is distilled.
+        height, width: in pixels.
+        frames: of a clip.
+        lora, quantized, distilled: what else is so.
+        gpus: how many are to share one picture or clip.
+
+    Raises:
+        UnsupportedError: ``model`` or ``gpu`` is unknown, or a number is below 1.
+    """
+    for name, number in {"steps": steps, "height": height, "width": width, "frames": frames, "gpus": gpus}.items():
+        if number is not None and number < 1:
+            raise UnsupportedError(f"{name} must be at least 1, got {number}")
+    if gpu is not None and gpu not in CARDS:
+        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; of others nothing is known")
+    identity = identify(model)
+    few = distilled or identity.is_distilled
+    count = steps or (FEW_STEPS if few else 50)
+    is_video = identity.is_video or (frames or 1) > 1
+    tokens = token_count(identity.family, height, width, frames)
+    choices = _choices(identity.family, count, is_video=is_video, is_long=tokens is not None and tokens >= LONG_CLIP)
+    card = None if gpu is None else CARDS[gpu]
+    notes = [
+        *_notes_on_quality(choices[0], count, is_given=steps is not None, is_video=is_video, family=identity.family),
+        *_notes_on_speed(choices[0], identity, card),
+        *_notes_on_memory(identity, card, quantized=quantized),
+        *_notes_on_tiles(choices[-1].preset),
+        *_notes_on_weights(lora=lora, quantized=quantized),
+    ]
+    way = None
+    if gpus > 1:
+        way, note = _shared(identity.family, gpus)
+        notes.append(note)
+    sizes = {"--steps": count if few else steps, "--height": height, "--width": width, "--num-frames": frames}
+    name = identity.name if identity.is_loadable else "MODEL"
+    options = [word for option, number in sizes.items() if number for word in (option, str(number))]
+    offload = _offload(identity, card, quantized=quantized)
+    options += ["--offload", offload] if offload and gpus == 1 else []
+    start = ["dit-accel", "generate"]
+    if way:
+        start = ["torchrun", "--nproc-per-node", str(gpus), "-m", "dit_accel", "generate", "--parallel", way]
+    shell = [*start, "--model", name, "--prompt", "a fox", "--preset", choices[0].preset, *options]
+    return Recommendation(
+        model=identity,
+        choices=choices,
+        measured_on=measured(_measured_name(choices[0].preset, is_video=is_video)).on,
+        notes=tuple(notes),
+        python=f'accelerate_pipeline(pipe, "{choices[0].preset}")',
+        shell=shlex.join([*shell, *([] if way else ["--compare"])]),
+    )
+
+
+def token_count(family: str, height: int | None, width: int | None, frames: int | None) -> int | None:
+    """Image or video tokens of a call; None where the size was not given or the family's packing is not known here."""
+    if family not in TIMED or height is None or width is None:
+        return None
+    if family == "flux":
+        return (height // 16) * (width // 16)
+    return None if frames is None else ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+
+
+def _measured_name(preset: str, *, is_video: bool) -> str:
+    return f"video-{preset}" if is_video and preset in ("quality", "balanced", "turbo") else preset
+
+
+def _choices(family: str, steps: int, *, is_video: bool, is_long: bool) -> tuple[Choice, ...]:
+    """Presets in the order in which to try them."""
+    uses = {
+        "balanced": "first choice",
+        "quality": "closer to the plain result",
+        "turbo": "faster; small details may move",
+    }
+    if is_long and family in SPARGE:
+        uses[SPARGE[family]] = "for long clips, where turbo is too slow"
+    names = {preset: _measured_name(preset, is_video=is_video) for preset in uses}
+    return tuple(
+        replace(choice_of(names[preset], steps=steps, use=use, family=family), preset=preset)
+        for preset, use in uses.items()
+    )
+
+
+def choice_of(name: str, *, steps: int, use: str, family: str | None = None) -> Choice:
+    """A shipped preset with what it measured.
+
+    Args:
+        name: of its file.
+        steps: of the schedule; the nearest that was measured counts.
+        use: when to take it.
+        family: whose steps count as timed; None = of any that the preset names.
+    """
+    figures = measured(name)
+    run = figures.nearest(steps)
+    model = "" if family is None else TIMED.get(family, "none")
+    timed = [step for step in figures.steps if step.what.startswith(model)]
+    ends = [timed[0].speedup(share) for share in run.computed] if run and timed else []
+    speedups = [end for end in ends if end is not None]
+    gain = (min(speedups), max(speedups)) if speedups else None
+    return Choice(name, run, gain, use, timed[0].what if timed else "")
+
+
+def _notes_on_quality(choice: Choice, steps: int, *, is_given: bool, is_video: bool, family: str) -> list[str]:
+    run = choice.run
+    if run is None:
+        return []
+    notes = [
+        "PSNR is against all steps computed, on small models that the project trains; see your own with --compare."
+    ]
+    if not is_given:
+        notes.append(f"No number of steps was given; the figures are of {run.steps}.")
+    if run.steps != steps:
+        notes.append(f"{steps} steps were not measured; the figures are of {run.steps}, the nearest.")
+    if steps <= FEW_STEPS and is_video:
+        notes.append("Few steps were not measured on video models.")
+    if min(run.computed) >= NO_GAIN:
+        notes.append(
+            f"Of {run.steps} steps next to none can be left out; what is gained is what a computed step gains."
+        )
+    elif steps <= FEW_STEPS:
+        notes.append("A distilled model needs no preset of its own (docs/notes/results.md, Where PSNR ends).")
+    if family == "any":
+        notes.append(
+            "Level output runs on any transformer that takes a timestep; which ran in tests stands in "
+            "docs/reference/transformers.md."
+        )
+    return notes
+
+
+def _notes_on_speed(choice: Choice, model: Identity, card: Card | None) -> list[str]:
+    share = "the loop leaves out the same steps on any card, and a forecast step is one weighted sum"
+    if choice.speedup is None:
+        return [f"Speed was not measured on {model.title}; {share}."]
+    notes = [f"The speed-up is reckoned from steps of {choice.timed} that were timed on one {TIMED_GPU}."]
+    if card is None or card.title != TIMED_GPU:
+        where = "your card" if card is None else f"the {card.title}"
+        notes.append(f"Nothing was timed on {where}; {share}.")
+    if card is not None and card.capability < (8, 0):
+        notes.append("Fused kernels need compute capability 8.0, so there computed steps run without them.")
+    return notes
+
+
+def _peak(model: Identity) -> tuple[float, str] | None:
+    found = (peak for (family, part), peak in PEAK_GIB.items() if family == model.family and part in model.name.lower())
+    return next(found, None)
+
+
+def _offload(model: Identity, card: Card | None, *, quantized: bool) -> str | None:
+    """How to offload where the transformer fills most of a card or more, or None."""
+    peak = _peak(model)
+    if peak is None or card is None or quantized:
+        return None
+    if peak[0] > card.memory_gib:
+        return "sequential"
+    return "model" if _transformers(model) * peak[0] > card.memory_gib / 2 else None
+
+
+def _transformers(model: Identity) -> int:
+    """How many of that size a pipeline holds: two where experts for high and low noise take turns."""
+    return 2 if "a14b" in model.name.lower() else 1
+
+
+def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> list[str]:
+    notes = ["Caches take a few MiB of the device (docs/reference/presets.md, Memory)."]
+    peak, offload = _peak(model), _offload(model, card, quantized=quantized)
+    if peak is None or card is None or quantized:
+        return notes
+    pair = "" if _transformers(model) == 1 else ", of which this model has two"
+    what = (
+        f"A transformer of this size came to {peak[0]} GiB in bf16 ({peak[1]}){pair}; the {card.title} has "
+        f"{card.memory_gib}"
+    )
+    if offload == "sequential":
+        return [*notes, f"{what}: offload layer by layer (slow), or quantise it."]
+    return [*notes, f"{what}" + (": offload the pipeline's parts while others run." if offload else ".")]
+
+
+def _notes_on_tiles(preset: str) -> list[str]:
+    if preset not in SPARGE.values():
+        return []
+    return [
+        f"{preset} was measured {measured(preset).on}. Its residual keeps an attention output for each block and "
+        "branch (12 GB for HunyuanVideo at 33K tokens; docs/reference/concepts.md, What attention leaves out)."
+    ]
+
+
+def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
+    page = "docs/reference/concepts.md, What is patched"
+    notes = []
+    if lora:
+        notes.append(f"A LoRA may be loaded, fused or swapped before or after ({page}); its speed was not measured.")
+    if quantized:
+        notes.append(f"Quantised layers run as they are ({page}); neither speed nor PSNR was measured with them.")
+    return notes
+
+
+def _shared(family: str, gpus: int) -> tuple[str | None, str]:
+    """How GPUs share a picture or clip, and what is known of it."""
+    page = "docs/guide/scaling.md"
+    if gpus == 2 and family in SHARED_AMONG_TWO:
+        way, times, what = SHARED_AMONG_TWO[family]
+        return way, f"Two H200s by {way} were {times} times as fast as one ({what}; {page})."
+    if family == "wan" and gpus % 2 == 0:
+        return f"ulysses={gpus // 2},branches=2", f"{gpus} GPUs were not measured ({page})."
+    if family in HAS_PLAN:
+        return f"ulysses={gpus}", f"{gpus} GPUs were not measured on this model; heads must divide by {gpus} ({page})."
+    return None, f"There is no plan of how this model's tokens are shared; see branches=2 in {page}."

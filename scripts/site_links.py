@@ -1,0 +1,20 @@
+"""A hook of mkdocs: links from docs/ to files of the repository outside of it lead to where its code is shown."""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """A page with such links made whole; one to a file that does not exist stays, and the build finds it."""
+    folder, root = posixpath.dirname(page.file.src_uri), Path(config.docs_dir).parent
+
+    def whole(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(os.path.basename(config.docs_dir), folder, link[1]))
+        if target.startswith("docs/") or not (root / target).exists():
+            return link[0]
+        return f"]({config.repo_url}/blob/main/{target}{link[2] or ''})"
+
+    return re.sub(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)", whole, markdown)

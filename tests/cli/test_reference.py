@@ -1,0 +1,29 @@
+"""docs/reference/cli.md: every command and option, as their help has it.
+
+python -m tests.cli.test_reference      # writes the page anew
+"""
+
+import html
+from pathlib import Path
+
+import typer
+from typer.cli import get_docs_for_click
+
+from dit_accel.cli import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+
+def page() -> str:
+    command = typer.main.get_command(app)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="dit-accel", title="Command line")
+    return f"{html.unescape(text).strip()}\n"
+
+
+def test_the_page_is_what_help_says():
+    """A new option shows on the page, and one that is gone does not."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
