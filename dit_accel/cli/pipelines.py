@@ -9,39 +9,26 @@ import contextlib
 import inspect
 import json
 import os
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from dit_accel.cli.options import OptionError
-from dit_accel.cli.parallel import tells
-from dit_accel.errors import UnsupportedError, shortened, shown
+from dit_accel.errors import DitAccelError, UnsupportedError, shortened, shown
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from PIL import Image
     from rich.console import Console
 
+    from dit_accel.tools.timing import Output
 
-@dataclass(frozen=True)
-class Output:
-    """What one call made, seconds of the whole call and of its denoising loop, and calls of its transformers.
 
-    Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
-    """
-
-    results: list[Image.Image] | list[np.ndarray]
-    seconds: float
-    denoising_seconds: float
-    calls: int
+class OutOfMemory(DitAccelError):
+    """Memory of a device or of the host does not suffice."""
 
 
 def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
@@ -139,25 +126,11 @@ def read_image(path: Path | None) -> Image.Image | None:
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
-    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
+    """As :func:`~dit_accel.tools.timing.timed_output`; failures come out as :func:`explained_failures` tells them."""
+    from dit_accel.tools.timing import timed_output
 
-    Raises what :func:`explained_failures` makes of its failures.
-    """
-    import torch
-
-    from dit_accel.pipeline import makes_video
-    from dit_accel.tools.timing import transformer_clock
-    from dit_accel.tools.video import as_clip
-
-    generator = torch.Generator("cpu").manual_seed(seed)
-    video = makes_video(pipe)
-    form = {"output_type": "np"} if video else {}
-    with explained_failures(type(pipe)), transformer_clock(pipe) as clock:
-        started = time.perf_counter()
-        made = pipe(**arguments, **form, generator=generator)
-        seconds = time.perf_counter() - started
-    results = [as_clip(frames) for frames in made.frames] if video else made.images
-    return Output(results, seconds, clock.loop_seconds, clock.calls)
+    with explained_failures(type(pipe)):
+        return timed_output(pipe, arguments, seed)
 
 
 @contextlib.contextmanager
@@ -166,7 +139,7 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
     Raises:
         UnsupportedError: the pipeline's own check of its inputs refused them.
-        typer.Exit: as :func:`explained_memory`.
+        OutOfMemory: as :func:`explained_memory`.
     """
     try:
         with explained_memory():
@@ -182,7 +155,7 @@ def explained_memory() -> Iterator[None]:
     """Within, memory that does not suffice, a device's or the host's, is told with advice.
 
     Raises:
-        typer.Exit: it did not (code 1).
+        OutOfMemory: it did not.
     """
     try:
         yield
@@ -191,9 +164,7 @@ def explained_memory() -> Iterator[None]:
             raise
         advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
-        if tells():
-            typer.echo(f"error: out of memory: {advice} ({reason})", err=True)
-        raise typer.Exit(1) from None
+        raise OutOfMemory(f"out of memory: {advice} ({reason})") from None
 
 
 def _lacks_memory(error: Exception) -> bool:
