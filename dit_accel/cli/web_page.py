@@ -107,7 +107,7 @@ def build_page(
 
     with gr.Blocks(title="dit-accel", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)) as page:
         session = gr.State([])
-        gr.Markdown("# dit-accel\nThe plain picture and the accelerated one, from the same prompt and noise.")
+        gr.Markdown("# dit-accel\nThe plain image or video and the accelerated one, from the same prompt and noise.")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
                 prompt = gr.Textbox(tuning_prompts(model)[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT)
@@ -206,7 +206,7 @@ class _View:
             "| plain | accelerated | speed-up | PSNR | computed |\n|---|---|---|---|---|\n"
             f"| {plain:.2f} s{kept} | {fast:.2f} s | {end.speedup:.2f}× | {quality} | {computed} |"
         )
-        self.caption = f"{self._wish.prompt} · {self._wish.model}, {settings} · {end.speedup:.2f}×, {quality}"
+        self.caption = f"{end.speedup:.2f}×, {quality} · {settings} · {self._wish.model} · {self._wish.prompt}"
         unknown, _ = unknown_words(self._wish.model, self._wish.prompt)
         notes = [*end.report.notes, *([f"{self._wish.model} does not know {', '.join(unknown)}."] if unknown else [])]
         self.status = "  \n".join([f"Done: {settings}.", *map(html.escape, notes)])
