@@ -1,9 +1,11 @@
 """``dit-accel app``: its page as gradio's own client and a browser see it, on tiny pipelines, and the command."""
 
+import json
 import re
 import shutil
 import socket
 import time
+import urllib.request
 from functools import cache
 from types import SimpleNamespace
 
@@ -33,7 +35,27 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def site():
+def asked():
+    """Hosts that this process looks up or connects to."""
+    hosts = []
+    look_up, connect = socket.getaddrinfo, socket.socket.connect
+
+    def noted_look_up(host, *rest, **named):
+        hosts.append(host)
+        return look_up(host, *rest, **named)
+
+    def noted_connect(self, address):
+        hosts.append(address[0])
+        return connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", noted_look_up)
+        patch.setattr(socket.socket, "connect", noted_connect)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def site(asked):
     """The page on a free port, with its playground."""
     from dit_accel.cli.web_page import build_page
 
@@ -46,7 +68,7 @@ def site():
     playground = Playground(load, call_arguments, timed_call)
     page = build_page(playground, media, "flux", ["flux", "wan"], any_model=False)
     launched = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
-    yield SimpleNamespace(url=launched[1], playground=playground)
+    yield SimpleNamespace(url=launched[1], playground=playground, asked_at_start=set(asked))
     page.close(verbose=False)
     playground.close()
 
@@ -56,7 +78,7 @@ def visitor(site, tmp_path):
     """Makes visitors, each with a session of its own."""
     from gradio_client import Client
 
-    return lambda: Client(site.url, verbose=False, download_files=tmp_path)
+    return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
 
 
 def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=0):
@@ -161,6 +183,19 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
     with pytest.raises(AppError) as failure:
         begin(visitor(), **changes).result(timeout=60)
     assert message in str(failure.value) and "\n" not in str(failure.value)
+
+
+def test_the_server_asks_nobody_else(site, asked):
+    """No telemetry and no look for a newer version, when it starts and while it runs; gradio's client has some."""
+    asked.clear()
+    call = f"{site.url}gradio_api/call/make"
+    fields = json.dumps({"data": ["a star", "flux", "balanced", 0.9, 0, STEPS, 32, 32, 0]}).encode()
+    request = urllib.request.Request(call, fields, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{call}/{event}") as events:
+        assert b"Done: balanced" in events.read()
+    assert set(asked) | site.asked_at_start == {"127.0.0.1"}
 
 
 @pytest.fixture
