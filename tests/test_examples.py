@@ -1,15 +1,19 @@
-"""Every program in examples/ runs as its docstring says, here with few steps.
+"""Every program in examples/ runs as its docstring says, and the notebook cell by cell, here with few steps.
 
 All but serve_ray.py, which runs until it is told to end: tests/scripts/test_serve_load.py holds that one.
 """
 
 import ast
+import json
+import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+
+from dit_accel.tools import demo
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "serve_ray")
@@ -50,3 +54,21 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
     printed, files = PRINTS[path.stem]
     assert printed in capsys.readouterr().out
     assert {file.name for file in tmp_path.iterdir()} == files
+
+
+def test_notebook_runs_cell_by_cell(tmp_path, monkeypatch, capsys):
+    """Steps are told one by one, a smaller target computes more, and the restored pipeline is the plain one."""
+    small = {"height": 64, "width": 64, "num_inference_steps": 12, "max_sequence_length": 64}
+    monkeypatch.setattr(demo, "demo_arguments", lambda folder: small)
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "dit_accel.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in cells] == [[]] * len(cells), "commit the notebook without outputs"
+    names = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), f"dit_accel.ipynb[{cell['id']}]", "exec"), names)
+    printed = capsys.readouterr().out
+    assert re.search(r"^[fud]{12}$", printed, flags=re.MULTILINE) and "identical: True" in printed
+    computed = [int(share) for share in re.findall(r"(\d+)% computed", printed)]
+    assert len(computed) == 3 and computed[0] > computed[-1]
+    assert {file.name for file in tmp_path.iterdir()} == {"timeline.png"}

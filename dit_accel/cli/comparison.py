@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.pipelines import Output, explained_failures, timed_call
+from dit_accel.cli.pipelines import explained_failures, timed_call
 from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from dit_accel.loop.report import RunReport
     from dit_accel.presets import Preset
+    from dit_accel.tools.timing import Output
 
 
 @dataclass(frozen=True)

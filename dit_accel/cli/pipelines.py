@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import json
 import os
-import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ from dit_accel.models import dtype_argument
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path, model_fps
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from PIL import Image
     from rich.console import Console
 
     from dit_accel.presets import Preset
+    from dit_accel.tools.timing import Output
 
 
 class OutOfMemoryError(DitAccelError):
@@ -69,18 +68,6 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
     "callback_on_step_end_tensor_inputs": "the command",
 }
 
-
-@dataclass(frozen=True)
-class Output:
-    """What one call made, seconds of the whole call and of its denoising loop, and calls of its transformers.
-
-    Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
-    """
-
-    results: list[Image.Image] | list[np.ndarray]
-    seconds: float
-    denoising_seconds: float
-    calls: int
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
@@ -218,25 +205,11 @@ def read_image(path: Path | None) -> Image.Image | None:
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
-    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
+    """As :func:`~dit_accel.tools.timing.timed_output`; failures come out as :func:`explained_failures` tells them."""
+    from dit_accel.tools.timing import timed_output
 
-    Raises what :func:`explained_failures` makes of its failures.
-    """
-    import torch
-
-    from dit_accel.pipeline import makes_video
-    from dit_accel.tools.timing import transformer_clock
-    from dit_accel.tools.video import as_clip
-
-    generator = torch.Generator("cpu").manual_seed(seed)
-    video = makes_video(pipe)
-    form = {"output_type": "np"} if video else {}
-    with explained_failures(type(pipe)), transformer_clock(pipe) as clock:
-        started = time.perf_counter()
-        made = pipe(**arguments, **form, generator=generator)
-        seconds = time.perf_counter() - started
-    results = [as_clip(frames) for frames in made.frames] if video else made.images
-    return Output(results, seconds, clock.loop_seconds, clock.calls)
+    with explained_failures(type(pipe)):
+        return timed_output(pipe, arguments, seed)
 
 
 @contextlib.contextmanager

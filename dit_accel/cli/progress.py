@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
-from tqdm import tqdm
+
+from dit_accel.tools.steps import StepBar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ class Progress:
 
     def watch(self, pipe: Any) -> Any:
         """The pipeline, whose steps are shown here from now on instead of in a bar of its own."""
-        pipe.progress_bar = partial(_Steps, self._step)
+        pipe.progress_bar = partial(StepBar, self._step)
         return pipe
 
     @property
@@ -78,22 +78,6 @@ class Progress:
             self._told_at = time.monotonic()
             count = f"{int(done)} of {self._total:g} {self._unit}" if self._total else ""
             typer.echo(", ".join(filter(None, (self._what, step, count, left))), err=True)
-
-
-class _Steps(tqdm):
-    """The bar that a pipeline advances, which draws nothing and tells how far it is."""
-
-    monitor_interval = 0  # needs no thread that looks after it
-
-    def __init__(
-        self, tell: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
-    ) -> None:
-        self._tell_steps = tell
-        super().__init__(iterable, total=total, file=io.StringIO(), mininterval=0, miniters=1)
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if self.total:
-            self._tell_steps(self.n, self.total)
 
 
 @contextmanager

@@ -1,16 +1,50 @@
-"""What a pipeline's transformers take of a call's time, and hooks that are taken off again."""
+"""A pipeline's call with what it made and how long it took, and hooks that are taken off again."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_accel.loop.timing import gpu_stopwatch, stopwatch
 from dit_accel.models import denoisers
+from dit_accel.pipeline import makes_video
+from dit_accel.tools.video import as_clip
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call made, seconds of the whole call and of its denoising loop, and calls of its transformers.
+
+    Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
+    """
+
+    results: list[Image.Image] | list[np.ndarray]
+    seconds: float
+    denoising_seconds: float
+    calls: int
+
+
+def timed_output(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
+    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    video = makes_video(pipe)
+    form = {"output_type": "np"} if video else {}
+    with transformer_clock(pipe) as clock:
+        started = time.perf_counter()
+        made = pipe(**arguments, **form, generator=generator)
+        seconds = time.perf_counter() - started
+    results = [as_clip(frames) for frames in made.frames] if video else made.images
+    return Output(results, seconds, clock.loop_seconds, clock.calls)
 
 
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:

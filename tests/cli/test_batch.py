@@ -13,8 +13,8 @@ from rich.console import Console
 
 from dit_accel.cli import batch
 from dit_accel.cli.media import Pictures
-from dit_accel.cli.pipelines import Output
 from dit_accel.tools.testing import tiny_pipeline
+from dit_accel.tools.timing import Output
 
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
 

@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from dit_accel.cli.comparison import Side, Sides, both_sides
-from dit_accel.cli.pipelines import Output
 from dit_accel.presets import load_preset
 from dit_accel.tools.repeats import PLAIN_STEPS
 from dit_accel.tools.testing import tiny_pipeline
+from dit_accel.tools.timing import Output
 
 STEPS = 6
 

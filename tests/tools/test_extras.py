@@ -1,4 +1,4 @@
-"""Without matplotlib and imageio-ffmpeg all else works, and what needs them says so before anything is computed."""
+"""Without matplotlib, imageio-ffmpeg and gradio all else works; what needs them says so before anything is computed."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_every_module_imports_without_extras():
     """No module of the library needs an extra to be imported."""
     code = """
 import pkgutil, sys
-sys.modules |= {"matplotlib": None, "imageio_ffmpeg": None}
+sys.modules |= {"matplotlib": None, "imageio_ffmpeg": None, "gradio": None}
 import dit_accel.cli, dit_accel.tools
 for package in (dit_accel.cli, dit_accel.tools):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -40,7 +40,9 @@ for package in (dit_accel.cli, dit_accel.tools):
 
 @pytest.mark.parametrize("package", list(EXTRAS))
 def test_an_extra_that_is_there_is_no_error(package):
-    """The tests' own installation has them all."""
+    """The tests' own installation has them all, but maybe gradio."""
+    if package == "gradio":
+        pytest.importorskip("gradio", reason="the extra `app` is not installed")
     require_extra(package, "--option")
 
 
@@ -95,6 +97,13 @@ def test_generate_asks_for_ffmpeg_before_it_loads_a_model(bare, run, tmp_path):
     result = run("generate", "-p", "a", "--model", "no/such/model", "--output", "clip.mp4")
     assert result.exit_code == 2
     assert "--output clip.mp4 needs imageio-ffmpeg" in result.stderr and "dit-accel[video]" in result.stderr
+
+
+def test_the_app_asks_for_gradio_before_it_loads_a_model(bare, run):
+    result = run("app", "--model", "no/such/model")
+    assert result.exit_code == 2
+    needs = "dit-accel app needs gradio, which is not installed: pip install 'dit-accel[app]'"
+    assert result.stderr == f"error: {needs}\n"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""``dit-accel app``: a page to play with, plain beside accelerated, in a browser."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dit_accel.cli import options
+from dit_accel.cli.pipelines import call_arguments, load_pipeline, timed_call
+from dit_accel.errors import shortened
+from dit_accel.tools.demo import demo_names, model_fps
+from dit_accel.tools.extras import require_extra
+
+if TYPE_CHECKING:
+    from dit_accel.cli.media import Pictures
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def command(
+    model: options.ModelOption = options.DEFAULT_MODEL,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = LOOPBACK[0],
+    port: Annotated[int, typer.Option("--port", min=1, max=65_535)] = 7860,
+    share: Annotated[
+        bool, typer.Option("--share", help="Also open a public address for three days, by gradio's own service.")
+    ] = False,
+    dtype: options.DtypeOption = None,
+    device: options.DeviceOption = None,
+    offload: options.OffloadOption = "none",
+) -> None:
+    """Open a page to play with: a prompt, the plain picture beside the accelerated one, and each step as it runs.
+
+    dit-accel app
+
+    dit-accel app --model black-forest-labs/FLUX.1-dev --port 8000
+    """
+    from rich.console import Console
+
+    require_extra("gradio", "dit-accel app")
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read by gradio: no telemetry, no look for newer versions
+    from dit_accel.cli.media import Clips, medium_of
+    from dit_accel.cli.web_page import build_page
+    from dit_accel.tools.playground import Playground
+
+    console = Console()
+    media: dict[str, Pictures | Clips] = {}
+
+    def load(name: str) -> Any:
+        with console.status(f"loading {name}"):
+            pipe = load_pipeline(name, device=device, dtype=dtype, offload=offload, console=Console(quiet=True))
+        medium = medium_of(pipe, model_fps(name))
+        if isinstance(medium, Clips):
+            require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes clips,")
+        media[name] = medium
+        return pipe
+
+    playground = Playground(load, call_arguments, timed_call)
+    try:
+        playground.load(model)
+        offered = list(dict.fromkeys([model, *demo_names()]))
+        page = build_page(playground, media, model, offered, any_model=host in LOOPBACK and not share)
+        try:
+            _, local, public = page.launch(
+                server_name=host, server_port=port, share=share, quiet=True, ssr_mode=False, prevent_thread_lock=True
+            )
+        except OSError:
+            raise options.OptionError(
+                "--port", f"can't listen on {host}:{port}; give another --host or --port"
+            ) from None
+        console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
+        page.block_thread()
+    finally:
+        playground.close()

@@ -1,0 +1,244 @@
+"""The page of ``dit-accel app``: what is wished for on the left, what comes of it on the right, built with gradio.
+
+Annotations are evaluated here, since gradio goes by them where a function asks for the request.
+"""
+
+import html
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.cli.media import Clips, Pictures
+from dit_accel.errors import DitAccelError
+from dit_accel.presets import preset_names
+from dit_accel.tools.demo import tuning_prompts, unknown_words
+from dit_accel.tools.playground import (
+    LONGEST_PROMPT,
+    Began,
+    Cancelled,
+    Compared,
+    Event,
+    Made,
+    Playground,
+    Run,
+    Step,
+    Waiting,
+    Wish,
+)
+from dit_accel.tools.timeline import timeline_svg
+
+if TYPE_CHECKING:
+    import gradio
+    from PIL import Image
+
+REFRESH = 0.2  # seconds between drawings of the timeline, so that they take no time from the steps
+REMEMBERED = 12  # of a session's results
+MOST_VISITORS = 20  # runs that wait at once; others are queued by gradio
+LONGEST_KEPT = 24 * 3600  # seconds that a picture's file stays
+
+
+def build_page(
+    playground: Playground, media: Mapping[str, Pictures | Clips], model: str, models: list[str], *, any_model: bool
+) -> "gradio.Blocks":
+    """The page, to be launched.
+
+    Args:
+        media: what the models make that the playground has loaded.
+        model: that it begins with.
+        models: that it offers.
+        any_model: whether a visitor may name others, which are then loaded.
+    """
+    import gradio as gr
+
+    runs: dict[str, Run] = {}  # by session
+    presets = [name for name in preset_names() if not name.startswith("video-")]
+
+    def number(label: str) -> gr.Number:
+        return gr.Number(0, label=label, precision=0, min_width=100)
+
+    def make(
+        prompt: str,
+        model: str,
+        preset: str,
+        target: float,
+        seed: int,
+        steps: int,
+        height: int,
+        width: int,
+        num_frames: int,
+        history: list[tuple[Any, str]],
+        request: gr.Request,
+    ) -> Iterator[dict[Any, Any]]:
+        wish = Wish(
+            prompt, model, preset, target or None, seed, *(n or None for n in (steps, height, width, num_frames))
+        )
+        try:
+            run = runs[request.session_hash] = playground.start(wish)
+            with TemporaryDirectory() as folder:
+                view = _View(wish, media, Path(folder))
+                try:
+                    for event in run:
+                        if view.take(event):
+                            yield shown(view, history)
+                finally:
+                    run.cancel()
+        except DitAccelError as error:
+            raise gr.Error(html.escape(str(error)), print_exception=False) from None
+
+    def shown(view: "_View", history: list[tuple[Any, str]]) -> dict[Any, Any]:
+        """What changes on the page."""
+        changes = {status: view.status} | {drawn: view.timeline(side) for side, drawn in timelines.items()}
+        if view.is_finished:
+            history[:] = [(view.pictures()[1], view.caption), *history][:REMEMBERED]
+            changes |= {beside: view.pictures(), figures: view.figures, session: history, gallery: history}
+            changes |= {
+                clip: gr.update(value=file, visible=file is not None)
+                for clip, file in zip((plain_clip, fast_clip), view.clips(), strict=True)
+            }
+        return changes
+
+    def stop(request: gr.Request) -> None:
+        run = runs.pop(request.session_hash, None)
+        if run is not None:
+            run.cancel()
+
+    with gr.Blocks(title="dit-accel", analytics_enabled=False, delete_cache=(3600, LONGEST_KEPT)) as page:
+        session = gr.State([])
+        gr.Markdown("# dit-accel\nThe plain image or video and the accelerated one, from the same prompt and noise.")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=300):
+                prompt = gr.Textbox(tuning_prompts(model)[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT)
+                chosen = gr.Dropdown(
+                    models,
+                    value=model,
+                    label="Model",
+                    info="A demo model, an id on the Hugging Face hub, or a folder." if any_model else None,
+                    allow_custom_value=any_model,
+                )
+                preset = gr.Dropdown(presets, value="balanced", label="Preset")
+                target = gr.Slider(
+                    0,
+                    1,
+                    value=0,
+                    step=0.01,
+                    label="target_error",
+                    info="Less is closer, more is faster; 0: the preset's.",
+                )
+                with gr.Row():
+                    steps, seed = number("Steps"), number("Seed")
+                with gr.Row():
+                    sizes = [number("Height"), number("Width"), number("Frames")]
+                gr.Markdown("Steps and sizes of 0 are the model's own.")
+                with gr.Row():
+                    begin, cancel = gr.Button("Make both", variant="primary"), gr.Button("Cancel")
+            with gr.Column(scale=3, min_width=400):
+                status = gr.Markdown("Nothing made yet.")
+                beside = gr.ImageSlider(label="Plain | accelerated", type="pil", format="png", interactive=False)
+                with gr.Row():
+                    plain_clip, fast_clip = (gr.Video(label=side, visible=False) for side in ("Plain", "Accelerated"))
+                figures = gr.Markdown()
+                timelines = {side: gr.HTML() for side in ("plain", "accelerated")}
+        gallery = gr.Gallery(
+            label="This session", columns=6, fit_columns=False, height=240, object_fit="contain", interactive=False
+        )
+
+        gr.on(
+            [begin.click, prompt.submit, target.release],
+            make,
+            [prompt, chosen, preset, target, seed, steps, *sizes, session],
+            [status, beside, plain_clip, fast_clip, figures, *timelines.values(), session, gallery],
+            api_name="make",
+            trigger_mode="once",
+            concurrency_limit=MOST_VISITORS,
+            show_progress="hidden",
+        )
+        cancel.click(stop, api_name="cancel", queue=False)
+        page.unload(stop)
+    return page
+
+
+class _View:
+    """What a visitor sees of one run, from its events.
+
+    Args:
+        medium: of the model, known once it is loaded.
+        folder: that clips are written to.
+    """
+
+    def __init__(self, wish: Wish, media: Mapping[str, Pictures | Clips], folder: Path) -> None:
+        self._wish, self._media, self._folder = wish, media, folder
+        self._steps: dict[str, list[Step]] = {"plain": [], "accelerated": []}
+        self._made: dict[str, Made] = {}
+        self._drawn_at = -math.inf
+        self.status = self.figures = self.caption = ""
+
+    def take(self, event: Event) -> bool:
+        """Whether the page should be drawn anew: not for every step, so that drawing takes no time from the next."""
+        match event:
+            case Waiting(ahead):
+                self.status = f"Waiting: {ahead} before you."
+            case Began(what):
+                self.status = f"{what.capitalize()} …"
+            case Step(side, index, steps):
+                self._steps[side].append(event)
+                self.status = f"{side.capitalize()}: step {index + 1} of {steps}."
+            case Made(side):
+                self._made[side] = event
+            case Cancelled():
+                self.status = "Cancelled."
+            case Compared():
+                self._finish(event)
+        due = not isinstance(event, Step) or time.monotonic() - self._drawn_at >= REFRESH
+        self._drawn_at = time.monotonic() if due else self._drawn_at
+        return due
+
+    def _finish(self, end: Compared) -> None:
+        plain, fast = (self._made[side].output.denoising_seconds for side in ("plain", "accelerated"))
+        quality = "identical" if math.isinf(end.psnr) else f"{end.psnr:.1f} dB"
+        kept = " (kept)" if self._made["plain"].kept else ""
+        target = getattr(end.preset.schedule, "target_error", None)
+        settings = end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
+        computed = f"{end.report.computed_fraction:.0%}"
+        self.figures = (
+            "| plain | accelerated | speed-up | PSNR | computed |\n|---|---|---|---|---|\n"
+            f"| {plain:.2f} s{kept} | {fast:.2f} s | {end.speedup:.2f}× | {quality} | {computed} |"
+        )
+        self.caption = f"{end.speedup:.2f}×, {quality} · {settings} · {self._wish.model} · {self._wish.prompt}"
+        unknown, _ = unknown_words(self._wish.model, self._wish.prompt)
+        notes = [*end.report.notes, *([f"{self._wish.model} does not know {', '.join(unknown)}."] if unknown else [])]
+        self.status = "  \n".join([f"Done: {settings}.", *map(html.escape, notes)])
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.figures)
+
+    def timeline(self, side: str) -> str:
+        """The side's steps so far; empty before the first."""
+        steps = self._steps[side]
+        drawn = timeline_svg([(step.mode, step.error) for step in steps], steps[0].steps) if steps else ""
+        return f"<b>{side.capitalize()}</b>{drawn}" if drawn else ""
+
+    def pictures(self) -> "tuple[Image.Image, Image.Image]":
+        """Plain and accelerated; of clips the middle frames."""
+        from PIL import Image
+
+        plain, fast = (
+            made if isinstance(made, Image.Image) else Image.fromarray(made[len(made) // 2]) for made in self._results()
+        )
+        return plain, fast
+
+    def clips(self) -> list[str | None]:
+        """Files of both clips; None of pictures."""
+        medium = self._media[self._wish.model]
+        if not isinstance(medium, Clips):
+            return [None, None]
+        files = [self._folder / f"{side}.mp4" for side in self._made]
+        for result, file in zip(self._results(), files, strict=True):
+            medium.write(result, file)
+        return [str(file) for file in files]
+
+    def _results(self) -> list[Any]:
+        return [self._made[side].output.results[0] for side in ("plain", "accelerated")]

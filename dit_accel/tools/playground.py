@@ -1,0 +1,302 @@
+"""Plain beside accelerated for who plays with a prompt: told step by step, one run at a time, and each can be stopped.
+
+run = playground.start(Wish("a yellow ring", "demo-flux"))
+for event in run:  # Waiting, Began, Step, Made, Compared or Cancelled
+    ...
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from threading import Event as Flag
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.report import RunReport
+from dit_accel.pipeline import accelerated, preset_for
+from dit_accel.presets import Preset
+from dit_accel.tools.demo import model_preset
+from dit_accel.tools.metrics import psnr
+from dit_accel.tools.steps import watched_steps
+from dit_accel.tools.timing import Output
+
+Side = Literal["plain", "accelerated"]
+
+LIMITS = {  # the least and the most of each number of a wish
+    "steps": (1, 200),
+    "height": (16, 2048),
+    "width": (16, 2048),
+    "num_frames": (1, 257),
+    "seed": (0, 2**53 - 1),  # what a page's numbers hold
+}
+LONGEST_PROMPT = 2000
+KEPT = 4  # plain outputs
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be made.
+
+    Args:
+        prompt: what it shows.
+        model: as the playground loads it.
+        preset: its name; None = the one that the model is meant to run with, else `balanced`.
+        target_error: None = the preset's.
+        steps, height, width, num_frames: None = the model's own.
+    """
+
+    prompt: str
+    model: str
+    preset: str | None = None
+    target_error: float | None = None
+    seed: int = 0
+    steps: int | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+
+    def require_bounds(self) -> None:
+        """Checks numbers and the prompt's length.
+
+        Raises:
+            UnsupportedError: one is out of bounds.
+        """
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UnsupportedError(f"{name} must be {least:,} to {most:,} here, got {value:,}")
+        if not 0 < len(self.prompt.strip()) <= LONGEST_PROMPT:
+            length = len(self.prompt.strip())
+            raise UnsupportedError(f"prompt must have 1 to {LONGEST_PROMPT:,} characters here, got {length:,}")
+
+    @property
+    def plain(self) -> Wish:
+        """The same for all wishes whose plain side is the same."""
+        return replace(self, preset=None, target_error=None)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """So many runs come first."""
+
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Began:
+    """What goes on from now on, in words."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step is done: its index from 0, of how many; its mode; the error of its forecast, where it was judged."""
+
+    side: Side
+    index: int
+    steps: int
+    mode: str = "full"
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """One side is there. ``kept`` says that it was made for an earlier wish."""
+
+    side: Side
+    output: Output
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The end: PSNR in dB, infinite for equal pictures, and speed-up of the denoising loop."""
+
+    preset: Preset
+    psnr: float
+    speedup: float
+    report: RunReport
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The end, before there was a result."""
+
+
+Event = Waiting | Began | Step | Made | Compared | Cancelled
+
+
+class _Stopped(Exception):
+    """Ends a pipeline's call between two steps."""
+
+
+class Run:
+    """Events of one wish. Iterating waits for each, ends behind `Compared` or `Cancelled`, and raises what failed."""
+
+    def __init__(self) -> None:
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._stop = Flag()
+        self.future: Future[None]
+
+    def __iter__(self) -> Iterator[Event]:
+        while (event := self._events.get()) is not None:
+            yield event
+        if not self.future.cancelled():
+            self.future.result()
+
+    def cancel(self) -> None:
+        """Stops it behind its present step, or before it begins; nothing happens at its end."""
+        self._stop.set()
+        if self.future.cancel():  # it has not begun
+            self.tell(Cancelled())
+            self.tell(None)
+
+    def tell(self, event: Event | None) -> None:
+        """The next event; None = there are no more."""
+        self._events.put(event)
+
+    def check(self, *_: Any) -> None:
+        """Raises `_Stopped` once the run is cancelled."""
+        if self._stop.is_set():
+            raise _Stopped
+
+
+class Playground:
+    """Makes what is wished for, in the order of the wishes. One model is in memory, with the plain sides made last.
+
+    Args:
+        load: the plain pipeline of a model, in place.
+        arguments: of a pipeline's call, from the pipeline, its model and options: ``prompt``, ``steps``, ``height``,
+            ``width`` and ``num-frames``, None where the model's own is meant.
+        make: calls a pipeline with its arguments and a seed, as :func:`~dit_accel.tools.timing.timed_output`.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Any],
+        arguments: Callable[[Any, str, dict[str, Any]], dict[str, Any]],
+        make: Callable[[Any, dict[str, Any], int], Output],
+    ) -> None:
+        self._load, self._arguments, self._call = load, arguments, make
+        self._worker = ThreadPoolExecutor(1, "playground")
+        self._lock = Lock()
+        self._runs: list[Run] = []  # that have not ended
+        self._model: str | None = None
+        self._pipe: Any = None
+        self._plain: dict[Wish, Output] = {}
+        self._warm: set[tuple[Any, ...]] = set()  # forms of calls that were made before
+
+    def start(self, wish: Wish) -> Run:
+        """Begins a run, or lets it wait for those before it.
+
+        Raises:
+            UnsupportedError: a number of the wish is out of bounds.
+        """
+        wish.require_bounds()
+        run = Run()
+        with self._lock:
+            self._runs = [each for each in self._runs if not each.future.done()]
+            if self._runs:
+                run.tell(Waiting(len(self._runs)))
+            run.future = self._worker.submit(self._make, wish, run)
+            self._runs.append(run)
+        return run
+
+    def close(self) -> None:
+        """Cancels all runs, and waits for the step that is being computed."""
+        with self._lock:
+            for run in self._runs:
+                run.cancel()
+        self._worker.shutdown()
+
+    def load(self, model: str) -> Any:
+        """The pipeline of a model, which stays until another is asked for; not to be called while a run goes on."""
+        if model != self._model:
+            self._model = self._pipe = None
+            self._warm.clear()
+            gc.collect()  # a pipeline holds itself by its hooks
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._pipe, self._model = self._load(model), model
+        return self._pipe
+
+    def _make(self, wish: Wish, run: Run) -> None:
+        try:
+            self._make_both(wish, run)
+        except _Stopped:
+            run.tell(Cancelled())
+        finally:
+            run.tell(None)
+
+    def _make_both(self, wish: Wish, run: Run) -> None:
+        if wish.model != self._model:
+            run.tell(Began(f"loading {wish.model}"))
+        pipe = self.load(wish.model)
+        overrides = {} if wish.target_error is None else {"target_error": wish.target_error}
+        preset = preset_for(pipe, wish.preset or model_preset(wish.model), **overrides)
+        with accelerated(pipe, preset):
+            pass  # raises now, and not after a plain run of minutes, if the preset does not fit the pipeline
+        options = {"prompt": wish.prompt, "steps": wish.steps, "height": wish.height, "width": wish.width}
+        arguments = self._arguments(pipe, wish.model, {**options, "num-frames": wish.num_frames})
+        self._warm_up(pipe, arguments, wish, preset, run)
+        plain = self._plain.get(wish.plain)
+        if plain is not None:
+            run.tell(Made("plain", plain, kept=True))
+        else:
+            plain = self._make_side("plain", pipe, arguments, wish.seed, run)
+            self._plain[wish.plain] = plain
+            for oldest in list(self._plain)[:-KEPT]:
+                del self._plain[oldest]
+        with accelerated(pipe, preset):
+            fast = self._make_side("accelerated", pipe, arguments, wish.seed, run)
+            report = pipe.dit_accel.report()
+        speedup = plain.denoising_seconds / fast.denoising_seconds
+        run.tell(Compared(preset, psnr(plain.results[0], fast.results[0]), speedup, report))
+
+    def _make_side(self, side: Side, pipe: Any, arguments: dict[str, Any], seed: int, run: Run) -> Output:
+        told = 0
+
+        def tell(done: int, steps: int) -> None:
+            nonlocal told
+            run.check()
+            records = pipe.dit_accel.report().steps if side == "accelerated" else []
+            for index in range(told, done):
+                measured = [(each.mode, each.error) for each in records[index : index + 1]]
+                run.tell(Step(side, index, steps, *(measured[0] if measured else ())))
+            told = done
+
+        run.tell(Began(side))
+        output = self._called(pipe, arguments, seed, tell)
+        run.tell(Made(side, output))
+        return output
+
+    def _warm_up(self, pipe: Any, arguments: dict[str, Any], wish: Wish, preset: Preset, run: Run) -> None:
+        """What a first call of its form takes longer is not to count: two plain steps, and where kernels are compiled a
+        whole accelerated run, since only that is sure to reach every kernel.
+        """
+        compiles = pipe._execution_device.type == "cuda"
+        form = (wish.height, wish.width, wish.num_frames, preset.name if compiles else None)
+        if form in self._warm:
+            return
+        run.tell(Began("warm-up"))
+        self._called(pipe, {**arguments, "num_inference_steps": 2}, wish.seed, run.check)
+        if compiles:
+            with accelerated(pipe, preset):
+                self._called(pipe, arguments, wish.seed, run.check)
+        self._warm.add(form)
+
+    def _called(self, pipe: Any, arguments: dict[str, Any], seed: int, tell: Callable[[int, int], None]) -> Output:
+        try:
+            with watched_steps(pipe, tell):
+                return self._call(pipe, arguments, seed)
+        except BaseException:
+            pipe.maybe_free_model_hooks()  # what is offloaded leaves the GPU, as at the end of a call
+            raise

@@ -1,0 +1,263 @@
+"""``dit-accel app``: its page as gradio's own client and a browser see it, on tiny pipelines, and the command."""
+
+import json
+import re
+import shutil
+import socket
+import time
+import urllib.request
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_accel.cli.media import medium_of
+from dit_accel.cli.pipelines import call_arguments, timed_call
+from dit_accel.tools.playground import Playground
+from dit_accel.tools.testing import tiny_pipeline
+
+gradio = pytest.importorskip("gradio", reason="the extra `app` is not installed: pip install 'dit-accel[app]'")
+
+STEPS = 6
+# Outputs of the endpoint /make, but for the state of the session.
+OUTPUTS = ("status", "beside", "plain_clip", "fast_clip", "figures", "plain_steps", "fast_steps", "gallery")
+
+pipeline = cache(tiny_pipeline)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """Hosts that this process looks up or connects to."""
+    hosts = []
+    look_up, connect = socket.getaddrinfo, socket.socket.connect
+
+    def noted_look_up(host, *rest, **named):
+        hosts.append(host)
+        return look_up(host, *rest, **named)
+
+    def noted_connect(self, address):
+        hosts.append(address[0])
+        return connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", noted_look_up)
+        patch.setattr(socket.socket, "connect", noted_connect)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def site(asked):
+    """The page on a free port, with its playground."""
+    from dit_accel.cli.web_page import build_page
+
+    media = {}
+
+    def load(model):
+        media[model] = medium_of(pipeline(model))
+        return pipeline(model)
+
+    playground = Playground(load, call_arguments, timed_call)
+    page = build_page(playground, media, "flux", ["flux", "wan"], any_model=False)
+    launched = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
+    yield SimpleNamespace(url=launched[1], playground=playground, asked_at_start=set(asked))
+    page.close(verbose=False)
+    playground.close()
+
+
+@pytest.fixture
+def visitor(site, tmp_path):
+    """Makes visitors, each with a session of its own."""
+    from gradio_client import Client
+
+    return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
+
+
+def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps=STEPS, side=32, frames=0):
+    """A job of the endpoint, with the values of its fields."""
+    fields = (prompt, model, "balanced", target, seed, steps, side, side, frames)
+    return client.submit(*fields, api_name="/make")
+
+
+def shown(job):
+    """What the page shows after each event, by name; values that an event leaves as they are stay."""
+    job.result(timeout=60)
+    pages, page = [], {}
+    for values in job.outputs():
+        page |= {k: v for k, v in zip(OUTPUTS, values, strict=True) if "__type__" not in v or "value" in v}
+        pages.append(dict(page))
+    return pages
+
+
+def until(condition):
+    """Waits for what must come to be."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def expected(prompt, seed=0):
+    """The plain picture, as the pipeline makes it."""
+    arguments = {"prompt": prompt, "num_inference_steps": STEPS, "height": 32, "width": 32}
+    return np.asarray(pipeline("flux")(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
+
+
+def test_a_visitor_sees_both_pictures_and_every_step(visitor):
+    """The pictures keep every bit; the timelines have a column a step; another target leaves the plain one as it is."""
+    client = visitor()
+    pages = shown(begin(client))
+    last = pages[-1]
+    assert last["status"] == "Done: balanced, target_error 0.9."
+    plain, fast = (np.asarray(Image.open(path)) for path in last["beside"])
+    np.testing.assert_array_equal(plain, expected("a red fox"))
+    assert fast.shape == plain.shape and (fast != plain).any()
+    assert re.search(r"\| \d+\.\d\d s \| \d+\.\d\d s \| \d+\.\d\d× \| \d+\.\d dB \| \d+% \|", last["figures"])
+    for side in ("plain_steps", "fast_steps"):
+        columns = [page.get(side, "").count("<title>") for page in pages]
+        assert columns == sorted(columns) and columns[-1] == STEPS
+    assert "0 dispatch" in last["plain_steps"] and "0 dispatch" not in last["fast_steps"]
+
+    again = shown(begin(client, target=0.01))[-1]
+    assert " s (kept) |" in again["figures"]
+    np.testing.assert_array_equal(np.asarray(Image.open(again["beside"][0])), plain)
+    captions = [each["caption"] for each in again["gallery"]]
+    assert ["target_error 0.01" in caption for caption in captions] == [True, False]
+
+
+def test_a_visitor_can_cancel(visitor):
+    """The run ends between steps, and the next one is whole."""
+    client = visitor()
+    job = begin(client, steps=200, seed=5)
+    until(lambda: any("step" in values[0] for values in job.outputs()))
+    client.predict(api_name="/cancel")
+    pages = shown(job)
+    assert pages[-1]["status"] == "Cancelled." and "beside" not in pages[-1]
+    assert shown(begin(client, seed=5))[-1]["status"].startswith("Done")
+
+
+def test_two_visitors_each_get_their_own(visitor):
+    """One after the other: the second is told that one comes first, and histories are apart."""
+    first, second = visitor(), visitor()
+    one = begin(first, "two whales", seed=1)
+    until(lambda: one.outputs())
+    pages, others = (shown(job) for job in (begin(second, "a green frog", seed=2), one))
+    assert pages[0]["status"] == "Waiting: 1 before you."
+    for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
+        np.testing.assert_array_equal(np.asarray(Image.open(page["beside"][0])), expected(prompt, seed))
+        assert len(page["gallery"]) == 1 and prompt in page["gallery"][0]["caption"]
+
+
+def test_clips_come_as_files_and_a_frame(visitor):
+    """Both clips can be played, and the middle frames are compared."""
+    pytest.importorskip("imageio_ffmpeg")
+    last = shown(begin(visitor(), "a whale", model="wan", frames=5, steps=4))[-1]
+    assert last["status"].startswith("Done: video-balanced")
+    for side in ("plain_clip", "fast_clip"):
+        assert last[side]["visible"] and last[side]["value"].endswith(".mp4")
+    assert Image.open(last["beside"][0]).size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": " "}, "prompt must have 1 to 2,000 characters here, got 0"),
+        ({"steps": 500}, "steps must be 1 to 200 here, got 500"),
+        ({"side": 4096}, "height must be 16 to 2,048 here, got 4,096"),
+        ({"frames": 5}, "--num-frames: FluxPipeline takes no num_frames"),
+        ({"model": "/etc"}, "Value: /etc is not in the list of choices"),
+    ],
+    ids=["prompt", "steps", "size", "no-video", "model"],
+)
+def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message):
+    from gradio_client.exceptions import AppError
+
+    with pytest.raises(AppError) as failure:
+        begin(visitor(), **changes).result(timeout=60)
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+
+
+def test_the_server_asks_nobody_else(site, asked):
+    """No telemetry and no look for a newer version, when it starts and while it runs; gradio's client has some."""
+    asked.clear()
+    call = f"{site.url}gradio_api/call/make"
+    fields = json.dumps({"data": ["a star", "flux", "balanced", 0.9, 0, STEPS, 32, 32, 0]}).encode()
+    request = urllib.request.Request(call, fields, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{call}/{event}") as events:
+        assert b"Done: balanced" in events.read()
+    assert set(asked) | site.asked_at_start == {"127.0.0.1"}
+
+
+@pytest.fixture
+def browser():
+    """Chromium without a window, where Debian's package and playwright are installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed: apt install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
+    """Both pictures appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
+    page = browser.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(site.url)
+    for label, value in {"Prompt": "a red star", "Steps": STEPS, "Height": 32, "Width": 32}.items():
+        page.get_by_label(label, exact=True).fill(str(value))
+    page.get_by_role("button", name="Make both").click()
+    page.wait_for_selector("text=Done: balanced")
+    until(lambda: page.locator("img").count() >= 3)  # both sides, and the accelerated one in the history
+    page.get_by_role("slider").first.press("End")
+    page.get_by_role("slider").first.dispatch_event("pointerup")
+    page.wait_for_selector("text=target_error 1.")
+    assert [url for url in asked if not url.startswith((site.url, "data:", "blob:"))] == []
+    for label, value in {"Steps": 200, "Height": 128, "Width": 128}.items():
+        page.get_by_label(label, exact=True).fill(str(value))
+    page.get_by_role("button", name="Make both").click()
+    page.wait_for_selector("text=of 200")
+    page.close()
+    until(lambda: all(run.future.done() for run in site.playground._runs))
+    assert 200 not in [wish.steps for wish in site.playground._plain]
+
+
+def test_the_command_serves_where_it_is_told(run, monkeypatch, tmp_path):
+    """Host, port and sharing reach gradio, whose telemetry is off; visitors from elsewhere name no models."""
+    launched = {}
+
+    def launch(page, **given):
+        launched.update(given, analytics=page.analytics_enabled)
+        (chosen,) = (block for block in page.blocks.values() if getattr(block, "label", "") == "Model")
+        launched["any"] = chosen.allow_custom_value
+        return None, "http://here/", None
+
+    monkeypatch.setattr(gradio.Blocks, "launch", launch)
+    monkeypatch.setattr(gradio.Blocks, "block_thread", lambda page: None)
+    pipeline("flux").save_pretrained(tmp_path / "flux")
+    result = run("app", "--model", tmp_path / "flux", "--host", "0.0.0.0", "--port", "8123")
+    assert result.exit_code == 0, result.output
+    assert "open http://here/" in result.stdout
+    told = {name: launched[name] for name in ("server_name", "server_port", "share", "analytics", "any")}
+    assert told == {"server_name": "0.0.0.0", "server_port": 8123, "share": False, "analytics": False, "any": False}
+
+
+def test_a_taken_port_is_told_in_one_line(run, site, tmp_path):
+    port = site.url.rsplit(":", 1)[1].rstrip("/")
+    pipeline("flux").save_pretrained(tmp_path / "flux")
+    result = run("app", "--model", tmp_path / "flux", "--port", port)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: --port: can't listen on 127.0.0.1:{port}; give another --host or --port\n"
