@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
         )
     settings = preset_for(pipe, preset, **overrides)
     clock = SchedulerClock(lambda: pipe.scheduler)
-    pipe.dit_accel = _attach(transformers, settings, clock, control_net(pipe), owner=pipe)
+    called = {name: partial(getattr, pipe, name, None) for name in transformers}
+    pipe.dit_accel = _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
     return pipe
 
 
@@ -205,7 +207,7 @@ def accelerate_transformer(
 
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
-            apart by ``transformer.cache_context(name)``.
+            apart by ``transformer.cache_context(name)``. May be what ``torch.compile(transformer)`` has returned.
         preset: as for :func:`accelerate_pipeline`; of HunyuanVideo and Wan `quality`, `balanced` and `turbo` are the
             video forms. For other models of videos name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
@@ -223,14 +225,17 @@ def accelerate_transformer(
         UnsupportedError: the preset is for another model family, the timesteps can't be told apart, or the transformer
             has another cache on it.
     """
-    family = known_family(transformer)
+    called = {"transformer": lambda: transformer}
+    transformers = {"transformer": getattr(transformer, "_orig_mod", transformer)}
+    family = known_family(transformers["transformer"])
     is_video = family is not None and family.name in VIDEO_FAMILIES
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    return _attach({"transformer": transformer}, settings, TimestepClock(timesteps), control_net)
+    return _attach(transformers, called, settings, TimestepClock(timesteps), control_net)
 
 
 def _attach(
     transformers: dict[str, torch.nn.Module],
+    called: Mapping[str, Callable[[], Any]],
     preset: Preset,
     clock: SchedulerClock | TimestepClock,
     net: torch.nn.Module | None,
@@ -238,7 +243,7 @@ def _attach(
 ) -> Acceleration:
     family = known_family(next(iter(transformers.values())))
     controller = Controller(preset, clock, "any" if family is None else family.name)
-    drivers = [drive(transformer, controller, name) for name, transformer in transformers.items()]
+    drivers = [drive(transformer, controller, name, called[name]) for name, transformer in transformers.items()]
     for driver in drivers:
         refuse_other_cache(driver.transformer, driver.name)
         _check_family(preset, driver)

@@ -1,6 +1,7 @@
 """What else users put on a pipeline, before or after accelerating it: it keeps its effect, and so does the loop.
 
-Compiled blocks stand in tests/models/test_compile.py, fused projections and autocast in tests/models/fused.
+Compilation stands in tests/models/test_compile.py, control nets in tests/models/test_control_net.py, fused projections
+and autocast in tests/models/fused.
 """
 
 import functools
@@ -9,7 +10,7 @@ import accelerate
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.tools.testing import PROMPT, flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
@@ -25,7 +26,7 @@ HEADS = load_preset(
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
 HOOKED, GROUP = "it carries hooks (offload, layerwise casting, …)", "another hook of diffusers lies on the block"
-ADAPTED = "not a plain linear layer"
+NO_LINEAR, PACKED = "not a plain linear layer", "its weight is quantised"
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +57,81 @@ def group_offload(pipe, kind):
     pipe.transformer.enable_group_offload(CPU, offload_type=kind, num_blocks_per_group=1)
 
 
+def torchao_weights(pipe, config):
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(pipe.transformer, getattr(torchao, config)())
+
+
+def quanto_weights(pipe):
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(pipe.transformer, weights=quanto.qint8)
+    quanto.freeze(pipe.transformer)
+
+
+def replace_linears(pipe, make, multiple=1):
+    """Puts what ``make`` makes of each in the place of all linear layers whose input divides by ``multiple``."""
+    for module in list(pipe.transformer.modules()):
+        for name, layer in module.named_children():
+            if type(layer) is torch.nn.Linear and layer.in_features % multiple == 0:
+                setattr(module, name, make(layer))
+
+
+def gguf_weights(pipe):
+    """As in a .gguf file of type Q8_0, whose blocks are of 32 features."""
+    gguf = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    def packed(layer):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        made = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=torch.float32)
+        numbers = torch.from_numpy(gguf.quantize(layer.weight.detach().numpy(), kind))
+        made.weight = GGUFParameter(numbers, quant_type=kind)
+        made.bias = layer.bias
+        return made
+
+    replace_linears(pipe, packed, multiple=32)
+
+
+class PackedLinear(torch.nn.Linear):
+    """As bitsandbytes' ``Linear4bit``: a linear layer whose weight is uint8 ``[elements / 2, 1]``, two in a byte."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.bias, self.scale = layer.bias, layer.weight.detach().abs().max() / 7
+        low, high = (layer.weight / self.scale).round().add(8).to(torch.uint8).view(-1, 2).unbind(1)
+        self.weight = torch.nn.Parameter((low + 16 * high)[:, None], requires_grad=False)
+
+    def forward(self, x):
+        nibbles = torch.cat([self.weight % 16, self.weight // 16], dim=1).view(self.out_features, self.in_features)
+        return torch.nn.functional.linear(x, (nibbles.to(x.dtype) - 8) * self.scale, self.bias)
+
+
+def bitsandbytes_weights(pipe):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def packed(layer):
+        made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32)
+        made.weight = bitsandbytes.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4")
+        made.bias = layer.bias
+        return made
+
+    replace_linears(pipe, packed)
+    pipe.transformer.to(CPU)  # which packs the weights
+
+
 # name: (what puts it on, why blocks run densely at level head, or None)
 COMPANIONS = {
     "layerwise-casting": (
         lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
         HOOKED,
     ),
-    "lora-hot-swap": (hot_swap, ADAPTED),
+    "torchao-int8": (functools.partial(torchao_weights, config="Int8WeightOnlyConfig"), PACKED),
+    "torchao-float8": (functools.partial(torchao_weights, config="Float8WeightOnlyConfig"), PACKED),
+    "quanto-int8": (quanto_weights, NO_LINEAR),
+    "gguf": (gguf_weights, NO_LINEAR),
+    "packed-4-bit": (functools.partial(replace_linears, make=PackedLinear), NO_LINEAR),
+    "bitsandbytes": (bitsandbytes_weights, NO_LINEAR),
+    "lora-hot-swap": (hot_swap, NO_LINEAR),
     "ip-adapter": (ip_adapter, None),
     "group-offload-blocks": (functools.partial(group_offload, kind="block_level"), GROUP),
     "group-offload-leaves": (functools.partial(group_offload, kind="leaf_level"), HOOKED),
@@ -191,31 +260,17 @@ def test_a_callback_may_change_the_latents():
         assert 0 < distance(result, plain) < 0.05 < distance(tiny_output(pipe, "flux", steps=STEPS), plain)
 
 
-def test_several_control_nets_run_in_computed_steps_only():
-    """diffusers puts them into one module, whose call waits as that of one does."""
-    one = tiny_pipeline("flux-controlnet")
-    other = tiny_pipeline("flux-controlnet", seed=1).controlnet
-    pipe = diffusers.FluxControlNetPipeline(
-        **{**one.components, "controlnet": diffusers.FluxMultiControlNetModel([one.controlnet, other])}
-    )
-    pipe.set_progress_bar_config(disable=True)
-    calls = []
-    other.x_embedder.register_forward_hook(lambda *_: calls.append(1))
-
-    def run():
-        calls.clear()
-        picture = random_tensor(torch.Generator().manual_seed(9), flux.HEIGHT, flux.WIDTH)
-        scales = {"control_image": [picture, 1 - picture], "controlnet_conditioning_scale": [0.5, 0.8]}
-        return tiny_output(pipe, "flux-controlnet", steps=STEPS, **scales)
-
-    plain = run()
-    assert len(calls) == STEPS
-    accelerate_pipeline(pipe, "exact")
-    assert torch.equal(run(), plain)
-    accelerate_pipeline(pipe, CLOSED_LOOP)
-    assert distance(run(), plain) < 0.05
-    assert len(calls) == STEPS - pipe.dit_accel.report().steps_by_mode["dispatch"] < STEPS
-    assert torch.equal(restore_pipeline(pipe) and run(), plain)
+@pytest.mark.parametrize("preset", [CLOSED_LOOP, LAYERS], ids=["output", "layer"])
+def test_the_attention_backend_that_the_user_has_set_runs_all_that_is_computed(preset, monkeypatch):
+    backend = AttentionBackendName._NATIVE_MATH
+    function, calls = _AttentionBackendRegistry._backends[backend], []
+    counted = lambda *args, **kwargs: (calls.append(backend), function(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, backend, counted)
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
+    pipe.transformer.set_attention_backend(backend.value)
+    tiny_output(pipe, "flux", steps=STEPS)
+    report = pipe.dit_accel.report()
+    assert len(calls) == len(report.layers) * (STEPS - report.steps_by_mode["dispatch"]) < len(report.layers) * STEPS
 
 
 def distance(result, expected):

@@ -69,7 +69,6 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 }
 
 
-
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
     """The pipeline, plain as yet, what it makes, and the preset that it is to run with, None = none."""
     from dit_accel import parallelize_pipeline

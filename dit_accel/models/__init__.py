@@ -21,10 +21,14 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
-    """The pipeline's transformers, each once, by name; empty where it denoises with something else."""
+    """The pipeline's transformers, each once, by name; empty where it denoises with something else.
+
+    Of one that ``torch.compile`` has wrapped it is the transformer inside.
+    """
     found: dict[str, torch.nn.Module] = {}
     for name in TRANSFORMER_NAMES:
         module = getattr(pipe, name, None)
+        module = getattr(module, "_orig_mod", module)
         if module is not None and not any(module is each for each in found.values()):
             found[name] = module
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dit_accel.models.fused import flux as fused_flux
 from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
 from dit_accel.models.fused import wan as fused_wan
 from dit_accel.models.hooks import parameter_names
-from dit_accel.models.transformer_hook import COMPILED_WHOLE, TIMESTEPS, TransformerDriver
+from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
 
 FAMILIES: tuple[Family, ...] = (
     *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
@@ -84,18 +85,19 @@ def left_plain(pipe: Any) -> list[str]:
     return [name for name, part in modules.items() if not set(TIMESTEPS).isdisjoint(parameter_names(part))]
 
 
-def drive(transformer: torch.nn.Module, controller: Controller, name: str) -> TransformerDriver:
+def drive(
+    transformer: torch.nn.Module, controller: Controller, name: str, called: Callable[[], torch.nn.Module]
+) -> TransformerDriver:
     """What drives a transformer, not attached yet.
 
     Args:
         name: the transformer's name in the pipeline.
+        called: gives what the pipeline calls, which may be a wrapper around the transformer.
 
     Raises:
-        UnsupportedError: the transformer was compiled whole, or takes no timestep.
+        UnsupportedError: the transformer takes no timestep.
     """
-    if hasattr(transformer, "_orig_mod"):  # what torch.compile(transformer) returns
-        raise UnsupportedError(COMPILED_WHOLE.format(type(transformer._orig_mod).__name__))
     family = known_family(transformer)
     if family is None:
-        return TransformerDriver(transformer, controller, name)
-    return FamilyDriver(transformer, controller, name, family, HAND_WRITTEN.get(family.name))
+        return TransformerDriver(transformer, controller, name, called)
+    return FamilyDriver(transformer, controller, name, called, family, HAND_WRITTEN.get(family.name))

@@ -19,6 +19,7 @@ from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_costs import BlockCosts
+from dit_accel.models.compiled import is_wrapper
 from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree
 from dit_accel.models.family import Arguments, Attention, Family, Tokens, batch_of, part_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
@@ -39,7 +40,7 @@ class FamilyDriver(TransformerDriver):
     ``head`` too and, on a GPU, fused kernels in every block that computes.
 
     Args:
-        transformer, controller, name: as for :class:`TransformerDriver`.
+        transformer, controller, name, called: as for :class:`TransformerDriver`.
         family: the transformer's facts.
         hand_written: hooks that stand in for blocks; None = the family has none.
     """
@@ -49,10 +50,11 @@ class FamilyDriver(TransformerDriver):
         transformer: nn.Module,
         controller: Controller,
         name: str,
+        called: Callable[[], nn.Module],
         family: Family,
         hand_written: BlockHooks | None = None,
     ) -> None:
-        super().__init__(transformer, controller, name)
+        super().__init__(transformer, controller, name, called)
         self.family = family
         self.fuses = False  # whether blocks run through fused kernels in the call in progress
         self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
@@ -95,22 +97,40 @@ class FamilyDriver(TransformerDriver):
     def cuts_padding(self, device: torch.device) -> bool:
         """Whether padding goes: always where tiles, rows or layers may be skipped, on a GPU, and on several devices.
 
-        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit.
+        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit, and where the transformer is compiled
+        whole, so that prompts of other lengths need no other graph.
         """
         is_parallel = config_of(self.transformer) is not None
-        return self.family.cuts_padding and (self.works_inside or device.type != "cpu" or is_parallel)
+        on_device = device.type != "cpu" and self.compiled is None
+        return self.family.cuts_padding and (self.works_inside or on_device or is_parallel)
 
     # Putting hooks on, and taking them off.
 
     def prepare(self) -> None:
+        self._refuse_compiled()
         _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         self._costs = BlockCosts(self.family, self.blocks(), self._sites)
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
         self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
+    def _refuse_compiled(self) -> None:
+        """Raises if anything is compiled that the preset works inside of."""
+        if not self.works_inside and self.controller.preset.blocks.token_order == "raster":
+            return
+        is_whole = is_compiled(self.transformer) or is_wrapper(self.called(), self.transformer)
+        compiled = (f"block {name}" for name, block in self.blocks().items() if is_compiled(block))
+        what = type(self.transformer).__name__ if is_whole else next(compiled, None)
+        if what is not None:
+            raise UnsupportedError(
+                f"{what} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: take one of "
+                "level output that leaves no tiles out, such as balanced, or load the pipeline anew, uncompiled"
+            )
+
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
+        if self.compiled is not None:  # hooks on blocks would do nothing, and want another graph
+            return
         preset = self.controller.preset
         for name, block in self.blocks().items():
             if self._hand_written is not None:
@@ -140,19 +160,14 @@ class FamilyDriver(TransformerDriver):
         """One transformer call, without the padding behind its longest prompt, with fused kernels where they can run.
 
         Raises:
-            UnsupportedError: blocks are compiled that the preset works inside of.
+            UnsupportedError: what the preset works inside of has been compiled since.
         """
-        compiled = next((name for name, block in self.blocks().items() if is_compiled(block)), None)
-        if compiled is not None and self.works_inside:
-            raise UnsupportedError(
-                f"block {compiled} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: "
-                "take one of level output that leaves no tiles out, or don't compile the blocks"
-            )
+        self._refuse_compiled()
         arguments = self.named(args, kwargs)
         latents = arguments.get("hidden_states")
         if self._order is not None:
             self._order.start(self.tokens(arguments).grid)
-        can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor)
+        can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor) and self.compiled is None
         self.fuses = can_fuse and self.fuses_kernels(latents)
         try:
             if self._reads_text(arguments):
@@ -278,7 +293,8 @@ class FamilyDriver(TransformerDriver):
     # What graphs of computed steps ask.
 
     def why_eager(self) -> str | None:
-        return "prompts of a batch differ in length" if self.text is not None and self.text.ragged else None
+        is_ragged = self.text is not None and self.text.ragged
+        return "prompts of a batch differ in length" if is_ragged else super().why_eager()
 
     def decisions(self) -> tuple:
         return self.fuses, self.joint, self.text is None or self.text.leading

@@ -29,6 +29,8 @@ OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK)
 class Hook(ModelHook):
     """A hook of ours, which belongs to one module and can't be copied or pickled with it."""
 
+    runs_eagerly = False  # also where what calls it is being compiled
+
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         """Mends the chain; diffusers runs it before it reads what forward to call, also of a hook that is cut off."""
         if not torch.compiler.is_compiling():
@@ -50,8 +52,7 @@ def parameter_names(module: torch.nn.Module) -> list[str]:
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
     """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
     with _beneath_offload(module):
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-        mend_chain(module)
+        _put_on_top(module, hook, name)
 
 
 def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
@@ -77,8 +78,7 @@ def lift_hook(module: torch.nn.Module, name: str) -> None:
         mend_chain(module)
         registry.remove_hook(name, recurse=False)
         mend_chain(module)
-        registry.register_hook(hook, name)
-        mend_chain(module)
+        _put_on_top(module, hook, name)
 
 
 def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
@@ -101,9 +101,18 @@ def mend_chain(module: torch.nn.Module) -> None:
             reference.forward = update_wrapper(partial(own, module), own)
 
 
+def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+    if hook.runs_eagerly:  # all of it: diffusers' own part of a hook would else be compiled, and ours break its graph
+        whole = module.forward
+        module.forward = update_wrapper(partial(torch.compiler.disable(whole.func), *whole.args), whole)
+    mend_chain(module)
+
+
 def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
     """A forward itself, or what lies beneath it if it is that of hooks that were taken out."""
-    cells = getattr(getattr(forward, "func", None), "__closure__", None) or ()
+    function = inspect.unwrap(getattr(forward, "func", forward))
+    cells = getattr(function, "__closure__", None) or ()
     for reference in (cell.cell_contents for cell in cells):
         if isinstance(reference, HookFunctionReference) and reference not in registry._fn_refs:
             return _beneath(reference.original_forward or reference.forward, registry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from dit_accel.loop.controller import WHOLE_BATCH, Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.context_parallel import agreed, gathered, lift_split, split_above
 from dit_accel.models.control_net import computed
 from dit_accel.models.family import latents_of
@@ -32,10 +33,6 @@ GRADIENTS = (
 )
 NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
 TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
-COMPILED_WHOLE = (
-    "{} is compiled whole, and its steps are decided outside of it: compile its blocks instead, with "
-    "pipe.transformer.compile_repeated_blocks() on a freshly loaded pipeline"
-)
 TENSOR = object()  # stands for a tensor in the remembered structure of an output
 
 
@@ -46,16 +43,21 @@ class TransformerDriver:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
         controller: decides each call's mode.
         name: the transformer's name in the pipeline.
+        called: gives what the pipeline calls: the transformer, or a wrapper that ``torch.compile`` has put around it.
     """
 
     family_name = "any"
     levels = ("output",)
     token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
 
-    def __init__(self, transformer: torch.nn.Module, controller: Controller, name: str) -> None:
+    def __init__(
+        self, transformer: torch.nn.Module, controller: Controller, name: str, called: Callable[[], torch.nn.Module]
+    ) -> None:
         self.transformer = transformer
         self.controller = controller
         self.name = name
+        self.called = called
+        self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self._parameters = parameter_names(transformer)
         self._branches = SharedBranches(transformer, controller)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
@@ -76,6 +78,7 @@ class TransformerDriver:
     def attach(self, acceleration: Any) -> None:
         """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
         self.hook(self.transformer, TransformerHook(self, acceleration))
+        self.compiled = compiled_entry(self.transformer, self.called())
 
     def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
         """Hooks a module until :meth:`detach`."""
@@ -92,8 +95,15 @@ class TransformerDriver:
         """Undoes :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
         while self._hooked:
             remove_hook(*self._hooked.pop())
+        if self.compiled is not None:
+            self.compiled.put_back()
         if self.graphs is not None:
             self.graphs.clear()
+
+    def computing(self, forward: Callable) -> Callable:
+        """What computes a call: the forward beneath our hook, or what was compiled of it, also since the last call."""
+        self.compiled = compiled_entry(self.transformer, self.called(), self.compiled)
+        return forward if self.compiled is None else partial(self.compiled.compute, forward)
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
         """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
@@ -157,7 +167,7 @@ class TransformerDriver:
 
     def why_eager(self) -> str | None:
         """Why the call in progress can't be captured, or None."""
-        return None
+        return None if self.compiled is None else "the transformer is compiled"
 
     def decisions(self) -> tuple:
         """What else than its arguments decides on the host how the call in progress runs."""
@@ -204,6 +214,7 @@ class TransformerHook(Hook):
     """Routes a transformer's forward through its driver; knows the branch from diffusers' cache context."""
 
     _is_stateful = True
+    runs_eagerly = True
 
     def __init__(self, driver: TransformerDriver, acceleration: Any) -> None:
         super().__init__()
@@ -214,20 +225,19 @@ class TransformerHook(Hook):
 
     @torch.compiler.disable
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module._compiled_call_impl is not None:
-            raise UnsupportedError(COMPILED_WHOLE.format(type(module).__name__))
         if (split := split_above(module)) is not None:  # parallelism was enabled since: the loop sees whole calls
             lift_hook(module, HOOK_NAME)
             args, kwargs = gathered(split, args, kwargs)
             return module.forward(*args, **kwargs)
         refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
         self._is_first_call = False
+        original = self.driver.computing(self.fn_ref.original_forward)
         if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
             self.driver.stand_aside(args, kwargs)
-            return self.fn_ref.original_forward(*args, **kwargs)
+            return original(*args, **kwargs)
         # diffusers < 0.38 keeps the context's name in another attribute.
         context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
-        return self.driver.forward(self.fn_ref.original_forward, getattr(context, "name", context), args, kwargs)
+        return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called by diffusers at the end of a pipeline call."""

@@ -1,15 +1,39 @@
-"""Compiled blocks run under the closed loop, which decides as without; what can't be compiled is refused."""
+"""Compiled blocks, and transformers that are compiled whole, run under the closed loop, which decides as without."""
+
+import functools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from dit_accel import accelerate_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 12
+CLOSED_LOOP = load_preset("turbo", target_error=0.25)
+
+
+def in_place(pipe, **options):
+    pipe.transformer.compile(**options)
+
+
+def wrapped(pipe, **options):
+    pipe.transformer = torch.compile(pipe.transformer, **options)
+
+
+every_way = pytest.mark.parametrize("compile_whole", [in_place, wrapped])
+
+
+@functools.cache
+def uncompiled(name):
+    """Outputs of a plain and of an accelerated pipeline, and the modes of its steps."""
+    pipe = tiny_pipeline(name)
+    plain = tiny_output(pipe, name, steps=STEPS)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    result = tiny_output(pipe, name, steps=STEPS)
+    return plain, result, [step.mode for step in pipe.dit_accel.report().steps]
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +68,109 @@ def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_blocks_that_the_preset_works_inside_of_must_not_be_compiled(pipe):
-    pipe.transformer.compile_repeated_blocks(backend="eager")
-    accelerate_pipeline(pipe, "flux-taylorseer")
-    message = r"transformer_blocks\.0 is compiled, and preset 'flux-taylorseer' works inside of blocks"
-    with pytest.raises(UnsupportedError, match=message):
-        tiny_output(pipe, "flux", steps=STEPS)
+@pytest.mark.parametrize("name", ["flux", "wan22"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@every_way
+def test_a_transformer_compiled_whole_computes_what_the_loop_asks_for(compile_whole, order, name):
+    """Same outputs and decisions as uncompiled, from one unbroken graph that runs in computed steps alone."""
+    plain, expected, modes = uncompiled(name)
+    pipe, counter, runs = tiny_pipeline(name), CompileCounterWithBackend("aot_eager"), []
+    backend = lambda graph, inputs: _counted(counter(graph, inputs), runs)  # noqa: E731
+    if order == "after":
+        accelerate_pipeline(pipe, CLOSED_LOOP)
+    compile_whole(pipe, backend=backend, fullgraph=True)
+    entry = vars(pipe.transformer)["forward"] if compile_whole is wrapped else pipe.transformer._compiled_call_impl
+    if order == "before":
+        accelerate_pipeline(pipe, CLOSED_LOOP)
+    for _ in range(2):
+        runs.clear()
+        torch.testing.assert_close(tiny_output(pipe, name, steps=STEPS), expected)
+        report = pipe.dit_accel.report()
+        assert [step.mode for step in report.steps] == modes and report.notes == []
+        others = name == "wan22"  # it has two branches, and a second transformer, which is not compiled
+        computed = sum(mode != "dispatch" for mode in modes)
+        assert 0 < len(runs) < 2 * computed if others else len(runs) == computed
+        assert counter.frame_count == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    restore_pipeline(pipe)
+    kept = vars(pipe.transformer)["forward"] if compile_whole is wrapped else pipe.transformer._compiled_call_impl
+    assert kept is entry
+    torch.testing.assert_close(tiny_output(pipe, name, steps=STEPS), plain)
 
 
-def test_a_transformer_compiled_whole_is_refused(pipe):
-    """In either way in which PyTorch compiles a module."""
-    accelerate_pipeline(pipe, "balanced")
-    pipe.transformer.compile(backend="eager")
-    with pytest.raises(UnsupportedError, match=r"compiled whole.*compile_repeated_blocks"):
-        tiny_output(pipe, "flux", steps=STEPS)
-    wrapped = tiny_pipeline("flux")
-    wrapped.transformer = torch.compile(wrapped.transformer, backend="eager")
-    with pytest.raises(UnsupportedError, match="FluxTransformer2DModel is compiled whole"):
-        accelerate_pipeline(wrapped, "balanced")
+def _counted(compiled, runs):
+    return lambda *args: (runs.append(1), compiled(*args))[1]
+
+
+@every_way
+def test_graphs_of_a_plain_pipeline_serve_the_accelerated_one_and_the_restored(compile_whole, pipe):
+    counter = CompileCounter()
+    compile_whole(pipe, backend=counter, fullgraph=True)
+    plain = tiny_output(pipe, "flux", steps=STEPS)
+    for preset in ("exact", CLOSED_LOOP):
+        accelerate_pipeline(pipe, preset)
+        result = tiny_output(pipe, "flux", steps=STEPS)
+        assert torch.equal(result, plain) == (preset == "exact")
+    assert torch.equal(tiny_output(restore_pipeline(pipe), "flux", steps=STEPS), plain)
+    assert counter.frame_count == 1
+
+
+def test_a_loop_of_ones_own_may_call_what_was_compiled(pipe):
+    transformer, timesteps = pipe.transformer, [900.0, 600.0, 300.0]
+    compiled = torch.compile(transformer, backend="eager", fullgraph=True)
+    calls = []
+    transformer.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    tiny_output(pipe, "flux", steps=1)
+    given = calls[0]
+    transformer._forward_pre_hooks.clear(), transformer._forward_pre_hooks_with_kwargs.clear()
+
+    def run(model):
+        return [model(**{**given, "timestep": torch.tensor([each / 1000])})[0] for each in timesteps]
+
+    with torch.no_grad():
+        plain = run(transformer)
+        acceleration = accelerate_transformer(compiled, "exact", [each / 1000 for each in timesteps])
+        torch.testing.assert_close(run(compiled), plain)
+        assert acceleration.report().steps_by_mode == {"full": 3}
+        acceleration.restore()
+        torch.testing.assert_close(run(compiled), plain)
+
+
+@every_way
+@pytest.mark.parametrize("order", ["compiled first", "offloaded first"])
+def test_model_offload_beside_it(compile_whole, order, pipe):
+    _, expected, _ = uncompiled("flux")
+    offload = lambda pipe: pipe.enable_model_cpu_offload(device=torch.device("cpu"))  # noqa: E731
+    compile_flux = functools.partial(compile_whole, backend="eager")
+    for add in (compile_flux, offload) if order == "compiled first" else (offload, compile_flux):
+        add(pipe)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    for _ in range(2):
+        torch.testing.assert_close(tiny_output(pipe, "flux", steps=STEPS), expected)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda pipe: pipe.transformer.compile_repeated_blocks(backend="eager"), r"block .*transformer_blocks\.0"),
+        (functools.partial(in_place, backend="eager"), "FluxTransformer2DModel"),
+        (functools.partial(wrapped, backend="eager"), "FluxTransformer2DModel"),
+    ],
+    ids=["blocks", "in_place", "wrapped"],
+)
+def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, pipe):
+    """The error comes as soon as it can be known, and leaves the pipeline as it was."""
+    message = rf"{what} is compiled, and preset 'flux-taylorseer' works inside of blocks: take one of level output"
+    if order == "before":
+        add(pipe)
+        with pytest.raises(UnsupportedError, match=message):
+            accelerate_pipeline(pipe, "flux-taylorseer")
+        assert "dit_accel" not in vars(pipe)
+    else:
+        add(accelerate_pipeline(pipe, "flux-taylorseer"))
+        with pytest.raises(UnsupportedError, match=message):
+            tiny_output(pipe, "flux", steps=STEPS)
 
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):

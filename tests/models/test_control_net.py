@@ -1,5 +1,6 @@
 """Control nets run in the steps whose transformer reads what they give, and only there."""
 
+import diffusers
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from dit_accel.models.control_net import (
     stop_deferring,
 )
 from dit_accel.models.hooks import find_hook
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from dit_accel.tools.testing import flux, tiny_output, tiny_pipeline
+from dit_accel.tools.testing.inputs import random_tensor
 
 STEPS = 8
 OUTPUT = {"schedule": {"warmup": 2, "interval": 3, "cooldown": 1}}
@@ -44,6 +46,59 @@ def test_a_forecast_step_runs_no_control_net(pipe):
     assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=STEPS), result)
     assert calls[0] == STEPS
     del pipe.controlnet._hf_hook
+
+
+def several_of_flux(pipe):
+    """Two nets, which diffusers puts into one module."""
+    other = tiny_pipeline("flux-controlnet", seed=1).controlnet
+    return diffusers.FluxControlNetPipeline, [pipe.controlnet, other], diffusers.FluxMultiControlNetModel, {}
+
+
+def union_of_flux(pipe):
+    """One net for several kinds of pictures, which are named in the call, and twice in the module."""
+    net = diffusers.FluxControlNetModel.from_config({**pipe.controlnet.config, "num_mode": 3}).eval()
+    net.load_state_dict(pipe.controlnet.state_dict(), strict=False)  # all but the kinds' embeddings
+    named = {"control_mode": [0, 2]}
+    return diffusers.FluxControlNetPipeline, [net, net], diffusers.FluxMultiControlNetModel, named
+
+
+def several_of_sd3(pipe):
+    nets = [diffusers.SD3ControlNetModel.from_transformer(pipe.transformer, 1, 0).eval() for _ in range(2)]
+    with torch.no_grad():
+        for layer in (layer for net in nets for layer in net.controlnet_blocks):  # which begin as zeros
+            layer.weight.copy_(0.2 * torch.eye(*layer.weight.shape))
+    return diffusers.StableDiffusion3ControlNetPipeline, nets, diffusers.SD3MultiControlNetModel, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("flux-controlnet", several_of_flux), ("flux-controlnet", union_of_flux), ("sd3", several_of_sd3)],
+    ids=["flux-several", "flux-union", "sd3-several"],
+)
+def test_several_and_union_nets_run_in_computed_steps_only(name, make):
+    base = tiny_pipeline(name)
+    kind, nets, together, named = make(base)
+    pipe = kind(**{**base.components, "controlnet": together(nets)})
+    pipe.set_progress_bar_config(disable=True)
+    calls, of_a_step = [], nets.count(nets[-1])
+    nets[-1].transformer_blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    picture = random_tensor(torch.Generator().manual_seed(9), flux.HEIGHT, flux.WIDTH)
+    scales = {"control_image": [picture, 1 - picture], "controlnet_conditioning_scale": [0.5, 0.8]}
+
+    def run():
+        calls.clear()
+        torch.manual_seed(0)  # Stable Diffusion 3 encodes the pictures with noise of no generator
+        return tiny_output(pipe, name, steps=STEPS, **scales, **named)
+
+    plain = run()
+    assert len(calls) == of_a_step * STEPS
+    accelerate_pipeline(pipe, "exact")
+    assert torch.equal(run(), plain)
+    accelerate_pipeline(pipe, "exact", **OUTPUT)
+    assert 0 < float((run() - plain).norm() / plain.norm()) < 0.1
+    dispatch = pipe.dit_accel.report().steps_by_mode["dispatch"]
+    assert len(calls) == of_a_step * (STEPS - dispatch) < of_a_step * STEPS
+    assert torch.equal(restore_pipeline(pipe) and run(), plain)
 
 
 def test_restoring_leaves_the_net_as_it_was(pipe):

@@ -81,7 +81,7 @@ def page() -> str:
         transformer = cls.__new__(cls)
         told = next((f"`{each}`" for each in TIMESTEPS if each in parameter_names(transformer)), "nothing")
         try:
-            TransformerDriver(transformer, controller, "transformer")
+            TransformerDriver(transformer, controller, "transformer", lambda: None)
             outcome = "; ".join(ran.get(name, ["accepted"]))
         except UnsupportedError:
             outcome = "refused by `accelerate_pipeline`, which says so"

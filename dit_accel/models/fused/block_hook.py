@@ -75,9 +75,10 @@ class BlockHook(Hook, ABC):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, as the call in progress wants it."""
+        if torch.compiler.is_compiling() or is_compiled(module):
+            return self.fn_ref.original_forward(*args, **kwargs)
         call, level = self.controller.call, self.controller.preset.forecast.level
-        is_ours = call is not None and not is_compiled(module) and not torch.compiler.is_compiling()
-        if not is_ours or not self.stands_in():
+        if call is None or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
         reason = why_not_replaceable(module) or why_called(module, "norm") or why_no_kernels(given.hidden_states)
