@@ -59,7 +59,7 @@ class Images:
 
         folder = demo_path(model)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.pipe = DiffusionPipeline.from_pretrained(folder or model, torch_dtype=dtype).to(device)
+        self.pipe = DiffusionPipeline.from_pretrained(folder or model, dtype=dtype).to(device)
         self.pipe.set_progress_bar_config(disable=True)
         self.defaults = demo_arguments(folder) if folder else {}
         accelerate_pipeline(self.pipe)

@@ -103,7 +103,8 @@ def mend_chain(module: torch.nn.Module) -> None:
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-    if hook.runs_eagerly:  # all of it: diffusers' own part of a hook would else be compiled, and ours break its graph
+    # All of it: diffusers' own part of a hook would else be compiled, and ours break its graph.
+    if getattr(hook, "runs_eagerly", False):
         whole = module.forward
         module.forward = update_wrapper(partial(torch.compiler.disable(whole.func), *whole.args), whole)
     mend_chain(module)
