@@ -1,4 +1,4 @@
-"""The families that are known, and what drives a transformer of each."""
+"""What drives a transformer, by its family."""
 
 from __future__ import annotations
 
@@ -9,25 +9,7 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
-from dit_accel.models import (
-    TRANSFORMER_NAMES,
-    cogvideox,
-    denoisers,
-    flux,
-    flux2,
-    hidream,
-    hunyuan_video,
-    hunyuan_video15,
-    kandinsky5,
-    ltx,
-    ltx2,
-    lumina2,
-    qwen_image,
-    sd3,
-    wan,
-    wan_relatives,
-    z_image,
-)
+from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import CONTROL_NET
 from dit_accel.models.family import Family
 from dit_accel.models.family_driver import BlockHooks, FamilyDriver
@@ -35,14 +17,9 @@ from dit_accel.models.fused import flux as fused_flux
 from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
 from dit_accel.models.fused import wan as fused_wan
 from dit_accel.models.hooks import parameter_names
+from dit_accel.models.registry import FAMILIES
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
 
-FAMILIES: tuple[Family, ...] = (
-    *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
-    *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
-    *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
-    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY),
-)
 HAND_WRITTEN: dict[str, BlockHooks] = {  # by the name of their family
     "flux": fused_flux.BLOCKS,
     "hunyuan_video": fused_hunyuan_video.BLOCKS,

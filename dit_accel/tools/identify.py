@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from dit_accel.errors import UnsupportedError, shown
-from dit_accel.models.families import FAMILIES
 from dit_accel.presets import VIDEO_FAMILIES, Preset
 from dit_accel.presets.names import PLAIN
 from dit_accel.tools.demo import demo_names, demo_path
 
-TITLES = {family.name: family.title for family in FAMILIES} | {"any": "a model whose blocks are not known here"}
 WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the first that fits
     "flux2": "flux2",
     "flux": "flux",
@@ -56,7 +55,7 @@ class Identity:
 
     @property
     def title(self) -> str:
-        return TITLES[self.family]
+        return _titles()[self.family]
 
     def takes(self, preset: Preset) -> bool:
         """Whether a shipped preset is meant for the model: video forms are for videos alone, plain ones for images."""
@@ -74,7 +73,7 @@ def identify(model: str) -> Identity:
     Raises:
         UnsupportedError: it is none of these.
     """
-    if model in TITLES:
+    if model in _titles():
         return Identity(model, model, model in VIDEO_FAMILIES, is_loadable=False)
     squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})
     distilled = any(word in squeezed for word in DISTILLED)
@@ -82,15 +81,25 @@ def identify(model: str) -> Identity:
     index = folder / "model_index.json"
     if index.is_file():
         classes = [value[1] for value in json.loads(index.read_text(encoding="utf-8")).values() if _is_class(value)]
+        from dit_accel.models.registry import FAMILIES
+
         family = next((family.name for family in FAMILIES if family.model in classes), "any")
         return Identity(model, family, family in VIDEO_FAMILIES or any("Video" in name for name in classes), distilled)
     if model.count("/") != 1 or folder.exists():
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
-            f"({', '.join(demo_names())}) or a family ({', '.join(TITLES)}), got {shown(model)}"
+            f"({', '.join(demo_names())}) or a family ({', '.join(_titles())}), got {shown(model)}"
         )
     family = next((family for word, family in WORDS.items() if word in squeezed), "any")
     return Identity(model, family, family in VIDEO_FAMILIES or "video" in squeezed, distilled)
+
+
+@cache
+def _titles() -> dict[str, str]:
+    """What people call each family, by its name; torch comes with the facts, and not before they are asked for."""
+    from dit_accel.models.registry import FAMILIES
+
+    return {family.name: family.title for family in FAMILIES} | {"any": "a model whose blocks are not known here"}
 
 
 def _is_class(value: object) -> bool:
