@@ -110,6 +110,7 @@ def test_commands_show_steps_and_what_is_left(run, model, tmp_path, monkeypatch,
     """On a terminal each draws a bar with both."""
     (tmp_path / "prompts.txt").write_text("a red fox\ntwo whales\n")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     result = run(*command, "-m", model, *SMALL)
     assert result.exit_code == 0, result.output
     assert f" {unit} " in result.stdout and "of 6" in result.stdout and " left" in result.stdout
