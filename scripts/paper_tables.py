@@ -18,47 +18,35 @@ import statistics
 import time
 from typing import Any
 
-import torch
 from demo_models import clips, prompts
+from demo_models.against_plain import AgainstPlain
 from demo_models.loading import demo_folder, load_demo, run_prompts, study_parser
 from paper_study import settings, tuned
 from paper_study.flips import Flips
 from paper_study.report import density_plot, tables
 
-from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import clip_ssim, lpips_distance, psnr
-from dit_accel.tools.tune.runs import IDENTICAL, run_pipeline
+from dit_accel.tools.tune.runs import IDENTICAL
 
 FLIPS = ("demo-wan",)  # FG-Attn is of videos
 
 
-class Study:
-    """Runs presets on prompts, and compares each with the plain run.
+class Study(AgainstPlain):
+    """Measures presets on prompts, each beside the plain run."""
 
-    Args:
-        pipe: the pipeline, in place.
-        arguments: of its call, without prompt and generator.
-        held_out: prompts with their seeds.
-    """
-
-    def __init__(self, pipe: Any, arguments: dict[str, Any], held_out: list[Any]) -> None:
-        self._pipe = pipe
-        self._arguments = arguments
-        self._prompts = held_out
-        self._lpips = lpips_distance(pipe.device)
-        self._plain = [self._call(prompt) for prompt in held_out]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._lpips = lpips_distance(self.pipe.device)
 
     def measure(self, preset: Preset) -> dict[str, Any]:
         """Means over prompts, PSNR of each, and the share of pairs that attention computes in each step."""
         figures, reports = [], []
-        for prompt, plain in zip(self._prompts, self._plain, strict=True):
-            with accelerated(self._pipe, preset):
-                made = self._call(prompt)
-                reports.append(self._pipe.dit_accel.report())
+        for made, plain, report in self.runs(preset):
+            reports.append(report)
             figures.append({"psnr": min(psnr(made, plain), IDENTICAL), "ssim": clip_ssim(made, plain)})
             if callable(self._lpips):
                 figures[-1]["lpips"] = self._lpips(made, plain)
@@ -70,9 +58,6 @@ class Study:
             "computed_fraction": statistics.fmean(report.computed_fraction for report in reports),
             "attended": [statistics.fmean(shares) for shares in attended],
         }
-
-    def _call(self, prompt: Any) -> torch.Tensor:
-        return run_pipeline(self._pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
 
 
 def main() -> None:

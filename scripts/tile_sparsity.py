@@ -29,17 +29,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from demo_models import clips
+from demo_models.against_plain import AgainstPlain
 from demo_models.loading import demo_folder, load_demo, study_parser
 
-from dit_accel import accelerated, load_preset
+from dit_accel import load_preset
 from dit_accel.presets import Preset
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
 from dit_accel.tools.metrics import psnr
-from dit_accel.tools.tune.runs import run_pipeline
 
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
@@ -110,30 +109,17 @@ def preset(model: str, schedule: str, keys: dict[str, Any], target: float | None
     return load_preset("exact", model=MODELS[model], **keys)
 
 
-class Study:
-    """Runs settings on prompts, and compares each with the plain run.
-
-    Args:
-        pipe: the pipeline, in place.
-        arguments: of its call, without prompt and generator.
-        prompts: held-out prompts with their seeds.
-    """
-
-    def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: list[Any]) -> None:
-        self._pipe = pipe
-        self._arguments = arguments
-        self._prompts = prompts
-        self._plain = [self._call(prompt) for prompt in prompts]
+class Study(AgainstPlain):
+    """Measures settings on prompts, each beside the plain run."""
 
     def measure(self, wanted: Preset) -> dict[str, Any]:
         """PSNR of each prompt in dB, and means over prompts: share of tiles left out of computed steps, FLOPs, the
         probe's error, and the worst of these.
         """
         decibels, reports = [], []
-        for prompt, plain in zip(self._prompts, self._plain, strict=True):
-            with accelerated(self._pipe, wanted):
-                decibels.append(psnr(self._call(prompt), plain))
-                reports.append(self._pipe.dit_accel.report())
+        for made, plain, report in self.runs(wanted):
+            decibels.append(psnr(made, plain))
+            reports.append(report)
         errors = [each.error for report in reports for each in report.attentions if each.error is not None]
         return {
             "psnr_db": statistics.fmean(decibels),
@@ -143,10 +129,6 @@ class Study:
             "error": statistics.fmean(errors) if errors else 0.0,
             "worst_error": max(errors, default=0.0),
         }
-
-    def _call(self, prompt: Any) -> torch.Tensor:
-        """The clip, float32 ``[frames, 3, height, width]`` in 0..1."""
-        return run_pipeline(self._pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
 
 
 def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""Presets on a demo model beside its plain runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dit_accel import Preset, RunReport
+from dit_accel.pipeline import accelerated
+from dit_accel.tools.tune.runs import run_pipeline
+
+from .prompts import HeldOutPrompt
+
+
+class AgainstPlain:
+    """Runs prompts plainly once, and again under each preset.
+
+    Args:
+        pipe: the pipeline, in place.
+        arguments: of its call, without prompt and generator.
+        prompts: held-out prompts with their seeds.
+    """
+
+    def __init__(self, pipe: Any, arguments: dict[str, Any], prompts: Sequence[HeldOutPrompt]) -> None:
+        self.pipe = pipe
+        self._arguments = arguments
+        self._prompts = prompts
+        self._plain = [self._call(prompt) for prompt in prompts]
+
+    def runs(self, preset: Preset) -> Iterator[tuple[torch.Tensor, torch.Tensor, RunReport]]:
+        """For each prompt what the preset makes, the plain picture or clip, and the report.
+
+        Both are float32 ``[frames, 3, height, width]`` in 0..1.
+        """
+        for prompt, plain in zip(self._prompts, self._plain, strict=True):
+            with accelerated(self.pipe, preset):
+                made = self._call(prompt)
+                report = self.pipe.dit_accel.report()
+            yield made, plain, report
+
+    def _call(self, prompt: HeldOutPrompt) -> torch.Tensor:
+        return run_pipeline(self.pipe, self._arguments, prompt.prompt, prompt.seed)["frames"]
