@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a run; like --height and --width the model's own by default")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
-    parser.add_argument("--only", nargs="+", default=[], help="rows whose source or name holds one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="rows whose source or name holds one of these; SpargeAttn by source"
+    )
     options = parser.parse_args()
     arguments = demo_arguments(demo_folder(options.model))
     given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
@@ -88,13 +90,16 @@ def main() -> None:
     def run(prompt: Any) -> None:
         run_prompts(pipe, [prompt], arguments)
 
-    curves = tuned.curves(pipe, options.model, run, held_out(tuned.SAMPLES, "tuning"), steps)
+    def is_wanted(source: str, name: str = "") -> bool:
+        return not options.only or any(wanted in source or wanted in name for wanted in options.only)
+
     found = [(row.source, row.name, row.load(options.model), row) for row in settings.rows(options.model)]
-    found += [("SpargeAttn, section 3.6", name, preset, None) for name, preset in tuned.presets(options.model, curves)]
+    found = [each for each in found if is_wanted(*each[:2])]
+    if is_wanted(tuned.SOURCE):
+        curves = tuned.curves(pipe, options.model, run, held_out(tuned.SAMPLES, "tuning"), steps)
+        found += [(tuned.SOURCE, name, preset, None) for name, preset in tuned.presets(options.model, curves)]
     document["results"] = []
     for source, name, preset, row in found:
-        if options.only and not any(wanted in source or wanted in name for wanted in options.only):
-            continue
         claimed = {} if row is None else {"psnr": row.psnr, "ssim": row.ssim, "sparsity": row.sparsity}
         figures = study.measure(preset)
         document["results"].append({"source": source, "name": name, "claimed": claimed, **figures})

@@ -9,6 +9,7 @@ from dit_accel.tools.tune.calibration import Curves, Recorder, choose, layers_of
 
 from .settings import MODELS
 
+SOURCE = "SpargeAttn, section 3.6"
 SAMPLES = 5  # prompts of the tuning split
 BOUNDS = {  # l1 and l2: SpargeAttn's own (section 4.1), and those that FlashOmni ran it with (table 1)
     "demo-flux": ((0.07, 0.08), (0.065, 0.07)),
