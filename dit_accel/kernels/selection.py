@@ -22,7 +22,7 @@ def select_tiles(
     probabilities: torch.Tensor,
     tau: float | None,
     *,
-    top_k: float | None = None,
+    top_k: float | torch.Tensor | None = None,
     always: slice = slice(0, 0),
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
@@ -40,7 +40,8 @@ def select_tiles(
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
         tau: share of a row's mass that may be skipped, 0..1; None with ``top_k``.
-        top_k: share of a row's tiles that is kept, above 0 and up to 1.
+        top_k: share of a row's tiles that is kept, above 0 and up to 1; a float32 tensor ``[H]`` has one for each head,
+            whose values are taken as they are.
         always: blocks whose rows and columns compute whole.
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
         columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
@@ -56,22 +57,24 @@ def select_tiles(
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
-    if top_k is not None and not 0 < top_k <= 1:
-        raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
+    if isinstance(top_k, torch.Tensor):
+        checks.require_typed("top_k", top_k, (probabilities.shape[1],), torch.float32, "probabilities", probabilities)
+    elif top_k is not None and not 0 < top_k <= 1:
+        raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
         checks.require_typed(
             name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
         )
     start, stop, _ = always.indices(probabilities.shape[-1])
+    units: int | torch.Tensor = tau_units(tau) if top_k is None else _units_left_out(top_k)
     if backend == "reference":
-        return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
+        return _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns)
     from dit_accel.kernels._triton.selection import select_tiles_into
 
     batch, heads, blocks, _ = probabilities.shape
     skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
-    units = tau_units(tau if top_k is None else 1 - top_k)
     select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, top_k is not None, rows, columns)
     return skip_bits
 
@@ -124,10 +127,17 @@ def tau_units(tau: float) -> int:
     return round(tau * UNITS)
 
 
-def _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns) -> torch.Tensor:
+def _units_left_out(top_k: float | torch.Tensor) -> int | torch.Tensor:
+    """:func:`tau_units` of the share of tiles that goes; int64 ``[H]`` of a share for each head."""
+    if isinstance(top_k, torch.Tensor):
+        return ((1 - top_k.double()) * UNITS).round().long()
+    return tau_units(1 - top_k)
+
+
+def _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns) -> torch.Tensor:
     if columns is not None:
         probabilities = probabilities.masked_fill(columns[:, :, None], 0.0)
-    if top_k is None:
+    if tau is not None:
         mass = (probabilities * UNITS).ceil().long()
         if columns is not None:
             finer = (UNITS // mass.sum(-1, keepdim=True).clamp(min=1)).clamp(min=1).double().log2().floor()
@@ -136,7 +146,8 @@ def _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, column
     else:
         mass = probabilities.contiguous().view(torch.int32)  # bits of positive numbers are in order as they are
         counts = (mass > 0).long()
-        budget = (counts.sum(-1, keepdim=True) * tau_units(1 - top_k) + COUNT_SLACK) // UNITS
+        units = units[:, None, None] if isinstance(units, torch.Tensor) else units
+        budget = (counts.sum(-1, keepdim=True) * units + COUNT_SLACK) // UNITS
         lowest = _lowest(mass, counts, budget)
     tiles = ~lowest | (mass == mass.amax(-1, keepdim=True))
     tiles[..., start:stop] = True

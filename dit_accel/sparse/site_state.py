@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -14,6 +15,7 @@ from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.storage import Kept
 from dit_accel.presets import Preset, Skip
 from dit_accel.sparse.probe import adjusted
+from dit_accel.sparse.shares import allotted
 
 KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
 
@@ -30,6 +32,9 @@ class SiteState:
         residual: dense attention at step ``tiles_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
         growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
         tiles_growth: that under which the latest masks were drawn.
+        errors: what each head loses with each share of its tiles, ``[H][n]`` (:mod:`~dit_accel.sparse.shares`).
+        mean_share: that the preset asks of these heads.
+        shares: of its tiles that each head keeps, by step; none = all the same.
         probe_turn: how often the probe has measured.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
@@ -51,6 +56,9 @@ class SiteState:
     residual: Kept | None = None
     growth: float = 1.0
     tiles_growth: float = 1.0
+    errors: Sequence[Sequence[float]] = ()
+    mean_share: float = 1.0
+    shares: dict[int, Sequence[float]] = field(default_factory=dict)
     probe_turn: int = 0
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
@@ -73,6 +81,12 @@ class SiteState:
         self.growth = adjusted(self.tiles_growth, error, target)
         if not error <= target:
             self.tiles = None
+
+    def take_errors(self, heads: int, mean_share: float, measured: Sequence[float]) -> None:
+        """What ``errors_of_shares`` gave, head by head, once the host has read it."""
+        count = len(measured) // heads
+        self.errors = [measured[head * count : (head + 1) * count] for head in range(heads)]
+        self.mean_share = mean_share
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
         """Goes on under another memory plan; what is there is converted."""
@@ -104,6 +118,21 @@ class SiteState:
         """What lies in host memory instead."""
         if self.attention is not None:
             yield from self.attention.host_tensors()
+
+
+def allot(states: Iterable[SiteState], step: int, weights: Sequence[float]) -> None:
+    """Has the heads of all sites that were measured share the tiles of them all, over the steps from one on.
+
+    Args:
+        weights: what errors of these steps count.
+    """
+    measured = [state for state in states if state.errors]
+    curves = [curve for state in measured for curve in state.errors]
+    mean = sum(state.mean_share * len(state.errors) for state in measured) / len(curves)
+    for place, shares in enumerate(allotted(curves, mean, weights)):
+        parts = iter(shares)
+        for state in measured:
+            state.shares[step + place] = list(islice(parts, len(state.errors)))
 
 
 def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) -> int:

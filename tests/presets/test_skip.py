@@ -9,7 +9,7 @@ from dit_accel.presets import Forecast, Preset, Schedule, Skip, load_preset
 
 POLICY_KEYS = {  # that it alone has
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "means", "probe_error"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "density", "means", "probe_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
@@ -20,6 +20,7 @@ VALUES = {  # valid ones, by policy
         "similarity": 0.5,
         "sinks": True,
         "pv_threshold": -8.0,
+        "density": "adaptive",
         "means": True,
         "probe_error": 0.05,
     },

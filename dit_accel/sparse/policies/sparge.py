@@ -34,12 +34,14 @@ def symbols(
     kv_len: torch.Tensor | None = None,
     pooled: PooledMap | None = None,
     causal: bool = False,
+    top_k: torch.Tensor | None = None,
 ) -> SparseSymbols:
     """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
 
     Args:
         causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
             later ones never do, and rows of the map sum to 1 over the others.
+        top_k: of each head, float32 ``[H]``, in place of the section's.
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
     probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
@@ -48,7 +50,8 @@ def symbols(
     if causal:
         probabilities = probabilities.tril()
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns)
+    share = config.top_k if top_k is None else top_k
+    skip_bits = tile_bits(probabilities, layout, config.tau_kv, share, whole_rows, whole_columns)
     if config.sinks:
         skip_bits[..., 0] |= 1
     masks = None
@@ -63,7 +66,7 @@ def tile_bits(
     probabilities: torch.Tensor,
     layout: TokenLayout,
     tau_kv: float,
-    top_k: float | None = None,
+    top_k: float | torch.Tensor | None = None,
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -77,7 +80,7 @@ def tile_bits(
         probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
         layout: which blocks hold text.
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
-        top_k: share of a row's tiles that is kept instead, whatever their mass.
+        top_k: share of a row's tiles that is kept instead, whatever their mass; float32 ``[H]`` = of each head.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
 
     Returns:
