@@ -32,7 +32,7 @@ from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import clip_ssim, lpips_distance, psnr
 from dit_accel.tools.tune.runs import IDENTICAL
 
-FLIPS = ("demo-wan",)  # FG-Attn is of videos
+FLIPS = ("demo-flux", "demo-wan")  # models that FG-Attn ran on
 
 
 class Study(AgainstPlain):
@@ -80,7 +80,11 @@ def main() -> None:
         "settings": {"model": options.model, "prompts": options.prompts, "dtype": options.dtype, **arguments},
         **describe_run(pipe.device),
     }
-    if options.model in FLIPS:
+
+    def is_wanted(source: str, name: str = "") -> bool:
+        return not options.only or any(wanted in source or wanted in name for wanted in options.only)
+
+    if options.model in FLIPS and is_wanted("FG-Attn, figure 9"):
         flips = Flips()
         with AttentionTap(pipe, flips.visit):
             run_prompts(pipe, held_out(1, "tuning"), arguments)
@@ -89,9 +93,6 @@ def main() -> None:
 
     def run(prompt: Any) -> None:
         run_prompts(pipe, [prompt], arguments)
-
-    def is_wanted(source: str, name: str = "") -> bool:
-        return not options.only or any(wanted in source or wanted in name for wanted in options.only)
 
     found = [(row.source, row.name, row.load(options.model), row) for row in settings.rows(options.model)]
     found = [each for each in found if is_wanted(*each[:2])]

@@ -83,6 +83,10 @@ def _flux() -> Iterator[Row]:
     for warmup in WARMUPS:
         yield _flashomni(nine, preset, (50, 15, 5, 1, 0), warmup=warmup)
         yield _taylorseer(nine, 5, 1, warmup=warmup)
+    for mask, threshold in (("exact", 0.5), ("exact", 0.1), ("average_query", 0.5), ("average_query", 0.1)):
+        skip = {"policy": "fg_attn", "steps": "all", "refresh": 15, "mask": mask, "key_threshold": threshold}
+        changes = {"skip": skip, "schedule": {"warmup": 12}, "blocks": {"size": 64}}
+        yield Row("FG-Attn, table 5", f"FG-Attn, {mask}, {threshold} / N", "exact", changes)
 
 
 def _hunyuan() -> Iterator[Row]:
