@@ -184,9 +184,7 @@ class SpargeSkip(_NotSla, _NotFgAttn, Skip):
             if self._says(key) and self._says(other):
                 raise ValueError(f"{other} stands instead of {key}: remove one of them")
         if self.density == "adaptive" and self.top_k is None:
-            raise ValueError(
-                "density adaptive shares out top_k, which is not set: set it, e.g. to 0.5"
-            )
+            raise ValueError("density adaptive shares out top_k, which is not set: set it, e.g. to 0.5")
         if self.probe_error is not None and not self.probe_blocks:
             raise ValueError(
                 "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"

@@ -57,8 +57,8 @@ def errors_of_shares(
     return torch.stack(errors, 1)
 
 
-def allotted(curves: Sequence[Sequence[float]], mean: float, weights: Sequence[float]) -> list[list[float]]:
-    """The share of tiles of each head in each step, ``[steps][heads]``.
+def allotted(curves: Sequence[Sequence[float]], mean: float, weights: Sequence[float]) -> torch.Tensor:
+    """The share of tiles of each head in each step, float32 ``[steps, heads]`` on the host.
 
     Args:
         curves: of each head, its errors at :data:`SHARES`; with all tiles it has none.
@@ -77,5 +77,5 @@ def allotted(curves: Sequence[Sequence[float]], mean: float, weights: Sequence[f
     places = places.clamp(0, len(PRICES) - 1)
     fits = (chosen.mean(1)[places].mean(1) <= mean + 1e-9).nonzero()
     if not errors.isfinite().all() or not len(fits):
-        return [[mean] * len(curves)] * len(weights)
-    return chosen[places[int(fits[0])]].tolist()
+        return torch.full((len(weights), len(curves)), mean)
+    return chosen[places[int(fits[0])]].float()

@@ -218,10 +218,10 @@ class SparseSite:
     def _shares(self, device: torch.device) -> torch.Tensor | None:
         """Of its tiles, which each head keeps, float32 ``[H]``; None = all the same, as the preset says."""
         state, call, step = self.state, self._call, self._call.tick.step
-        if state.errors and not state.shares:
+        if state.errors and state.shares is None:
             sites = [each for each in call.branch.sites.values() if isinstance(each, SiteState)]
-            allot(sites, step, call.course.weights[step:])
-        return torch.tensor(state.shares[step], device=device) if state.shares else None
+            allot(sites, step, call.course.weights[step:], device)
+        return None if state.shares is None else state.shares[step - state.first_share]
 
     @property
     def _skips(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 
@@ -34,7 +33,8 @@ class SiteState:
         tiles_growth: that under which the latest masks were drawn.
         errors: what each head loses with each share of its tiles, ``[H][n]`` (:mod:`~dit_accel.sparse.shares`).
         mean_share: that the preset asks of these heads.
-        shares: of its tiles that each head keeps, by step; none = all the same.
+        shares: of its tiles that each head keeps, float32 ``[steps, H]``, from step ``first_share`` on; None = all the
+            same.
         probe_turn: how often the probe has measured.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
@@ -58,7 +58,8 @@ class SiteState:
     tiles_growth: float = 1.0
     errors: Sequence[Sequence[float]] = ()
     mean_share: float = 1.0
-    shares: dict[int, Sequence[float]] = field(default_factory=dict)
+    shares: torch.Tensor | None = None
+    first_share: int = 0
     probe_turn: int = 0
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
@@ -109,6 +110,7 @@ class SiteState:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
         symbols = self.symbols, self.plan, self.tiles
+        yield from () if self.shares is None else (self.shares,)
         for holder in (*self.features.values(), self.attention, *symbols, self.residual, self.bias_stack):
             yield from holder.tensors() if holder is not None else ()
         if self.bias_mask64 is not None:
@@ -120,19 +122,19 @@ class SiteState:
             yield from self.attention.host_tensors()
 
 
-def allot(states: Iterable[SiteState], step: int, weights: Sequence[float]) -> None:
+def allot(states: Iterable[SiteState], step: int, weights: Sequence[float], device: torch.device) -> None:
     """Has the heads of all sites that were measured share the tiles of them all, over the steps from one on.
 
     Args:
         weights: what errors of these steps count.
+        device: of the sites; it gets all shares at once.
     """
     measured = [state for state in states if state.errors]
     curves = [curve for state in measured for curve in state.errors]
     mean = sum(state.mean_share * len(state.errors) for state in measured) / len(curves)
-    for place, shares in enumerate(allotted(curves, mean, weights)):
-        parts = iter(shares)
-        for state in measured:
-            state.shares[step + place] = list(islice(parts, len(state.errors)))
+    shares = allotted(curves, mean, weights).to(device)
+    for state, own in zip(measured, shares.split([len(state.errors) for state in measured], 1), strict=True):
+        state.shares, state.first_share = own, step
 
 
 def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) -> int:

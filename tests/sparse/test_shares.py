@@ -50,7 +50,7 @@ def test_heads_share_tiles_so_that_least_is_lost(mean):
     """No choice of as many tiles is better than that of three convex curves, up to one step of one head."""
     shares = torch.tensor([*SHARES, 1.0])
     curves = torch.stack([scale * (1 - shares) ** power for scale, power in ((1.0, 1), (0.1, 2), (0.01, 3))])
-    (chosen,) = allotted(curves[:, :-1].tolist(), mean, [1.0])
+    (chosen,) = allotted(curves[:, :-1].tolist(), mean, [1.0]).tolist()
 
     def lost(choice):
         return sum(curves[head, place].item() for head, place in enumerate(choice))
@@ -64,7 +64,7 @@ def test_heads_share_tiles_so_that_least_is_lost(mean):
 
 def test_heads_that_lose_nothing_leave_their_tiles_to_others():
     chosen = allotted([[0.0] * len(SHARES), [(1.0 - share) ** 2 for share in SHARES]], 0.5, [1.0])
-    assert chosen == [[SHARES[0], SHARES[-1]]]
+    assert chosen.tolist() == [pytest.approx([SHARES[0], SHARES[-1]])]
 
 
 def test_steps_share_tiles_by_what_their_errors_count():
@@ -72,16 +72,16 @@ def test_steps_share_tiles_by_what_their_errors_count():
     curve = [(1.0 - share) ** 2 for share in SHARES]
     together = allotted([curve], 0.5, [2.0, 1.0, 0.0])
     beside = allotted([[4 * error for error in curve], curve, [0.0] * len(SHARES)], 0.5, [1.0])
-    assert [share for (share,) in together] == beside[0]
-    assert together[0] > together[1] > together[2] == [SHARES[0]]
+    assert torch.equal(together[:, 0], beside[0])
+    assert together[0] > together[1] > together[2] == pytest.approx(SHARES[0])
 
 
 @pytest.mark.parametrize("curve", [[0.0] * len(SHARES), [float("nan")] * len(SHARES)], ids=["zero", "nan"])
 def test_odd_measurements_keep_the_mean(curve):
     """Also of errors that are no numbers, and of a mean below what is measured."""
     for mean in (0.01, SHARES[0], 0.33, 1.0):
-        (shares,) = allotted([curve] * 4, mean, [1.0])
-        assert all(0 < share <= 1 for share in shares) and sum(shares) / 4 <= mean + 1e-6
+        shares = allotted([curve] * 4, mean, [1.0])
+        assert shares.shape == (1, 4) and shares.min() > 0 and shares.mean() <= mean + 1e-6
 
 
 # In a pipeline
