@@ -30,7 +30,9 @@ ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a
 
 
 class Acceleration:
-    """What :func:`accelerate_pipeline` leaves at ``pipe.dit_accel``: the report, and the way back.
+    """What lies at ``pipe.dit_accel`` while a pipeline is accelerated: the report of the last run, and the way back.
+
+    :func:`accelerate_pipeline` and :func:`accelerate_transformer` make it; nobody else needs to.
 
     Args:
         controller: of this denoising loop.
@@ -57,6 +59,7 @@ class Acceleration:
 
     @property
     def preset(self) -> Preset:
+        """The preset in use, with all changes to its keys."""
         return self._controller.preset
 
     @property
@@ -172,7 +175,13 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
 
 def restore_pipeline(pipe: Any) -> Any:
-    """Undoes :func:`accelerate_pipeline`, exactly; nothing happens if the pipeline is not accelerated."""
+    """Undoes :func:`accelerate_pipeline`: results are bit for bit what they were, and nothing is left on any object.
+
+    Nothing happens if the pipeline is not accelerated.
+
+    Returns:
+        The same pipeline.
+    """
     acceleration = vars(pipe).get("dit_accel")
     if acceleration is not None:
         acceleration.restore()
@@ -203,13 +212,14 @@ def accelerate_transformer(
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
-    """Makes a diffusers transformer faster in a caller's own denoising loop.
+    """Makes a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
 
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
             apart by ``transformer.cache_context(name)``. May be what ``torch.compile(transformer)`` has returned.
-        preset: as for :func:`accelerate_pipeline`; of HunyuanVideo and Wan `quality`, `balanced` and `turbo` are the
-            video forms. For other models of videos name `video-balanced` yourself.
+        preset: as for :func:`accelerate_pipeline`; `quality`, `balanced` and `turbo` are the video forms for families
+            that are known to make videos (HunyuanVideo, Wan, LTX, CogVideoX, SkyReels-V2). For any other model of
+            videos name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.

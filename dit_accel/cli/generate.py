@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.batch import Worker, read_jobs, require_one_source, run_jobs
+from dit_accel.cli.batch import Worker, make_folder, read_jobs, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
@@ -167,6 +167,7 @@ def command(
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
     setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees, others)
     if output_dir is not None:
+        make_folder(output_dir)
         facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
         if engine == "ray":
             with ray_engine(setup, picture, jobs, actors, console) as several:

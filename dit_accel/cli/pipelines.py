@@ -173,17 +173,22 @@ def call_arguments(
 def _require_known(
     pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Checks that what ``--call`` names are arguments of the pipeline's call, and such that nothing else sets."""
+    """Checks that what ``--call`` names are arguments of the pipeline's call that nothing else sets, and numbers where
+    they are to be.
+    """
     from dit_accel.presets.complaints import did_you_mean
 
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    for name in others:
+    for name, value in others.items():
         if name in given or name in SET_BY_US:
             raise OptionError("--call", f"{name} is set by {SET_BY_US.get(name, 'an option of its own')} already")
         if name not in parameters and not takes_any:
             free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
             raise OptionError("--call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
+        default = parameters[name].default if name in parameters else None
+        if isinstance(default, int | float) and isinstance(value, str | dict):
+            raise OptionError("--call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")
 
 
 def read_image(path: Path | None) -> Image.Image | None:
