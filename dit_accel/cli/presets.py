@@ -67,7 +67,7 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
 
     from dit_accel.presets import load_preset, preset_names
 
-    if not file.exists() and str(file) in preset_names():
+    if str(file) in preset_names() and not file.exists():
         raise OptionError(
             "FILE", f"must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
         )

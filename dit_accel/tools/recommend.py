@@ -287,8 +287,8 @@ def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> 
         f"{card.memory_gib}"
     )
     if offload == "sequential":
-        return [*notes, f"{what}: offload layer by layer (slow), or quantise it."]
-    return [*notes, f"{what}" + (": offload the pipeline's parts while others run." if offload else ".")]
+        return [*notes, f"{what}: keep its layers in host memory while others run (slow), or quantise it."]
+    return [*notes, f"{what}" + (": keep the pipeline's parts in host memory while others run." if offload else ".")]
 
 
 def _notes_on_tiles(preset: str) -> list[str]:
