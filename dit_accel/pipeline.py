@@ -182,7 +182,7 @@ def restore_pipeline(pipe: Any) -> Any:
     Returns:
         The same pipeline.
     """
-    acceleration = vars(pipe).get("dit_accel")
+    acceleration = getattr(pipe, "dit_accel", None)
     if acceleration is not None:
         acceleration.restore()
     return pipe
@@ -195,7 +195,7 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
     A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
     through ``pipe.dit_accel`` only inside.
     """
-    before = vars(pipe).get("dit_accel")
+    before = getattr(pipe, "dit_accel", None)
     accelerate_pipeline(pipe, preset, **overrides)
     try:
         yield pipe
@@ -232,11 +232,15 @@ def accelerate_transformer(
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: the preset is for another model family, the timesteps can't be told apart, or the transformer
-            has another cache on it.
+        UnsupportedError: the transformer is no module or has another cache on it, the preset is for another model
+            family, or the timesteps can't be told apart.
     """
     called = {"transformer": lambda: transformer}
     transformers = {"transformer": getattr(transformer, "_orig_mod", transformer)}
+    if not isinstance(transformers["transformer"], torch.nn.Module):
+        raise UnsupportedError(
+            f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
+        )
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.name in VIDEO_FAMILIES
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
