@@ -58,6 +58,7 @@ class Setup:
     call: dict[str, Any]
 
 
+CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
     "prompt": "--prompt or --prompts",
     "image": "--image",
@@ -221,14 +222,14 @@ def explained_failures(pipeline: type) -> Iterator[None]:
     """Within, what a call of a pipeline of this class raises comes out as something that its user can act on.
 
     Raises:
-        UnsupportedError: the pipeline's own check of its inputs refused them.
+        UnsupportedError: the pipeline's own check of its inputs refused them, or its scheduler the timesteps or sigmas.
         OutOfMemoryError: memory does not suffice.
     """
     try:
         with explained_memory():
             yield
-    except ValueError as error:
-        if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+    except (TypeError, ValueError) as error:
+        if not CHECKS & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
         raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
 

@@ -177,6 +177,7 @@ MISTAKES = {
     "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),
     "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
     "set-keyword": (["--set", "ordr=2"], "unknown keyword 'ordr' (did you mean 'order'?)"),
+    "call-of-scheduler": (["--call", "sigmas=far"], "FluxPipeline refuses its arguments: could not convert string"),
     "set-before-loading": (["--set", "ordr=2", "-m", "nowhere/at-all"], "unknown keyword 'ordr'"),
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
