@@ -214,6 +214,8 @@ def accelerate_transformer(
 ) -> Acceleration:
     """Makes a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
 
+    What forecasts miss is not corrected, since the loop's scheduler is not known here.
+
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
             apart by ``transformer.cache_context(name)``. May be what ``torch.compile(transformer)`` has returned.
