@@ -30,7 +30,9 @@ ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a
 
 
 class Acceleration:
-    """What :func:`accelerate_pipeline` leaves at ``pipe.dit_accel``: the report, and the way back.
+    """What lies at ``pipe.dit_accel`` while a pipeline is accelerated: the report of the last run, and the way back.
+
+    :func:`accelerate_pipeline` and :func:`accelerate_transformer` make it; nobody else needs to.
 
     Args:
         controller: of this denoising loop.
@@ -57,6 +59,7 @@ class Acceleration:
 
     @property
     def preset(self) -> Preset:
+        """The preset in use, with all changes to its keys."""
         return self._controller.preset
 
     @property
@@ -172,8 +175,14 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
 
 def restore_pipeline(pipe: Any) -> Any:
-    """Undoes :func:`accelerate_pipeline`, exactly; nothing happens if the pipeline is not accelerated."""
-    acceleration = vars(pipe).get("dit_accel")
+    """Undoes :func:`accelerate_pipeline`: results are bit for bit what they were, and nothing is left on any object.
+
+    Nothing happens if the pipeline is not accelerated.
+
+    Returns:
+        The same pipeline.
+    """
+    acceleration = getattr(pipe, "dit_accel", None)
     if acceleration is not None:
         acceleration.restore()
     return pipe
@@ -186,7 +195,7 @@ def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **override
     A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
     through ``pipe.dit_accel`` only inside.
     """
-    before = vars(pipe).get("dit_accel")
+    before = getattr(pipe, "dit_accel", None)
     accelerate_pipeline(pipe, preset, **overrides)
     try:
         yield pipe
@@ -203,13 +212,16 @@ def accelerate_transformer(
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
-    """Makes a diffusers transformer faster in a caller's own denoising loop.
+    """Makes a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
+
+    What forecasts miss is not corrected, since the loop's scheduler is not known here.
 
     Args:
         transformer: called once per step and branch; several branches in one step keep their order, or are told
             apart by ``transformer.cache_context(name)``. May be what ``torch.compile(transformer)`` has returned.
-        preset: as for :func:`accelerate_pipeline`; of HunyuanVideo and Wan `quality`, `balanced` and `turbo` are the
-            video forms. For other models of videos name `video-balanced` yourself.
+        preset: as for :func:`accelerate_pipeline`; `quality`, `balanced` and `turbo` are the video forms for families
+            that are known to make videos (HunyuanVideo, Wan, LTX, CogVideoX, SkyReels-V2). For any other model of
+            videos name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
             ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
             before needs ``reset()``.
@@ -222,11 +234,15 @@ def accelerate_transformer(
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: the preset is for another model family, the timesteps can't be told apart, or the transformer
-            has another cache on it.
+        UnsupportedError: the transformer is no module or has another cache on it, the preset is for another model
+            family, or the timesteps can't be told apart.
     """
     called = {"transformer": lambda: transformer}
     transformers = {"transformer": getattr(transformer, "_orig_mod", transformer)}
+    if not isinstance(transformers["transformer"], torch.nn.Module):
+        raise UnsupportedError(
+            f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
+        )
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.name in VIDEO_FAMILIES
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)

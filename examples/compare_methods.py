@@ -19,7 +19,7 @@ parser.add_argument("--steps", type=int, default=50)
 options = parser.parse_args()
 
 folder = demo_path("demo-flux")
-pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 call = demo_arguments(folder) | {"prompt": "a yellow ring over the hills", "num_inference_steps": options.steps}
 
 

@@ -20,9 +20,10 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
+options.output.mkdir(parents=True, exist_ok=True)
 
 folder = demo_path("demo-flux")
-pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 call = demo_arguments(folder) | {"prompt": "a yellow ring over the hills", "num_inference_steps": options.steps}
 
 plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images[0]

@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=50)
 options = parser.parse_args()
 
-pipe = DiffusionPipeline.from_pretrained(demo_path("demo-flux")).to(torch.float32)
+pipe = DiffusionPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
 transformer, scheduler = pipe.transformer, pipe.scheduler
 text, pooled, text_ids = pipe.encode_prompt("a yellow ring over the hills", None, max_sequence_length=64)
 noise = torch.Generator().manual_seed(0)

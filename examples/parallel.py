@@ -22,9 +22,10 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
+options.output.mkdir(parents=True, exist_ok=True)
 
 folder, ranks = demo_path("demo-wan"), int(os.environ.get("WORLD_SIZE", 1))
-pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 if ranks > 1:
     dist.init_process_group("gloo")  # nccl on GPUs, after torch.cuda.set_device(LOCAL_RANK)
     parallelize_pipeline(pipe, branches=ranks)  # or ulysses=ranks, which share the tokens of each call

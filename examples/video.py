@@ -20,9 +20,10 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--output", type=Path, default=Path())
 options = parser.parse_args()
+options.output.mkdir(parents=True, exist_ok=True)
 
 folder = demo_path("demo-wan")
-pipe = DiffusionPipeline.from_pretrained(folder).to(torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 call = demo_arguments(folder) | {"num_inference_steps": options.steps}
 
 accelerate_pipeline(pipe, model_preset("demo-wan"))

@@ -2,8 +2,8 @@
 """Speed against quality of every preset, of the papers' fixed schedules and of all peers, on a demo model.
 
 Each run is compared with the plain run of the same held-out prompt and seed. Writes a JSON file, Markdown tables and
-two plots, over computed fraction and over time; docs/guide/comparing.md says what they hold. An interrupted sweep goes
-on.
+two plots, over computed fraction and over time; docs/notes/comparisons.md says what they hold. An interrupted sweep
+goes on.
 
     python scripts/pareto.py --model demo-flux                                # docs/results/pareto-demo-flux.*
     python scripts/pareto.py --model demo-flux --prompts 1 --height 256 --width 256 --output /tmp/pareto   # on a CPU

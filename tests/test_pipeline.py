@@ -308,6 +308,12 @@ def test_copies_are_made_of_restored_pipelines(name, preset):
     assert torch.equal(tiny_output(copied, name, steps=2), tiny_output(pipe, name, steps=2))
 
 
+def test_a_pipeline_is_no_transformer(pipe):
+    """The error says where a pipeline goes."""
+    with pytest.raises(UnsupportedError, match=r"must be a module, got FluxPipeline; .* accelerate_pipeline"):
+        accelerate_transformer(pipe, "balanced", [1.0, 0.5])
+
+
 def test_own_loop_with_accelerate_transformer(pipe):
     """A caller's own denoising loop is accelerated by its timesteps alone, run after run."""
     transformer, timesteps = pipe.transformer, torch.linspace(1.0, 0.05, 20)

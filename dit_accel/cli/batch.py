@@ -72,17 +72,24 @@ class Failure:
 
 def require_one_source(prompt: str | None, prompts: Path | None, folder: Path | None, alone: dict[str, Any]) -> None:
     """Checks that there is one source of prompts, and that what serves one picture alone goes with that one."""
-    if (prompt is None) == (prompts is None):
-        raise OptionError("--prompt", "needs a text, or give --prompts a file; one of the two")
-    if (prompts is None) != (folder is None):
-        raise OptionError("--output-dir", "goes with --prompts, and --prompts with it")
+    if prompt is None and prompts is None:
+        raise OptionError("--prompt", "needs a text; or name a file of prompts with --prompts")
+    if prompt is not None and prompts is not None:
+        raise OptionError("--prompts", "can't be given beside --prompt; give one of the two")
+    if prompts is not None and folder is None:
+        raise OptionError("--output-dir", "must name a folder for what --prompts makes")
+    if prompts is None and folder is not None:
+        raise OptionError("--output-dir", "is for --prompts; name the file of one --prompt with --output")
     for option in (option for option, value in alone.items() if value and prompts is not None):
         raise OptionError(option, "is for one --prompt; --prompts writes all into --output-dir")
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of --output-dir, where there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
 
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
@@ -226,7 +233,7 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
         if changed and not force:
             raise OptionError(
                 "--output-dir",
-                f"{shortened(str(folder))} holds line {index + 1} with another {changed[0]} "
+                f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed[0]} "
                 f"({shown(row.get(changed[0]))}, now {shown(wanted[index][changed[0]])}): name another folder, or make "
                 "it anew with --force",
             )

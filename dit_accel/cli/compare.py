@@ -24,7 +24,7 @@ LEVELS = ("quality", "balanced", "turbo")
 
 
 def command(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What is drawn; or give --prompts.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What pictures show; this or --prompts.")] = None,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="File with one prompt a line; figures are means over them.")
     ] = None,
@@ -33,17 +33,25 @@ def command(
         str | None,
         typer.Option(
             "--presets",
-            help="Names or paths, separated by commas.",
+            help="Presets to compare: names or paths, separated by commas.",
             show_default="quality, balanced and turbo, and other targets of balanced",
         ),
     ] = None,
     peers: Annotated[
         str,
-        typer.Option("--peers", help="`all`, `none`, or names of these, separated by commas; docs/guide/comparing.md."),
+        typer.Option(
+            "--peers",
+            help="Other methods to compare with: `all`, `none`, or names, separated by commas; docs/guide/comparing.md "
+            "lists them.",
+        ),
     ] = "all",
     settings: Annotated[
         int,
-        typer.Option("--settings", min=1, help="Most settings of each peer, and targets, spread over their range."),
+        typer.Option(
+            "--settings",
+            min=1,
+            help="Most settings of each other method, and targets of the closed loop, spread over their range.",
+        ),
     ] = 4,
     call: options.CallOption = None,
     output: Annotated[
@@ -79,10 +87,13 @@ def command(
 
     console = Console(quiet=quiet)
     if (prompt is None) == (prompts is None):
-        raise options.OptionError("--prompt", "give either a prompt or --prompts, a file of them")
+        both = "was given beside --prompts; give one of the two" if prompts else "needs a text, or --prompts a file"
+        raise options.OptionError("--prompt", both)
     _require_output(output, force)
     require_extra("matplotlib", "dit-accel compare, which plots what it measures,")
     named_peers = _peers(peers)
+    if presets is not None and not _names(presets):
+        raise options.OptionError("--presets", "names none; give names or paths, separated by commas, or leave it out")
     for name in _names(presets):
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.batch import Worker, read_jobs, require_one_source, run_jobs
+from dit_accel.cli.batch import Worker, make_folder, read_jobs, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
@@ -43,14 +43,15 @@ def command(
         typer.Option(
             "--guidance",
             callback=options.require_finite,
-            help="guidance_scale (Wan's too); on FLUX and HunyuanVideo with --negative-prompt, and on demo models that "
-            "are guided so, true_cfg_scale, above 1.",
+            help="How strongly the prompt guides: guidance_scale of the pipeline's call; with --negative-prompt on "
+            "FLUX and HunyuanVideo, and on demo models that are guided so, true_cfg_scale, which must be above 1.",
         ),
     ] = None,
     negative_prompt: Annotated[
         str | None,
         typer.Option(
-            "--negative-prompt", help="What it does not show. FLUX and HunyuanVideo: needs --guidance above 1."
+            "--negative-prompt",
+            help="What it should not show. On FLUX and HunyuanVideo it needs --guidance above 1.",
         ),
     ] = None,
     image: options.ImageOption = None,
@@ -109,7 +110,9 @@ def command(
     repeats: options.RepeatsOption = options.REPEATS,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Write a figure of the run: step modes, times, forecast errors; extra `plots`."),
+        typer.Option(
+            "--plot", help="Write a figure of the run: step modes, times, forecast errors. Needs the extra `plots`."
+        ),
     ] = None,
     json_path: Annotated[
         Path | None,
@@ -167,6 +170,7 @@ def command(
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
     setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees, others)
     if output_dir is not None:
+        make_folder(output_dir)
         facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
         if engine == "ray":
             with ray_engine(setup, picture, jobs, actors, console) as several:

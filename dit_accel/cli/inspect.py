@@ -31,7 +31,11 @@ def command(
     call: options.CallOption = None,
     layer: Annotated[
         str | None,
-        typer.Option("--layer", help="Layer whose symbols are drawn over the picture.", show_default="the middle one"),
+        typer.Option(
+            "--layer",
+            help="Block whose symbols, what it computes, are drawn over the picture; presets of level head.",
+            show_default="the middle one",
+        ),
     ] = None,
     steps: options.StepsOption = None,
     seed: options.SeedOption = 0,

@@ -21,7 +21,7 @@ Offload = Literal["none", "model", "sequential"]
 
 # Bounds beyond all reason, so that a slip of the finger is told before any work.
 MOST_STEPS = 10_000
-MOST_PIXELS = 16_384  # of a side
+FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 are one token of most models
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
@@ -86,10 +86,12 @@ SeedOption = Annotated[
     int, typer.Option("--seed", min=-(2**63), max=2**63 - 1, help="Seed of the starting noise, of 64 bits.")
 ]
 HeightOption = Annotated[
-    int | None, typer.Option("--height", min=1, max=MOST_PIXELS, help="Pixels.", show_default="the pipeline's")
+    int | None,
+    typer.Option("--height", min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's"),
 ]
 WidthOption = Annotated[
-    int | None, typer.Option("--width", min=1, max=MOST_PIXELS, help="Pixels.", show_default="the pipeline's")
+    int | None,
+    typer.Option("--width", min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's"),
 ]
 ImageOption = Annotated[
     Path | None,
@@ -121,7 +123,9 @@ FpsOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    typer.Option("--dtype", help="Of weights and activations.", show_default="bfloat16 on CUDA, else float32"),
+    typer.Option(
+        "--dtype", help="Data type of weights and activations.", show_default="bfloat16 on CUDA, else float32"
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -181,7 +185,7 @@ def named_preset(
     name, overrides = name or model_preset(model), parse_overrides(settings)
     if name == "none" and refusal:
         raise OptionError("--preset", refusal)
-    if name not in (None, "none"):
+    if name != "none":
         choose_preset(name, overrides)
     return name, overrides
 

@@ -58,6 +58,7 @@ class Setup:
     call: dict[str, Any]
 
 
+CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
     "prompt": "--prompt or --prompts",
     "image": "--image",
@@ -173,17 +174,22 @@ def call_arguments(
 def _require_known(
     pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Checks that what ``--call`` names are arguments of the pipeline's call, and such that nothing else sets."""
+    """Checks that what ``--call`` names are arguments of the pipeline's call that nothing else sets, and numbers where
+    they are to be.
+    """
     from dit_accel.presets.complaints import did_you_mean
 
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    for name in others:
+    for name, value in others.items():
         if name in given or name in SET_BY_US:
             raise OptionError("--call", f"{name} is set by {SET_BY_US.get(name, 'an option of its own')} already")
         if name not in parameters and not takes_any:
             free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
             raise OptionError("--call", f"{pipeline} takes no {shortened(name)}{meant}; it takes {', '.join(free)}")
+        default = parameters[name].default if name in parameters else None
+        if isinstance(default, int | float) and isinstance(value, str | dict):
+            raise OptionError("--call", f"{name} must be a number or a bool, such as {default}, got {shown(value)}")
 
 
 def read_image(path: Path | None) -> Image.Image | None:
@@ -216,14 +222,14 @@ def explained_failures(pipeline: type) -> Iterator[None]:
     """Within, what a call of a pipeline of this class raises comes out as something that its user can act on.
 
     Raises:
-        UnsupportedError: the pipeline's own check of its inputs refused them.
+        UnsupportedError: the pipeline's own check of its inputs refused them, or its scheduler the timesteps or sigmas.
         OutOfMemoryError: memory does not suffice.
     """
     try:
         with explained_memory():
             yield
-    except ValueError as error:
-        if "check_inputs" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+    except (TypeError, ValueError) as error:
+        if not CHECKS & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
         raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
 

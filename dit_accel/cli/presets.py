@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dit_accel.cli.options import OptionError
 from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.recommend import TITLES, figures
 
@@ -54,6 +55,8 @@ def show_command(name: Annotated[str, typer.Argument(help="Name of a shipped pre
     """Print a preset's file, comments and all."""
     from dit_accel.presets import preset_path
 
+    if Path(name).suffix in (".yaml", ".yml"):
+        raise OptionError("NAME", f"must be a shipped preset, got the file {name}; see dit-accel presets check {name}")
     typer.echo(preset_path(name).read_text(encoding="utf-8"), nl=False)
 
 
@@ -62,8 +65,12 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
     """Check a preset file, and print it with its base and all defaults filled in."""
     import yaml
 
-    from dit_accel.presets import load_preset
+    from dit_accel.presets import load_preset, preset_names
 
+    if str(file) in preset_names() and not file.exists():
+        raise OptionError(
+            "FILE", f"must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
+        )
     preset = load_preset(file)
     typer.echo(f"# {file} is valid; with its base and all defaults it reads:")
     typer.echo(yaml.safe_dump(preset.effective(), sort_keys=False, allow_unicode=True), nl=False)

@@ -22,7 +22,7 @@ def command(
         ),
     ],
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="4090, a100, h100, h200, …", show_default="the GPU that is there")
+        str | None, typer.Option("--gpu", help="Card: 4090, a100, h100, …", show_default="the GPU that is there")
     ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, max=options.MOST_STEPS, help="Denoising steps.", show_default="50")
@@ -30,7 +30,10 @@ def command(
     height: options.HeightOption = None,
     width: options.WidthOption = None,
     num_frames: Annotated[
-        int | None, typer.Option("--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Of the clip.")
+        int | None,
+        typer.Option(
+            "--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Frames of the clip; video only."
+        ),
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="A LoRA is loaded.")] = False,
     quantized: Annotated[bool, typer.Option("--quantized", help="Weights are quantised.")] = False,

@@ -24,7 +24,7 @@ def command(
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = LOOPBACK[0],
-    port: Annotated[int, typer.Option("--port", min=1, max=65_535)] = 7860,
+    port: Annotated[int, typer.Option("--port", min=1, max=65_535, help="Port to listen on.")] = 7860,
     share: Annotated[
         bool, typer.Option("--share", help="Also open a public address for three days, by gradio's own service.")
     ] = False,

@@ -14,7 +14,7 @@ all of the shift down to the image, at r = 0 it would take no notice.
 And outputs bend more as noise goes, by about ``σ^(−q)``, since the last steps settle the finest details: so an error
 that was measured at one noise level says too little of forecasts at a lower one.
 
-docs/reference/concepts.md says more, docs/notes/results.md what was measured and how p, r and q were chosen.
+docs/reference/concepts.md says more, docs/notes/loop.md what was measured and how p, r and q were chosen.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class RunReport:
             lines.append(f"  CUDA graphs        replayed for {self.replayed} transformer calls")
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
-            lines.append(f"  forecast error     {errors[-1]:.4f} at the last judged step, {max(errors):.4f} at most")
+            lines.append(f"  forecast error     {errors[-1]:.4f} at the last step measured, {max(errors):.4f} at most")
         if self.attentions:
             lines.append(f"  tiles left out     {self.left_out:.0%} on computed steps after the warm-up")
         if probed := [(each.error, each.layer, each.step) for each in self.attentions if each.error is not None]:

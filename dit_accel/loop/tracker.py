@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import UnsupportedError, shown
 from dit_accel.loop.moves import Moves, euler_moves, linear_moves
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
@@ -188,13 +188,16 @@ class TimestepClock:
         missed_run: as that of :class:`SchedulerClock`; here it is never known.
 
     Raises:
-        UnsupportedError: no timesteps, or equal neighbours, which could not be told apart.
+        UnsupportedError: no timesteps, no numbers, or equal neighbours, which could not be told apart.
     """
 
     missed_run = False
 
     def __init__(self, timesteps: Sequence[float] | torch.Tensor) -> None:
-        self._values = [float(value) for value in timesteps]
+        try:
+            self._values = [float(value) for value in timesteps]
+        except (TypeError, ValueError):
+            raise UnsupportedError(f"timesteps must be a sequence of numbers, got {shown(timesteps)}") from None
         gaps = [abs(b - a) for a, b in pairwise(self._values)]
         if not self._values or 0 in gaps:
             raise UnsupportedError(

@@ -74,5 +74,6 @@ def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
     sections = [name for name in Preset.model_fields if name != "name"]
     meant = did_you_mean(keyword, [*keywords(), *sections])
     return (
-        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and keys of the sections among them"
+        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and keys of the sections among "
+        "them (docs/reference/presets.md, Keys)"
     )

@@ -57,6 +57,11 @@ class Identity:
     def title(self) -> str:
         return _titles()[self.family]
 
+    @property
+    def makes_images_alone(self) -> bool:
+        """Whether no model of the family makes videos."""
+        return not self.is_video and self.family not in ("any", "kandinsky5")
+
     def takes(self, preset: Preset) -> bool:
         """Whether a shipped preset is meant for the model: video forms are for videos alone, plain ones for images."""
         if preset.name in PLAIN or preset.name.startswith("video-"):

@@ -124,7 +124,7 @@ def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
     """Unless they are to replace what is there."""
     assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
     refused = generate(tmp_path, "prompts.txt", ["b"])
-    assert refused.exit_code == 2 and "holds line 1 with another prompt ('a', now 'b')" in refused.output
+    assert refused.exit_code == 2 and "holds line 1 with other settings: prompt ('a', now 'b')" in refused.output
     assert generate(tmp_path, "prompts.txt", ["b"], "--force").exit_code == 0
     assert manifest(tmp_path)[-1]["prompt"] == "b"
 
@@ -149,8 +149,9 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
     ("options", "told"),
     [
         ((), "--prompt: needs a text"),
-        (("--prompts", "x.txt"), "--output-dir: goes with --prompts"),
-        (("-p", "a", "--output-dir", "out"), "--output-dir: goes with --prompts"),
+        (("-p", "a", "--prompts", "x.txt"), "--prompts: can't be given beside --prompt"),
+        (("--prompts", "x.txt"), "--output-dir: must name a folder"),
+        (("-p", "a", "--output-dir", "out"), "--output-dir: is for --prompts"),
         (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: is for one --prompt"),
     ],
 )

@@ -162,6 +162,7 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
         pytest.param("height=64", "height is set by an option of its own already", id="option"),
         pytest.param("generator=1", "generator is set by --seed already", id="seed"),
         pytest.param("height", "--call: must be NAME=VALUE", id="form"),
+        pytest.param("max_sequence_length=long", "max_sequence_length must be a number or a bool, such as", id="text"),
     ],
 )
 def test_mistakes_of_call(run, models, command, beside, call, told):
@@ -176,6 +177,8 @@ MISTAKES = {
     "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),
     "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
     "set-keyword": (["--set", "ordr=2"], "unknown keyword 'ordr' (did you mean 'order'?)"),
+    "call-of-scheduler": (["--call", "sigmas=far"], "FluxPipeline refuses its arguments: could not convert string"),
+    "set-before-loading": (["--set", "ordr=2", "-m", "nowhere/at-all"], "unknown keyword 'ordr'"),
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),
@@ -311,7 +314,15 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "action", [("show", "nothing"), ("check", "missing.yaml"), ("check", "bad.yaml")], ids=" ".join
+    "action",
+    [
+        ("show", "nothing"),
+        ("show", "bad.yaml"),
+        ("check", "balanced"),
+        ("check", "missing.yaml"),
+        ("check", "bad.yaml"),
+    ],
+    ids=" ".join,
 )
 def test_presets_mistakes_exit_with_2(run, tmp_path, action):
     """Unknown names, missing files and invalid contents are the user's to mend."""

@@ -80,14 +80,15 @@ def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--prompt: give either a prompt or --prompts"),
-        (("-p", "a", "--prompts", "b.txt"), "--prompt: give either a prompt or --prompts"),
+        ((), "--prompt: needs a text, or --prompts a file"),
+        (("-p", "a", "--prompts", "b.txt"), "--prompt: was given beside --prompts"),
+        (("-p", "a", "--presets", ""), "--presets: names none"),
         (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("-p", "a", "--peers", "magic"), "--peers: 'magic' is no peer; there are taylorseer, "),
         (("-p", "a", "--presets", "flux-balance"), "did you mean 'balanced'"),
         (("-p", "a", "--output", "no/where"), "no does not exist"),
     ],
-    ids=["no-prompt", "two-prompts", "prompts", "peer", "preset", "folder"],
+    ids=["no-prompt", "two-prompts", "no-preset", "prompts", "peer", "preset", "folder"],
 )
 def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
     """Exit code 2 and one line that names the option; the model, which does not exist, is not looked for."""

@@ -4,6 +4,7 @@ python -m tests.cli.test_reference      # writes the page anew
 """
 
 import html
+import re
 from pathlib import Path
 
 import typer
@@ -16,8 +17,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 def page() -> str:
     command = typer.main.get_command(app)
+    for group in (command, *(each for each in command.commands.values() if hasattr(each, "commands"))):
+        for each in group.commands.values():
+            each.short_help = each.help.partition("\n\n")[0].replace("\n", " ")  # which would be cut to a few words
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="dit-accel", title="Command line")
-    return f"{html.unescape(text).strip()}\n"
+    examples = re.sub(r"^(dit-accel .*)$", r"`\1`", html.unescape(text), flags=re.MULTILINE)
+    return f"{examples.strip()}\n"
 
 
 def test_the_page_is_what_help_says():

@@ -71,7 +71,7 @@ def test_text_states_what_ran():
         "transformer time 3.00 s",
         "cache memory 1.5 MiB, 2.0 MiB expected, and 0.5 MiB of the host's",
         "to save memory attention history in host memory",
-        "forecast error 0.1250 at the last judged step, 0.2500 at most",
+        "forecast error 0.1250 at the last step measured, 0.2500 at most",
         "tiles left out 50% on computed steps after the warm-up",
         "attention error 0.1250 on the probe's rows, 0.1875 at most (transformer_blocks.0, step 3)",
         "note shapes changed at step 2: caches dropped",

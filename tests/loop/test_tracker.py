@@ -244,6 +244,13 @@ def test_timesteps_that_tell_nothing_are_refused(timesteps):
         TimestepClock(timesteps)
 
 
+@pytest.mark.parametrize("timesteps", [50, "abc", None], ids=str)
+def test_timesteps_that_are_no_numbers_are_refused(timesteps):
+    """A count in the place of the values, for one."""
+    with pytest.raises(UnsupportedError, match="timesteps must be a sequence of numbers, got "):
+        TimestepClock(timesteps)
+
+
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("rescaled", [lambda t: t / 1000, lambda t: 1 - t / 1000], ids=["share", "from-0-to-1"])
 def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):

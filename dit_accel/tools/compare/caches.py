@@ -1,7 +1,7 @@
 """The caches that ship with diffusers, each swept over its own knobs.
 
 Settings follow each cache's documentation; what is done beyond it, so that none does badly for want of care, is said
-where it is done and in docs/guide/comparing.md.
+where it is done and in docs/notes/comparisons.md.
 """
 
 from __future__ import annotations

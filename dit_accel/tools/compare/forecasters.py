@@ -2,7 +2,7 @@
 
 Most were published for outputs of blocks. Here each forecasts what leaves the transformer, as TaylorSeer lite does, so
 that no block runs in a step that is left out. Formulas and settings come from the sources that are named at each;
-docs/guide/comparing.md says what is our reading of them.
+docs/notes/comparisons.md says what is our reading of them.
 
 A forecast is a sum of records, under weights that follow from the records' steps or from their inner products.
 """
