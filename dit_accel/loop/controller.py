@@ -170,14 +170,14 @@ class Controller:
             own = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
             part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
             parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
-            call.measure(loop.measured, partial(self._decide, step, loop))
+            call.measure(loop.measured, partial(self._decide, step, loop, place))
         return _joined(call.branch.loops, parts)
 
-    def _decide(self, step: int, loop: ClosedLoop, measured: list[float]) -> None:
+    def _decide(self, step: int, loop: ClosedLoop, place: int, measured: list[float]) -> None:
         error = loop.decide(step, measured)
         if error is not None:
             logger.debug("step %d: the forecast would have missed %.4g", step, error)
-            self._accounts.take_error(error)
+            self._accounts.take_error(error, place)
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.

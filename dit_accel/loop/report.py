@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +32,21 @@ class StepRecord:
     error: float | None = None
     seconds: float = 0.0
     attended: float | None = None
+
+
+@dataclass
+class PromptRecord:
+    """One prompt of a batch whose steps are decided for each prompt apart (``schedule.per_prompt``).
+
+    Args:
+        modes: its mode in each step of the run, as that of a :class:`StepRecord`.
+        errors: its measured error in each, likewise.
+        computed_fraction: FLOPs that the blocks did for it over those of a plain run.
+    """
+
+    modes: list[str] = field(default_factory=list)
+    errors: list[float | None] = field(default_factory=list)
+    computed_fraction: float = 1.0
 
 
 @dataclass
@@ -72,6 +87,7 @@ class RunReport:
         host_bytes: most host memory held in their stead.
         estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
         memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
+        prompts: one record a prompt of a batch whose steps are decided for each prompt apart; else empty.
         replayed: transformer calls that ran as CUDA graphs.
         notes: remarks on the run as a whole.
     """
@@ -89,6 +105,7 @@ class RunReport:
     host_bytes: int = 0
     estimated_bytes: int = 0
     memory_measures: list[str] = field(default_factory=list)
+    prompts: list[PromptRecord] = field(default_factory=list)
     replayed: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -127,6 +144,20 @@ class RunReport:
         """
         shares = [step.attended for step in self.steps if step.attended is not None]
         return 1 - fmean(shares) if shares else None
+
+    def of_prompt(self, place: int) -> RunReport:
+        """What the run did for one prompt of its batch: steps and computed fraction are its own, all else the batch's.
+
+        Where the batch was decided together, this is the report itself.
+        """
+        if not self.prompts:
+            return self
+        own = self.prompts[place]
+        steps = [
+            replace(step, mode=mode, error=error)
+            for step, mode, error in zip(self.steps, own.modes, own.errors, strict=True)
+        ]
+        return replace(self, steps=steps, computed_fraction=own.computed_fraction, prompts=[])
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, ready for ``json.dump``."""

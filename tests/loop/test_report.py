@@ -2,7 +2,7 @@
 
 import json
 
-from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
+from dit_accel.loop.report import AttentionRecord, PromptRecord, RunReport, StepRecord
 
 
 def report() -> RunReport:
@@ -25,6 +25,10 @@ def report() -> RunReport:
         ],
         fallbacks=[{"site": f"block.{i}", "reason": "LoRA"} for i in range(5)] + [{"site": "last", "reason": "hooked"}],
         seconds=3.0,
+        prompts=[
+            PromptRecord(["full", "update", "dispatch", "update"], [None, 0.25, None, 0.125]),
+            PromptRecord(["full", "update", "dispatch", "dispatch"], [None, 0.125, None, None], 0.5),
+        ],
         cache_bytes=3 * 2**19,
         host_bytes=2**19,
         estimated_bytes=2**21,
@@ -58,7 +62,16 @@ def test_json_holds_every_field():
     assert values.pop("steps_by_mode") == {"full": 1, "update": 2, "dispatch": 1}
     steps = [StepRecord(**step) for step in values.pop("steps")]
     attentions = [AttentionRecord(**each) for each in values.pop("attentions")]
-    assert RunReport(**values, steps=steps, attentions=attentions) == report()
+    prompts = [PromptRecord(**prompt) for prompt in values.pop("prompts")]
+    assert RunReport(**values, steps=steps, attentions=attentions, prompts=prompts) == report()
+
+
+def test_a_prompt_has_a_report_of_its_own():
+    """Its modes, errors and computed fraction; where prompts were decided together, the report is that of each."""
+    own = report().of_prompt(1)
+    assert own.steps_by_mode == {"full": 1, "update": 1, "dispatch": 2} and own.computed_fraction == 0.5
+    assert [step.error for step in own.steps] == [None, 0.125, None, None]
+    assert own.of_prompt(1) is own
 
 
 def test_text_states_what_ran():
