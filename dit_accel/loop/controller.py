@@ -16,6 +16,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
 from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
 from dit_accel.loop.branch import BranchState, Call
+from dit_accel.loop.call_parts import CallParts
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.growth import bends, error_weights, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
@@ -57,6 +58,7 @@ class Controller:
         self.preset = preset
         self.family = family
         self.call: Call | None = None
+        self.parts = CallParts()
         self._clock = clock
         self._loop = loop or (ClosedLoop if adaptive else IntervalLoop)
         self._gap = gap or (Gap if adaptive else IntervalGap)
@@ -87,10 +89,14 @@ class Controller:
     def read_report(self) -> RunReport:
         """The report with all times read, which waits for the GPU."""
         self._accounts.read_times()
+        seconds = self.parts.seconds()
+        if self.report.steps and any(name in seconds for name in self._layers):  # else they are of a later call
+            self.report.parts = seconds
         return self.report
 
     def release(self) -> None:
         """Frees the caches of a finished run; its report stays, and its symbols, on the host."""
+        self.parts.end()
         self._forget()
         self._unload_symbols()
 
@@ -122,6 +128,7 @@ class Controller:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
         """
         elapsed = timing.stopwatch_of(timestep)
+        self.parts.enter(transformer, elapsed)
         try:
             self.call = self._open(transformer, context, timestep, shapes, size, samples)
             yield self.call
@@ -133,6 +140,7 @@ class Controller:
             self._accounts.take_time(elapsed())
         finally:
             self.call = None
+            self.parts.leave()
 
     def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
         """Notes a call that runs without the loop, which may be one of no run at all, and drops the run's caches."""

@@ -83,6 +83,8 @@ class RunReport:
         attentions: what attention left out of computed steps, and its error on the probe's rows, in order of calls.
         fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
         seconds: time inside the transformer.
+        parts: seconds of the pipeline's whole call by component, of autoencoders by encoder and decoder, and once the
+            call is over of the ``rest``; in their order. Empty where no pipeline is accelerated.
         cache_bytes: most device memory held in histories, symbols and cached biases.
         host_bytes: most host memory held in their stead.
         estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
@@ -101,6 +103,7 @@ class RunReport:
     attentions: list[AttentionRecord] = field(default_factory=list)
     fallbacks: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
     host_bytes: int = 0
     estimated_bytes: int = 0
@@ -175,7 +178,8 @@ class RunReport:
                 if sparsity is None
                 else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
             ),
-            f"  transformer time   {self.seconds:.2f} s",
+            f"  transformer time   {self.seconds:.2f} s{self._seconds_by_kind()}",
+            *([f"  whole call         {self._seconds_by_part()}"] if self.parts else []),
             f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
@@ -200,6 +204,20 @@ class RunReport:
             shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
             lines.append(f"  ran densely        {shown}: {reason}")
         return "\n".join(lines)
+
+    def _seconds_by_kind(self) -> str:
+        """Of computed and of forecast steps, where there are both."""
+        forecast = [step.seconds for step in self.steps if step.mode == "dispatch"]
+        computed = [step.seconds for step in self.steps if step.mode != "dispatch"]
+        if not forecast or not computed:
+            return ""
+        return (
+            f" ({len(computed)} computed steps {sum(computed):.2f} s, {len(forecast)} forecast {sum(forecast):.2f} s)"
+        )
+
+    def _seconds_by_part(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.parts.items())
+        return f"{sum(self.parts.values()):.2f} s: {parts}"
 
 
 def _mebibytes(count: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dit_accel.loop.timing import gpu_stopwatch, stopwatch
+from dit_accel.loop.timing import stopwatch_on
 from dit_accel.models import denoisers
 from dit_accel.pipeline import makes_video
 from dit_accel.tools.video import as_clip
@@ -85,7 +85,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.calls = 0
-        self._start = partial(gpu_stopwatch, device) if device.type == "cuda" else stopwatch
+        self._start = partial(stopwatch_on, device)
         self._inside: list[Callable[[], float]] = []
         self._stop_loop: Callable[[], Callable[[], float]] | None = None
 
