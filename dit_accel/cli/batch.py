@@ -74,6 +74,16 @@ def require_one_source(prompt: str | None, prompts: Path | None, folder: Path | 
             raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
 
 
+def require_batches(size: int, prompts: Path | None, image: Path | None) -> None:
+    """Checks that there is something to share a call."""
+    if size > 1 and prompts is None:
+        raise OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
+    if (
+        size > 1 and image is not None
+    ):  # img2img of FLUX draws other noise, and FLUX.2 takes all pictures for each prompt
+        raise OptionError("--batch-size", "can't be used with --image: pipelines differ in what a batch makes of it")
+
+
 class Engine(Protocol):
     """What makes jobs: one :class:`Worker`, or several elsewhere.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.batch import Worker, require_one_source, run_jobs
+from dit_accel.cli.batch import Worker, require_batches, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.jobs import read_jobs
 from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
@@ -103,8 +103,8 @@ def command(
             "--batch-size",
             min=1,
             max=options.MOST_IMAGES,
-            help="With --prompts: most lines of one call of the pipeline; neighbours that differ in prompt, negative "
-            "prompt and seed alone share one, and each prompt's own error decides its steps.",
+            help="With --prompts, without --image: most lines of one call of the pipeline; neighbours that differ in "
+            "prompt, negative prompt and seed alone share one, and each prompt's own error decides its steps.",
         ),
     ] = 1,
     engine: EngineOption = "process",
@@ -146,8 +146,7 @@ def command(
 
     alone = {"--output": output, "--json": json_path, "--plot": plot, "--compare": compare, "--num-images": num_images}
     require_one_source(prompt, prompts, output_dir, alone)
-    if batch_size > 1 and prompts is None:
-        raise options.OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
+    require_batches(batch_size, prompts, image)
     require_engine(engine, actors, {"--prompts": prompts, "--parallel": parallel, "--device": device})
     degrees = parse_degrees(parallel, {"--compare": compare, "--offload": offload != "none"})
     if not leads():

@@ -242,6 +242,10 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
         ((), "--prompt: needs a text"),
         (("--prompts", "x.txt"), "--output-dir: goes with --prompts"),
         (("-p", "a", "--batch-size", "2"), "--batch-size: goes with --prompts"),
+        (
+            ("--prompts", "x.txt", "--output-dir", "out", "--batch-size", "2", "--image", "x.png"),
+            "--batch-size: can't be used with --image",
+        ),
         (("-p", "a", "--output-dir", "out"), "--output-dir: goes with --prompts"),
         (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: is for one --prompt"),
     ],
