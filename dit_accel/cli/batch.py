@@ -136,30 +136,31 @@ class Worker:
         """Raises the first error of a single job, of a batch once its other jobs are made."""
         progress.watch(self._pipe)
         for batch in batches:
-            alone: list[Sequence[Job]] = [batch]
-            if len(batch) > 1:
-                progress.begin(f"{batch[0].name(self.suffix)} and {len(batch) - 1} more", len(batch))
-                try:
-                    together = self.make(batch)
-                except Exception as error:
-                    if ranks() > 1:  # the others may have none, and would wait
-                        raise
-                    self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
-                    alone = [[job] for job in batch]
-                else:
-                    yield from zip(batch, together, strict=True)
-                    continue
-            errors = []
-            for (job,) in alone:
-                progress.begin(job.name(self.suffix), 1.0)
-                try:
-                    (made,) = self.make([job])
-                except Exception as error:
-                    errors.append(error)
-                else:
-                    yield job, made
-            if errors:
-                raise errors[0]
+            more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            progress.begin(batch[0].name(self.suffix) + more, len(batch))
+            try:
+                together = self.make(batch)
+            except Exception as error:
+                if len(batch) == 1 or ranks() > 1:  # of several processes the others may have no error, and would wait
+                    raise
+                self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
+            else:
+                yield from zip(batch, together, strict=True)
+                continue
+            yield from self._make_alone(batch, progress)
+
+    def _make_alone(self, batch: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        errors = []
+        for job in batch:
+            progress.begin(job.name(self.suffix), 1.0)
+            try:
+                (made,) = self.make([job])
+            except Exception as error:
+                errors.append(error)
+            else:
+                yield job, made
+        if errors:
+            raise errors[0]
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
         """Of the pipeline's call, whose guider the jobs' guidance replaces for this call alone."""
