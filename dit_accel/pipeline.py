@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
+from dit_accel.models.component_times import autoencoder_remark, time_components
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family, left_plain
 from dit_accel.models.family_driver import FamilyDriver
@@ -55,6 +56,7 @@ class Acceleration:
         self._clock = clock
         self._owner = owner
         self._deferral = deferral
+        self._timing = ExitStack() if owner is None else time_components(owner, controller.parts)
         self._restored = False
 
     @property
@@ -84,7 +86,10 @@ class Acceleration:
         reason = None if self._restored else self._why_not_in_effect()
         if reason is not None:
             self._controller.report.warn(f"not in effect: {reason}")
-        return self._controller.read_report()
+        report, parts = self._controller.read_report(), self._controller.parts
+        if parts.device.type == "cuda" and (remark := autoencoder_remark(report.parts)) is not None:
+            report.note(remark)
+        return report
 
     def symbols(self) -> dict[str, SparseSymbols]:
         """Latest symbols of the last run's first branch, by block; empty where blocks attend to everything."""
@@ -99,6 +104,7 @@ class Acceleration:
         if self._restored:
             return
         self._restored = True
+        self._timing.close()
         for driver in self._drivers:
             driver.detach()
         if self._deferral is not None:

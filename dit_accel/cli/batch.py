@@ -16,27 +16,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dit_accel.cli.options import OptionError, read_prompts
-from dit_accel.cli.parallel import leads
+from dit_accel.cli.jobs import OWN, Job, batches
+from dit_accel.cli.options import OptionError
+from dit_accel.cli.parallel import leads, ranks
 from dit_accel.cli.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.cli.progress import Progress, progress_bar
-from dit_accel.errors import DitAccelError, shortened, shown
+from dit_accel.errors import DitAccelError, PresetError, UnsupportedError, shortened, shown
 
 if TYPE_CHECKING:
     from PIL import Image
     from rich.console import Console
 
+    from dit_accel.presets import Preset
+
 MANIFEST = "manifest.jsonl"
-KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
-    "prompt": (str,),
-    "negative-prompt": (str,),
-    "seed": (int,),
-    "steps": (int,),
-    "height": (int,),
-    "width": (int,),
-    "num-frames": (int,),
-    "guidance": (int, float),
-}
 
 
 class BatchError(DitAccelError, RuntimeError):
@@ -44,23 +37,19 @@ class BatchError(DitAccelError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One line: its place, and what to make, by the keys above; a seed is among them."""
-
-    index: int
-    settings: dict[str, Any]
-
-    def name(self, suffix: str) -> str:
-        return f"{self.index:04}{suffix}"
-
-
-@dataclass(frozen=True)
 class Made:
-    """The bytes of a job's file, seconds of its denoising loop, and what was accelerated, None where nothing was."""
+    """The bytes of a job's file, and the call that made it.
+
+    Args:
+        seconds: of the call's denoising loop.
+        report: what was accelerated for this job; None where nothing was.
+        batch: indices of the call's jobs, this one among them.
+    """
 
     data: bytes
     seconds: float
     report: dict[str, Any] | None
+    batch: list[int]
 
 
 @dataclass(frozen=True)
@@ -92,22 +81,14 @@ def make_folder(folder: Path) -> None:
         raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
 
 
-def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
-    """The lines of a file: prompts, or JSON objects where it ends in .jsonl.
-
-    Args:
-        common: settings of lines that don't have their own; None = not given.
-
-    Raises:
-        OptionError: the file can't be read, or a line is not as it should be.
-    """
-    lines: Sequence[Any] = read_prompts(path)
-    if path.suffix == ".jsonl":
-        settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
-    else:
-        settings = [{"prompt": line} for line in lines]
-    given = {key: value for key, value in common.items() if value is not None}
-    return [Job(index, given | own) for index, own in enumerate(settings)]
+def require_batches(size: int, prompts: Path | None, image: Path | None) -> None:
+    """Checks that there is something to share a call."""
+    if size > 1 and prompts is None:
+        raise OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
+    if (
+        size > 1 and image is not None
+    ):  # img2img of FLUX draws other noise, and FLUX.2 takes all pictures for each prompt
+        raise OptionError("--batch-size", "can't be used with --image: pipelines differ in what a batch makes of it")
 
 
 class Engine(Protocol):
@@ -119,8 +100,8 @@ class Engine(Protocol):
     suffix: str
     preset: dict[str, Any] | None
 
-    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
-        """What became of each, in any order."""
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+        """What became of each job, in any order. A batch that can't be made at once is made job by job."""
 
 
 class Worker:
@@ -132,43 +113,112 @@ class Worker:
 
     def __init__(self, setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], console: Console) -> None:
         self._pipe, self._medium, preset = open_pipeline(setup, console)
-        self._setup, self._picture = setup, picture
+        self._setup, self._picture, self._console = setup, picture, console
         self._guider = getattr(self._pipe, "guider", None)
         self.suffix = self._medium.default_output.suffix
         self.preset = preset and preset.effective()
         for job in jobs:
-            self._arguments(job)
+            self._arguments([job])
+        if preset and setup.batch_size > 1:
+            preset = _decided_apart(preset, console)
         start_pipeline(self._pipe, preset, console.quiet)
 
-    def make(self, job: Job) -> Made:
-        output = timed_call(self._pipe, self._arguments(job), job.settings["seed"])
-        report = self._pipe.dit_accel.report().to_json() if self.preset else None
+    def make(self, batch: Sequence[Job]) -> list[Made]:
+        """Makes jobs that share their settings by one call of the pipeline."""
+        seeds = [job.settings["seed"] for job in batch]
+        output = timed_call(self._pipe, self._arguments(batch), seeds if len(batch) > 1 else seeds[0])
+        if len(output.results) != len(batch):
+            raise UnsupportedError(f"{type(self._pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
+        report = self._pipe.dit_accel.report() if self.preset else None
+        indices, made = [job.index for job in batch], []
         with TemporaryDirectory() as folder:
-            file = Path(folder) / job.name(self.suffix)
-            self._medium.write(output.results[0], file)
-            return Made(file.read_bytes(), output.denoising_seconds, report)
+            for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
+                file = Path(folder) / job.name(self.suffix)
+                self._medium.write(result, file)
+                own = report and report.of_prompt(place).to_json()
+                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices))
+        return made
 
-    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        """Raises the first error of a single job, of a batch once its other jobs are made."""
         progress.watch(self._pipe)
-        for job in jobs:
-            progress.begin(job.name(self.suffix), 1.0)
-            yield job, self.make(job)
+        for batch in batches:
+            more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            progress.begin(batch[0].name(self.suffix) + more, len(batch))
+            try:
+                together = self.make(batch)
+            except Exception as error:
+                if len(batch) == 1 or ranks() > 1:  # of several processes the others may have no error, and would wait
+                    raise
+                self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
+            else:
+                yield from zip(batch, together, strict=True)
+                continue
+            yield from self._make_alone(batch, progress)
 
-    def _arguments(self, job: Job) -> dict[str, Any]:
-        """Of the pipeline's call, whose guider a job's guidance replaces for this job alone."""
+    def _make_alone(self, batch: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        errors = []
+        for job in batch:
+            progress.begin(job.name(self.suffix), 1.0)
+            try:
+                (made,) = self.make([job])
+            except Exception as error:
+                errors.append(error)
+            else:
+                yield job, made
+        if errors:
+            raise errors[0]
+
+    def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
+        """Of the pipeline's call, whose guider the jobs' guidance replaces for this call alone."""
         if self._guider is not None:
             self._pipe.guider = self._guider
-        own = {key: value for key, value in job.settings.items() if key != "seed"}
+        own = {key: value for key, value in batch[0].settings.items() if key != "seed"}
+        if len(batch) > 1:
+            own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
         return call_arguments(self._pipe, self._setup.model, {**own, "image": self._picture}, self._setup.call)
 
 
+def made_alone(batch: Sequence[Job], error: BaseException) -> str:
+    """That a batch could not be made at once, and why."""
+    lines = ", ".join(str(job.index + 1) for job in batch)
+    return f"lines {lines} are made one at a time, for in one call: {reason_of(error)}"
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line; of Ray's own without the indented lines, which have the actor's ids."""
+    told = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
+    return shortened(" ".join(line for line in told.splitlines() if not line.startswith("\t")), 600)
+
+
+def _decided_apart(preset: Preset, console: Console) -> Preset:
+    """The preset with steps decided for each prompt of a batch apart, unless it says otherwise or can't do so."""
+    from dit_accel.presets import load_preset
+
+    if preset.schedule.control != "adaptive" or "per_prompt" in preset.schedule.model_fields_set:
+        return preset
+    try:
+        return load_preset(preset, per_prompt=True)
+    except PresetError as error:
+        console.out(f"note: the prompt of a batch that needs most steps decides for all: {error}", highlight=False)
+        return preset
+
+
 def run_jobs(
-    engine: Engine, jobs: Sequence[Job], folder: Path, facts: dict[str, Any], console: Console, *, force: bool
+    engine: Engine,
+    jobs: Sequence[Job],
+    folder: Path,
+    facts: dict[str, Any],
+    console: Console,
+    *,
+    batch_size: int,
+    force: bool,
 ) -> None:
     """Makes what is not there yet.
 
     Args:
         facts: of all lines, for the manifest: what was made under others is not taken for these.
+        batch_size: most lines of one call.
         force: make anew what was made with other settings.
 
     Raises:
@@ -183,7 +233,7 @@ def run_jobs(
     started = time.monotonic()
     with progress_bar(console, "making", "lines") as progress:
         progress.expect(len(jobs), len(there))
-        for done, (job, made) in enumerate(engine.make_all(left, progress), len(there) + 1):
+        for done, (job, made) in enumerate(engine.make_all(batches(left, batch_size), progress), len(there) + 1):
             progress.expect(len(jobs), done)
             if not leads():
                 continue
@@ -196,30 +246,12 @@ def run_jobs(
             file = folder / job.name(engine.suffix)
             _write_whole(file, made.data)
             row |= {"file": file.name, "sha256": _checksum(file)}
-            _append(folder / MANIFEST, row | {"seconds": made.seconds, "report": made.report})
+            _append(folder / MANIFEST, row | {"batch": made.batch, "seconds": made.seconds, "report": made.report})
             console.out(f"wrote {file}", highlight=False)
     console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
     if failed:
         lines = shortened(", ".join(map(str, sorted(failed))))
         raise BatchError(f"{len(failed)} of {len(jobs)} lines failed ({lines}); {folder / MANIFEST} says why")
-
-
-def _settings(line: str, number: int) -> dict[str, Any]:
-    """What a JSON line says."""
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise OptionError("--prompts", f"line {number} is not JSON: {error}") from None
-    if not isinstance(values, dict) or "prompt" not in values:
-        raise OptionError("--prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
-    for key, value in values.items():
-        kinds = KEYS.get(key)
-        if kinds is None:
-            raise OptionError("--prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            kind = " or ".join(kind.__name__ for kind in kinds)
-            raise OptionError("--prompts", f"line {number}: {key} must be {kind}, got {shown(value)}")
-    return values
 
 
 def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:

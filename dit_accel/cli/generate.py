@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
-from dit_accel.cli.batch import Worker, make_folder, read_jobs, require_one_source, run_jobs
+from dit_accel.cli.batch import Worker, make_folder, require_batches, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
+from dit_accel.cli.jobs import read_jobs
 from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
 from dit_accel.cli.parallel import ParallelOption, leads, parse_degrees
@@ -96,6 +98,16 @@ def command(
             "settings, checksum and report. The same command goes on where it was interrupted.",
         ),
     ] = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            max=options.MOST_IMAGES,
+            help="With --prompts, without --image: most lines of one call of the pipeline; neighbours that differ in "
+            "prompt, negative prompt and seed alone share one, and each prompt's own error decides its steps.",
+        ),
+    ] = 1,
     engine: EngineOption = "process",
     actors: ActorsOption = None,
     compare: Annotated[
@@ -137,6 +149,7 @@ def command(
 
     alone = {"--output": output, "--json": json_path, "--plot": plot, "--compare": compare, "--num-images": num_images}
     require_one_source(prompt, prompts, output_dir, alone)
+    require_batches(batch_size, prompts, image)
     require_engine(engine, actors, {"--prompts": prompts, "--parallel": parallel, "--device": device})
     degrees = parse_degrees(parallel, {"--compare": compare, "--offload": offload != "none"})
     if not leads():
@@ -168,15 +181,13 @@ def command(
     }
     jobs = [] if prompts is None else read_jobs(prompts, common | {"seed": seed})
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
-    setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees, others)
+    setup = Setup(model, preset, overrides, fps, device, dtype, offload, degrees, others, batch_size)
     if output_dir is not None:
         make_folder(output_dir)
         facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
-        if engine == "ray":
-            with ray_engine(setup, picture, jobs, actors, console) as several:
-                run_jobs(several, jobs, output_dir, facts, console, force=force)
-        else:
-            run_jobs(Worker(setup, picture, jobs, console), jobs, output_dir, facts, console, force=force)
+        what = setup, picture, jobs
+        with ray_engine(*what, actors, console) if engine == "ray" else nullcontext(Worker(*what, console)) as maker:
+            run_jobs(maker, jobs, output_dir, facts, console, batch_size=batch_size, force=force)
         return
     pipe, medium, chosen = open_pipeline(setup, console)
     named = {"prompt": prompt, **common, "image": picture, "num-images": num_images}

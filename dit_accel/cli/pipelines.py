@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,7 @@ class Setup:
         overrides: keys of the preset.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
         call: further arguments of the pipeline's call, by its own names.
+        batch_size: most prompts of one call.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Setup:
     offload: str
     degrees: dict[str, int]
     call: dict[str, Any]
+    batch_size: int
 
 
 CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
@@ -209,7 +211,7 @@ def read_image(path: Path | None) -> Image.Image | None:
         raise OptionError("--image", f"{name} can't be read as a picture: {shortened(str(reason))}") from None
 
 
-def timed_call(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
+def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
     """As :func:`~dit_accel.tools.timing.timed_output`; failures come out as :func:`explained_failures` tells them."""
     from dit_accel.tools.timing import timed_output
 
@@ -246,7 +248,7 @@ def explained_memory() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not _lacks_memory(error):
             raise
-        advice = "try --offload model, fewer --num-images or --num-frames, or a smaller --height and --width"
+        advice = "try --offload model, or a smaller --batch-size, --num-images, --num-frames, --height or --width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
         raise OutOfMemoryError(f"out of memory: {advice} ({reason})") from None
 

@@ -1,8 +1,8 @@
 """``--engine ray``: the lines of a file shared among the devices of a Ray cluster.
 
-An actor on each device loads the pipeline once, and makes a line at a time. Files and manifest are written where the
-command runs. Where an actor dies, or raises what is no refusal, another takes its place and the line goes to the end of
-the queue.
+An actor on each device loads the pipeline once, and makes a batch of lines at a time. Files and manifest are written
+where the command runs. Where an actor dies, or raises what is no refusal, another takes its place and the line goes to
+the end of the queue, those of a batch each alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dit_accel.cli.batch import BatchError, Failure, Job, Made, Worker
+from dit_accel.cli.batch import BatchError, Failure, Made, Worker, made_alone, reason_of
+from dit_accel.cli.jobs import Job
 from dit_accel.cli.options import OptionError
-from dit_accel.cli.pipelines import Setup
+from dit_accel.cli.pipelines import OutOfMemoryError, Setup
 from dit_accel.cli.progress import Progress
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened
 from dit_accel.tools.extras import require_extra
@@ -119,7 +120,7 @@ class RayEngine:
         self._opens = ray.put((setup, picture, jobs)), os.getcwd()
         self._console = console
         self._opening: dict[Any, tuple[Any, int]] = {}  # future: actor, attempts before
-        self._busy: dict[Any, tuple[Any, Job]] = {}  # future: actor, what it makes
+        self._busy: dict[Any, tuple[Any, Sequence[Job]]] = {}  # future: actor, what it makes
         self._idle: list[Any] = []
         self._told: set[str] = set()
         for _ in range(count):
@@ -131,8 +132,8 @@ class RayEngine:
             while not self._idle:
                 self._opened(self._next())
 
-    def make_all(self, jobs: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
-        waiting, attempts = deque(jobs), Counter[int]()
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
+        waiting, attempts = deque(batches), Counter[int]()
         while waiting or self._busy:
             self._hand_out(waiting)
             progress.begin(f"{len(self._busy)} actors at work")
@@ -140,19 +141,30 @@ class RayEngine:
             if done in self._opening:
                 self._opened(done)
                 continue
-            actor, job = self._busy.pop(done)
+            actor, batch = self._busy.pop(done)
             made = self._result(done)
-            attempts[job.index] += 1
-            if isinstance(made, BaseException) and not _refuses(made):
-                self._replace(actor)
-                self._note(f"line {job.index + 1}, attempt {attempts[job.index]} of {ATTEMPTS}: {_reason(made)}")
-                if attempts[job.index] < ATTEMPTS:
-                    waiting.append(job)
-                    continue
-            else:
+            if not isinstance(made, BaseException):
                 self._idle.append(actor)
-                self._hand_out(waiting)  # before the caller writes the file
-            yield job, made if isinstance(made, Made) else Failure(_reason(made))
+                self._hand_out(waiting)  # before the caller writes the files
+                yield from zip(batch, made, strict=True)
+                continue
+            refused = _refuses(made)
+            if refused or (len(batch) > 1 and isinstance(made, OutOfMemoryError)):
+                self._idle.append(actor)
+            else:
+                self._replace(actor)
+            if len(batch) > 1:
+                self._note(made_alone(batch, made))
+                waiting.extend([job] for job in batch)
+                continue
+            (job,) = batch
+            attempts[job.index] += 1
+            if not refused:
+                self._note(f"line {job.index + 1}, attempt {attempts[job.index]} of {ATTEMPTS}: {reason_of(made)}")
+                if attempts[job.index] < ATTEMPTS:
+                    waiting.append(batch)
+                    continue
+            yield job, Failure(reason_of(made))
 
     def close(self) -> None:
         """Ends all actors."""
@@ -168,10 +180,10 @@ class RayEngine:
         (done,), _ = ray.wait([*self._busy, *self._opening])
         return done
 
-    def _hand_out(self, waiting: deque[Job]) -> None:
+    def _hand_out(self, waiting: deque[Sequence[Job]]) -> None:
         while waiting and self._idle:
-            actor, job = self._idle.pop(), waiting.popleft()
-            self._busy[actor.make.remote(job)] = actor, job
+            actor, batch = self._idle.pop(), waiting.popleft()
+            self._busy[actor.make.remote(batch)] = actor, batch
 
     def _open(self, attempts: int = 0) -> None:
         actor = self._actor.remote()
@@ -191,11 +203,11 @@ class RayEngine:
         if not isinstance(result, DitAccelError) and attempts + 1 < ATTEMPTS:
             self._open(attempts + 1)
         elif self._opening or self._busy or self._idle:
-            self._note(f"an actor can't load the pipeline: {_reason(result)}")
+            self._note(f"an actor can't load the pipeline: {reason_of(result)}")
         elif isinstance(result, DitAccelError):
             raise result
         else:
-            raise BatchError(f"no actor can load the pipeline: {_reason(result)}")
+            raise BatchError(f"no actor can load the pipeline: {reason_of(result)}")
 
     def _note(self, text: str) -> None:
         """Tells what went wrong, once where it is the same of all actors."""
@@ -234,8 +246,8 @@ class _Actor:
         self._worker = Worker(*what, Console(quiet=True))
         return self._worker.suffix, self._worker.preset
 
-    def make(self, job: Job) -> Made:
-        return self._worker.make(job)
+    def make(self, batch: Sequence[Job]) -> list[Made]:
+        return self._worker.make(batch)
 
 
 def _connect(console: Console) -> None:
@@ -272,9 +284,3 @@ def _places(resources: dict[str, float], device: str | None, actors: int | None)
 def _refuses(error: BaseException) -> bool:
     """Whether the same would come of every attempt."""
     return isinstance(error, UnsupportedError | OptionError)
-
-
-def _reason(error: BaseException) -> str:
-    """In one line; of Ray's own errors without the indented lines, which have the actor's ids."""
-    told = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
-    return shortened(" ".join(line for line in told.splitlines() if not line.startswith("\t")), 600)

@@ -8,7 +8,7 @@ import torch
 
 from dit_accel.loop.branch import BranchState, Call
 from dit_accel.loop.memory import GIB
-from dit_accel.loop.report import RunReport, StepRecord
+from dit_accel.loop.report import PromptRecord, RunReport, StepRecord
 from dit_accel.loop.tracker import StepMode, Tick
 
 MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
@@ -27,6 +27,7 @@ class Accounts:
         self._budget_gib = budget_gib
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._computed = self._plain = 0.0
+        self._computed_of: list[float] = []  # each prompt
 
     def start_step(self, tick: Tick) -> None:
         """Opens the record of a step."""
@@ -36,10 +37,16 @@ class Accounts:
         self._attention: list[tuple[float, float]] = []
         for layer in self.report.density:
             layer.append(None)
+        for prompt in self.report.prompts:
+            prompt.modes.append(StepMode.DISPATCH.value)
+            prompt.errors.append(None)
 
-    def take_error(self, error: float) -> None:
-        """What a forecast of this step missed; the worst of the step counts."""
+    def take_error(self, error: float, place: int) -> None:
+        """What a forecast of this step missed, for the prompt of that place; the worst of the step counts."""
         self.step.error = max(error, self.step.error or 0.0)
+        if place < len(self.report.prompts):
+            errors = self.report.prompts[place].errors
+            errors[-1] = max(error, errors[-1] or 0.0)
 
     def take_time(self, elapsed: Callable[[], float]) -> None:
         """Of a call of this step, in seconds, to be read at the end."""
@@ -51,8 +58,8 @@ class Accounts:
         Args:
             branches: of the run, whose caches take memory.
         """
-        if MODES_BY_WORK.index(call.mode) > MODES_BY_WORK.index(StepMode(self.step.mode)):
-            self.step.mode = call.mode.value
+        self.step.mode = _most(self.step.mode, call.mode)
+        self._take_prompts(call)
         report = self.report
         rows = dict(zip(report.layers, report.density, strict=True))
         for layer, (of_batch, plain) in call.work.items():
@@ -65,6 +72,8 @@ class Accounts:
         self._attention += [(computed * call.computed_share, plain) for computed, plain in call.attention.values()]
         self.step.attended = _share(self._attention) if self._attention else None
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
+        for prompt, own in zip(report.prompts, self._computed_of, strict=True):
+            prompt.computed_fraction = own / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
             branches = list(branches)
             device = _distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
@@ -73,12 +82,31 @@ class Accounts:
             if self._budget_gib is not None and device > self._budget_gib * GIB:
                 report.note("caches took more than was expected, and more than memory.budget_gib")
 
+    def _take_prompts(self, call: Call) -> None:
+        """What a call has done for each prompt, if every call of the run so far has told them apart."""
+        prompts, steps = self.report.prompts, len(self.report.steps)
+        if self._plain == 0.0 and len(call.modes) > 1:
+            prompts[:] = [PromptRecord([StepMode.DISPATCH.value] * steps, [None] * steps) for _ in call.modes]
+            self._computed_of = [0.0] * len(prompts)
+        if len(call.modes) != len(prompts):
+            prompts.clear()
+            self._computed_of.clear()
+        computed = sum(of_batch for of_batch, _ in call.work.values())
+        for place, prompt in enumerate(prompts):
+            prompt.modes[-1] = _most(prompt.modes[-1], call.modes[place])
+            self._computed_of[place] += computed if place in call.computing else 0.0
+
     def read_times(self) -> None:
         """Reads all times, which waits for the GPU."""
         for record, read in self._timings:
             record.seconds += read()
         self._timings.clear()
         self.report.seconds = sum(step.seconds for step in self.report.steps)
+
+
+def _most(mode: str, other: StepMode) -> str:
+    """Of two modes the one that computes more."""
+    return max(StepMode(mode), other, key=MODES_BY_WORK.index).value
 
 
 def _share(parts: Sequence[tuple[float, float]]) -> float:

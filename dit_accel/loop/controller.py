@@ -16,6 +16,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop import timing
 from dit_accel.loop.accounts import MODES_BY_WORK, Accounts
 from dit_accel.loop.branch import BranchState, Call
+from dit_accel.loop.call_parts import CallParts
 from dit_accel.loop.closed_loop import ClosedLoop, Course, Gap, Output
 from dit_accel.loop.growth import bends, error_weights, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
@@ -57,6 +58,7 @@ class Controller:
         self.preset = preset
         self.family = family
         self.call: Call | None = None
+        self.parts = CallParts()
         self._clock = clock
         self._loop = loop or (ClosedLoop if adaptive else IntervalLoop)
         self._gap = gap or (Gap if adaptive else IntervalGap)
@@ -87,10 +89,14 @@ class Controller:
     def read_report(self) -> RunReport:
         """The report with all times read, which waits for the GPU."""
         self._accounts.read_times()
+        seconds = self.parts.seconds()
+        if self.report.steps and any(name in seconds for name in self._layers):  # else they are of a later call
+            self.report.parts = seconds
         return self.report
 
     def release(self) -> None:
         """Frees the caches of a finished run; its report stays, and its symbols, on the host."""
+        self.parts.end()
         self._forget()
         self._unload_symbols()
 
@@ -122,6 +128,7 @@ class Controller:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
         """
         elapsed = timing.stopwatch_of(timestep)
+        self.parts.enter(transformer, elapsed)
         try:
             self.call = self._open(transformer, context, timestep, shapes, size, samples)
             yield self.call
@@ -133,6 +140,7 @@ class Controller:
             self._accounts.take_time(elapsed())
         finally:
             self.call = None
+            self.parts.leave()
 
     def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
         """Notes a call that runs without the loop, which may be one of no run at all, and drops the run's caches."""
@@ -170,14 +178,14 @@ class Controller:
             own = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
             part = output if own is None else tuple(take_rows(tensor, own) for tensor in output)
             parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
-            call.measure(loop.measured, partial(self._decide, step, loop))
+            call.measure(loop.measured, partial(self._decide, step, loop, place))
         return _joined(call.branch.loops, parts)
 
-    def _decide(self, step: int, loop: ClosedLoop, measured: list[float]) -> None:
+    def _decide(self, step: int, loop: ClosedLoop, place: int, measured: list[float]) -> None:
         error = loop.decide(step, measured)
         if error is not None:
             logger.debug("step %d: the forecast would have missed %.4g", step, error)
-            self._accounts.take_error(error)
+            self._accounts.take_error(error, place)
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
         """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +32,21 @@ class StepRecord:
     error: float | None = None
     seconds: float = 0.0
     attended: float | None = None
+
+
+@dataclass
+class PromptRecord:
+    """One prompt of a batch whose steps are decided for each prompt apart (``schedule.per_prompt``).
+
+    Args:
+        modes: its mode in each step of the run, as that of a :class:`StepRecord`.
+        errors: its measured error in each, likewise.
+        computed_fraction: FLOPs that the blocks did for it over those of a plain run.
+    """
+
+    modes: list[str] = field(default_factory=list)
+    errors: list[float | None] = field(default_factory=list)
+    computed_fraction: float = 1.0
 
 
 @dataclass
@@ -68,10 +83,13 @@ class RunReport:
         attentions: what attention left out of computed steps, and its error on the probe's rows, in order of calls.
         fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
         seconds: time inside the transformer.
+        parts: seconds of the pipeline's whole call by component, of autoencoders by encoder and decoder, and once the
+            call is over of the ``rest``; in their order. Empty where no pipeline is accelerated.
         cache_bytes: most device memory held in histories, symbols and cached biases.
         host_bytes: most host memory held in their stead.
         estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
         memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
+        prompts: one record a prompt of a batch whose steps are decided for each prompt apart; else empty.
         replayed: transformer calls that ran as CUDA graphs.
         notes: remarks on the run as a whole.
     """
@@ -85,10 +103,12 @@ class RunReport:
     attentions: list[AttentionRecord] = field(default_factory=list)
     fallbacks: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
     host_bytes: int = 0
     estimated_bytes: int = 0
     memory_measures: list[str] = field(default_factory=list)
+    prompts: list[PromptRecord] = field(default_factory=list)
     replayed: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -128,6 +148,20 @@ class RunReport:
         shares = [step.attended for step in self.steps if step.attended is not None]
         return 1 - fmean(shares) if shares else None
 
+    def of_prompt(self, place: int) -> RunReport:
+        """What the run did for one prompt of its batch: steps and computed fraction are its own, all else the batch's.
+
+        Where the batch was decided together, this is the report itself.
+        """
+        if not self.prompts:
+            return self
+        own = self.prompts[place]
+        steps = [
+            replace(step, mode=mode, error=error)
+            for step, mode, error in zip(self.steps, own.modes, own.errors, strict=True)
+        ]
+        return replace(self, steps=steps, computed_fraction=own.computed_fraction, prompts=[])
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, ready for ``json.dump``."""
         return {**asdict(self), "steps_by_mode": self.steps_by_mode}
@@ -144,7 +178,8 @@ class RunReport:
                 if sparsity is None
                 else [f"  attention sparsity {sparsity:.3f} of the run's pairs of queries and keys"]
             ),
-            f"  transformer time   {self.seconds:.2f} s",
+            f"  transformer time   {self.seconds:.2f} s{self._seconds_by_kind()}",
+            *([f"  whole call         {self._seconds_by_part()}"] if self.parts else []),
             f"  cache memory       {_mebibytes(self.cache_bytes)}, {_mebibytes(self.estimated_bytes)} expected"
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
@@ -169,6 +204,20 @@ class RunReport:
             shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
             lines.append(f"  ran densely        {shown}: {reason}")
         return "\n".join(lines)
+
+    def _seconds_by_kind(self) -> str:
+        """Of computed and of forecast steps, where there are both."""
+        forecast = [step.seconds for step in self.steps if step.mode == "dispatch"]
+        computed = [step.seconds for step in self.steps if step.mode != "dispatch"]
+        if not forecast or not computed:
+            return ""
+        return (
+            f" ({len(computed)} computed steps {sum(computed):.2f} s, {len(forecast)} forecast {sum(forecast):.2f} s)"
+        )
+
+    def _seconds_by_part(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.parts.items())
+        return f"{sum(self.parts.values()):.2f} s: {parts}"
 
 
 def _mebibytes(count: int) -> str:

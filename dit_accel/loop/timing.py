@@ -10,9 +10,12 @@ import torch
 
 def stopwatch_of(timestep: torch.Tensor | float) -> Callable[[], Callable[[], float]]:
     """On the clock of the device that a call's timestep is on."""
-    if isinstance(timestep, torch.Tensor) and timestep.is_cuda:
-        return gpu_stopwatch(timestep.device)
-    return stopwatch()
+    return stopwatch_on(timestep.device) if isinstance(timestep, torch.Tensor) else stopwatch()
+
+
+def stopwatch_on(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """On a device's own clock if it is a GPU, else on the host's."""
+    return gpu_stopwatch(device) if device.type == "cuda" else stopwatch()
 
 
 def stopwatch() -> Callable[[], Callable[[], float]]:

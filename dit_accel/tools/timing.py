@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dit_accel.loop.timing import gpu_stopwatch, stopwatch
+from dit_accel.loop.timing import stopwatch_on
 from dit_accel.models import denoisers
 from dit_accel.pipeline import makes_video
 from dit_accel.tools.video import as_clip
@@ -34,14 +34,19 @@ class Output:
     calls: int
 
 
-def timed_output(pipe: Any, arguments: dict[str, Any], seed: int) -> Output:
-    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
+    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
+
+    Args:
+        seed: of all that is made, or one for each prompt of a batch, which then has the noise that it has alone.
+    """
+    seeds = [seed] if isinstance(seed, int) else seed
+    generators = [torch.Generator("cpu").manual_seed(each) for each in seeds]
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
     with transformer_clock(pipe) as clock:
         started = time.perf_counter()
-        made = pipe(**arguments, **form, generator=generator)
+        made = pipe(**arguments, **form, generator=generators[0] if isinstance(seed, int) else generators)
         seconds = time.perf_counter() - started
     results = [as_clip(frames) for frames in made.frames] if video else made.images
     return Output(results, seconds, clock.loop_seconds, clock.calls)
@@ -80,7 +85,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.calls = 0
-        self._start = partial(gpu_stopwatch, device) if device.type == "cuda" else stopwatch
+        self._start = partial(stopwatch_on, device)
         self._inside: list[Callable[[], float]] = []
         self._stop_loop: Callable[[], Callable[[], float]] | None = None
 

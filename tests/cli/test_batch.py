@@ -7,14 +7,18 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import batch
 from dit_accel.cli.media import Pictures
-from dit_accel.tools.testing import tiny_pipeline
-from dit_accel.tools.timing import Output
+from dit_accel.cli.pipelines import OutOfMemoryError
+from dit_accel.errors import UnsupportedError
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from dit_accel.tools.timing import Output, timed_output
 
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
 
@@ -107,6 +111,93 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     assert {row["file"]: row["sha256"] for row in manifest(tmp_path)} == pieces
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """Prompts of each call of the pipeline; one that contains "bad" raises, and so does a batch with "large"."""
+    call, made = batch.timed_call, []
+
+    def watched(pipe, arguments, seed):
+        made.append(arguments["prompt"])
+        if "bad" in str(made[-1]):
+            raise UnsupportedError("no such words")
+        if isinstance(made[-1], list) and "large" in made[-1]:
+            raise OutOfMemoryError("out of memory")
+        return call(pipe, arguments, seed)
+
+    monkeypatch.setattr(batch, "timed_call", watched)
+    return made
+
+
+def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tmp_path):
+    """The same pictures but for rounding, from the same noise, and each its own steps; other settings, other calls."""
+    lines = [{"prompt": f"picture {index}", "seed": index, "steps": 8} for index in range(4)]
+    lines[2] |= {"steps": 7}
+    options = map(json.dumps, lines), "--set", "target_error=0.06"
+    assert generate(tmp_path, "prompts.jsonl", *options, "--batch-size", "2").exit_code == 0
+    assert calls == [["picture 0", "picture 1"], "picture 2", "picture 3"]
+    together = manifest(tmp_path)
+    assert [row["batch"] for row in together] == [[0, 1], [0, 1], [2], [3]]
+    (tmp_path / "out").rename(tmp_path / "together")
+    assert generate(tmp_path, "prompts.jsonl", map(json.dumps, lines), *options[1:]).exit_code == 0
+    for row, alone in zip(together, manifest(tmp_path), strict=True):
+        assert row["preset"] == alone["preset"]
+        reports = row["report"], alone["report"]
+        assert len({json.dumps([step["mode"] for step in report["steps"]]) for report in reports}) == 1
+        assert reports[0]["computed_fraction"] == pytest.approx(reports[1]["computed_fraction"])
+        pictures = [Image.open(tmp_path / folder / row["file"]) for folder in ("together", "out")]
+        first, second = (np.asarray(picture, dtype=int) for picture in pictures)
+        assert abs(first - second).max() <= 1
+
+
+def test_an_interrupted_batch_is_made_again(generate, calls, tmp_path, monkeypatch):
+    """And nothing that was written before, also where batches are of another size then."""
+    write = batch._append
+    rows = []
+
+    def interrupted(manifest, row):
+        if len(rows) == 3:
+            raise KeyboardInterrupt
+        rows.append(row)
+        write(manifest, row)
+
+    monkeypatch.setattr(batch, "_append", interrupted)
+    assert generate(tmp_path, "prompts.txt", "abcdef", "--batch-size", "2").exit_code == 130
+    assert calls == [["a", "b"], ["c", "d"]] and [row["prompt"] for row in manifest(tmp_path)] == ["a", "b", "c"]
+    monkeypatch.setattr(batch, "_append", write)
+    assert generate(tmp_path, "prompts.txt", "abcdef", "--batch-size", "3").exit_code == 0
+    assert calls[2:] == [["d", "e", "f"]] and [row["prompt"] for row in manifest(tmp_path)] == list("abcdef")
+
+
+def test_lines_of_a_batch_that_fails_are_made_alone(generate, calls, tmp_path):
+    """All but the one that fails alone, too, which ends the run behind its batch."""
+    result = generate(tmp_path, "prompts.txt", ["a", "bad", "c", "d", "e"], "--batch-size", "3")
+    assert result.exit_code == 2 and "error: no such words" in result.output
+    assert calls == [["a", "bad", "c"], "a", "bad", "c"]
+    assert [row["prompt"] for row in manifest(tmp_path)] == ["a", "c"]
+
+
+def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_path):
+    """The note says so."""
+    (tmp_path / "prompts.txt").write_text("a\nlarge\nc\n")
+    options = ["-m", model, "--prompts", "prompts.txt", *SMALL[:-1], "--batch-size", "2"]
+    result = run("generate", *options)
+    assert result.exit_code == 0 and "note: lines 1, 2 are made one at a time, for in one call: out of" in result.output
+    assert calls == [["a", "large"], "a", "large", "c"] and len(manifest(tmp_path)) == 3
+
+
+def test_each_prompt_of_a_batch_has_the_noise_that_it_has_alone():
+    pipe, drawn = tiny_pipeline("flux"), []
+
+    prepare = pipe.prepare_latents
+    pipe.prepare_latents = lambda *given, **named: drawn.append(prepare(*given, **named)) or drawn[-1]
+    arguments = tiny_inputs("flux", steps=1) | {"output_type": "pil"}
+    del arguments["generator"]
+    for prompt, seed in [(["a", "b"], [7, 8]), ("a", 7), ("b", 8)]:
+        timed_output(pipe, arguments | {"prompt": prompt}, seed)
+    (together, _), (first, _), (second, _) = drawn
+    assert torch.equal(together, torch.cat([first, second]))
+
+
 def test_guidance_of_a_line_is_its_own(monkeypatch):
     """Also where it is a component of the pipeline, which stays from call to call."""
     pipe, scales = tiny_pipeline("hunyuan15"), []
@@ -116,7 +207,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
     monkeypatch.setattr(batch, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
     worker = batch.Worker(SimpleNamespace(model="model", call={}), None, jobs, Console(quiet=True))
     for job in jobs:
-        worker.make(job)
+        worker.make([job])
     assert scales == [3.0, 6.0]
 
 
@@ -152,6 +243,11 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
         (("-p", "a", "--prompts", "x.txt"), "--prompts: can't be given beside --prompt"),
         (("--prompts", "x.txt"), "--output-dir: must name a folder"),
         (("-p", "a", "--output-dir", "out"), "--output-dir: is for --prompts"),
+        (("-p", "a", "--batch-size", "2"), "--batch-size: goes with --prompts"),
+        (
+            ("--prompts", "x.txt", "--output-dir", "out", "--batch-size", "2", "--image", "x.png"),
+            "--batch-size: can't be used with --image",
+        ),
         (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: is for one --prompt"),
     ],
 )

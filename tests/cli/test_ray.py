@@ -44,11 +44,11 @@ def manifest(folder):
 class Dying(ray_engine._Actor):
     """Its process ends in the middle of line 4, the first time."""
 
-    def make(self, job):
-        if job.index == 3 and not os.path.exists("died"):
+    def make(self, batch):
+        if batch[0].index == 3 and not os.path.exists("died"):
             os.close(os.open("died", os.O_CREAT))
             os._exit(1)
-        return super().make(job)
+        return super().make(batch)
 
 
 class Simple:
@@ -62,22 +62,23 @@ class Simple:
             os._exit(1)
         return ".png", None
 
-    def make(self, job):
-        prompt = job.settings["prompt"]
-        if prompt == "die":
+    def make(self, batch):
+        prompts = [job.settings["prompt"] for job in batch]
+        if "die" in prompts:
             os._exit(1)
-        if prompt == "refuse":
+        if "refuse" in prompts:
             raise UnsupportedError("not with me")
-        if prompt == "raise":
+        if "raise" in prompts:
             raise RuntimeError("CUDA error")
-        return Made(prompt.encode(), 0.5, None)
+        indices = [job.index for job in batch]
+        return [Made(prompt.encode(), 0.5, None, indices) for prompt in prompts]
 
 
 class Willing(Simple):
     """Makes a file of any prompt."""
 
-    def make(self, job):
-        return Made(job.settings["prompt"].encode(), 0.5, None)
+    def make(self, batch):
+        return [Made(job.settings["prompt"].encode(), 0.5, None, []) for job in batch]
 
 
 @pytest.fixture
@@ -121,6 +122,19 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
     again = generate(prompts, *RAY)
     assert again.exit_code == 0 and "3 of 6 made before" in again.output
     assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == set(prompts)
+
+
+def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, tmp_path):
+    """Whatever it was that one of them did; the others are made, and all batches without it."""
+    result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
+    assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
+    assert "note: lines 3, 4 are made one at a time, for in one call: not with me" in result.output
+    assert result.output.count("note: lines 1, 2 are made one at a time") == 1
+    rows, lines = manifest(tmp_path / "out")
+    assert lines == 6 and {index: row["batch"] for index, row in rows.items() if "batch" in row} == {
+        **{index: [index] for index in (0, 2)},
+        **{index: [4, 5] for index in (4, 5)},
+    }
 
 
 @pytest.mark.parametrize(

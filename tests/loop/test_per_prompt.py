@@ -41,6 +41,11 @@ def test_each_prompt_gets_what_it_gets_alone(name, target):
     shares = torch.stack([share for _, share, _ in alone])
     assert torch.equal(density, shares.mean(0))
     assert report.computed_fraction == pytest.approx(shares.mean().item())
+    for place, (_, _, own) in enumerate(alone):
+        of_batch = report.of_prompt(place)
+        assert [step.mode for step in of_batch.steps] == [step.mode for step in own.steps]
+        assert [step.error is None for step in of_batch.steps] == [step.error is None for step in own.steps]
+        assert of_batch.computed_fraction == pytest.approx(own.computed_fraction)
     assert name == "hunyuan" or len(shares.unique(dim=0)) > 1  # that one's prompts differ too little
     assert not any("computed together" in note for note in report.notes)
 
@@ -100,7 +105,7 @@ def test_a_call_that_cannot_be_divided_computes_together():
     """Qwen's transformer takes shapes a sample, in lists: the batch's worst decides, and the report says why."""
     pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), PRESET)
     _, density, report = run(pipe, "qwen-image", PROMPTS[:2], generators(2), negative_prompt=["blurred"] * 2)
-    assert set(density.tolist()) == {0.0, 1.0}
+    assert set(density.tolist()) == {0.0, 1.0} and report.of_prompt(1) is report
     assert len(report.notes) == 1 and report.notes[0].startswith("prompts of a batch computed together")
 
 

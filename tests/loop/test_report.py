@@ -2,7 +2,7 @@
 
 import json
 
-from dit_accel.loop.report import AttentionRecord, RunReport, StepRecord
+from dit_accel.loop.report import AttentionRecord, PromptRecord, RunReport, StepRecord
 
 
 def report() -> RunReport:
@@ -25,6 +25,11 @@ def report() -> RunReport:
         ],
         fallbacks=[{"site": f"block.{i}", "reason": "LoRA"} for i in range(5)] + [{"site": "last", "reason": "hooked"}],
         seconds=3.0,
+        prompts=[
+            PromptRecord(["full", "update", "dispatch", "update"], [None, 0.25, None, 0.125]),
+            PromptRecord(["full", "update", "dispatch", "dispatch"], [None, 0.125, None, None], 0.5),
+        ],
+        parts={"text_encoder": 0.25, "transformer": 3.0, "vae.decoder": 0.5, "rest": 0.125},
         cache_bytes=3 * 2**19,
         host_bytes=2**19,
         estimated_bytes=2**21,
@@ -58,7 +63,16 @@ def test_json_holds_every_field():
     assert values.pop("steps_by_mode") == {"full": 1, "update": 2, "dispatch": 1}
     steps = [StepRecord(**step) for step in values.pop("steps")]
     attentions = [AttentionRecord(**each) for each in values.pop("attentions")]
-    assert RunReport(**values, steps=steps, attentions=attentions) == report()
+    prompts = [PromptRecord(**prompt) for prompt in values.pop("prompts")]
+    assert RunReport(**values, steps=steps, attentions=attentions, prompts=prompts) == report()
+
+
+def test_a_prompt_has_a_report_of_its_own():
+    """Its modes, errors and computed fraction; where prompts were decided together, the report is that of each."""
+    own = report().of_prompt(1)
+    assert own.steps_by_mode == {"full": 1, "update": 1, "dispatch": 2} and own.computed_fraction == 0.5
+    assert [step.error for step in own.steps] == [None, 0.125, None, None]
+    assert own.of_prompt(1) is own
 
 
 def test_text_states_what_ran():
@@ -68,7 +82,8 @@ def test_text_states_what_ran():
         "dit-accel balanced on flux",
         "steps 4 (1 full, 2 update, 1 dispatch)",
         "computed fraction 0.750 of the blocks' FLOPs",
-        "transformer time 3.00 s",
+        "transformer time 3.00 s (3 computed steps 3.00 s, 1 forecast 0.00 s)",
+        "whole call 3.88 s: text_encoder 0.25 s, transformer 3.00 s, vae.decoder 0.50 s, rest 0.12 s",
         "cache memory 1.5 MiB, 2.0 MiB expected, and 0.5 MiB of the host's",
         "to save memory attention history in host memory",
         "forecast error 0.1250 at the last step measured, 0.2500 at most",

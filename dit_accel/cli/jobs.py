@@ -1,0 +1,87 @@
+"""The lines of ``generate --prompts FILE``: what each asks for, and which can be made by one call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dit_accel.cli.options import OptionError, read_prompts
+from dit_accel.errors import shown
+
+KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
+    "prompt": (str,),
+    "negative-prompt": (str,),
+    "seed": (int,),
+    "steps": (int,),
+    "height": (int,),
+    "width": (int,),
+    "num-frames": (int,),
+    "guidance": (int, float),
+}
+OWN = ("prompt", "negative-prompt", "seed")  # of each prompt of a batch; pipelines take lists of these
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line: its place, and what to make, by the keys above; a seed is among them."""
+
+    index: int
+    settings: dict[str, Any]
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What a job has in common with those that can run in one call with it."""
+        return {key: None if key in OWN else value for key, value in self.settings.items()}
+
+    def name(self, suffix: str) -> str:
+        return f"{self.index:04}{suffix}"
+
+
+def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
+    """The lines of a file: prompts, or JSON objects where it ends in .jsonl.
+
+    Args:
+        common: settings of lines that don't have their own; None = not given.
+
+    Raises:
+        OptionError: the file can't be read, or a line is not as it should be.
+    """
+    lines: Sequence[Any] = read_prompts(path)
+    if path.suffix == ".jsonl":
+        settings = [_settings(line, number) for number, line in enumerate(lines, 1)]
+    else:
+        settings = [{"prompt": line} for line in lines]
+    given = {key: value for key, value in common.items() if value is not None}
+    return [Job(index, given | own) for index, own in enumerate(settings)]
+
+
+def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Neighbours of one kind together, at most so many."""
+    together: list[list[Job]] = []
+    for job in jobs:
+        if together and len(together[-1]) < size and together[-1][0].shared == job.shared:
+            together[-1].append(job)
+        else:
+            together.append([job])
+    return together
+
+
+def _settings(line: str, number: int) -> dict[str, Any]:
+    """What a JSON line says."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise OptionError("--prompts", f"line {number} is not JSON: {error}") from None
+    if not isinstance(values, dict) or "prompt" not in values:
+        raise OptionError("--prompts", f"line {number} must be an object with a prompt, got {shown(line)}")
+    for key, value in values.items():
+        kinds = KEYS.get(key)
+        if kinds is None:
+            raise OptionError("--prompts", f"line {number}: unknown key {shown(key)}; keys are {', '.join(KEYS)}")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            kind = " or ".join(kind.__name__ for kind in kinds)
+            raise OptionError("--prompts", f"line {number}: {key} must be {kind}, got {shown(value)}")
+    return values

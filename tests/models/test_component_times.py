@@ -1,0 +1,158 @@
+"""Where the time of a pipeline's call goes: by component, without anything left on one."""
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, restore_pipeline
+from dit_accel.models import component_times
+from dit_accel.models.component_times import autoencoder_remark
+from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+
+ENCODERS = ["text_encoder", "text_encoder_2"]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def call(pipe, name="flux", **changes):
+    """Seconds of a call that decodes."""
+    inputs = tiny_inputs(name, steps=4, **changes) | {"output_type": "pt"}
+    started = time.perf_counter()
+    pipe(**inputs)
+    return time.perf_counter() - started
+
+
+def hooks(pipe):
+    """Ours; text encoders of transformers have some of their own."""
+    modules = (module for part in vars(pipe).values() if isinstance(part, torch.nn.Module) for module in part.modules())
+    every = (hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values())
+    return [hook for hook in every if getattr(hook, "func", None) in (component_times._enter, component_times._leave)]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_pipeline("flux")
+
+
+@pytest.fixture
+def flux(pipe):
+    yield pipe
+    restore_pipeline(pipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("flux-img2img", [*ENCODERS, "vae.encoder", "transformer", "vae.decoder", "rest"]),
+        ("flux-controlnet", [*ENCODERS, "vae.encoder", "controlnet", "transformer", "vae.decoder", "rest"]),
+        ("wan", ["text_encoder", "transformer", "vae.decoder", "rest"]),
+    ],
+)
+def test_parts_of_a_call(name, parts):
+    """Each that runs, in its order; together they take the time of the call, and a deferred ControlNet counts once."""
+    pipe = accelerate_pipeline(tiny_pipeline(name))
+    for _ in range(2):
+        whole = call(pipe, name)
+        report = pipe.dit_accel.report()
+        assert list(report.parts) == parts and min(report.parts.values()) > 0
+        assert 0.5 * whole < sum(report.parts.values()) <= whole
+        assert 0 < report.seconds <= report.parts["transformer"]
+    assert report.to_json()["parts"] == report.parts and "whole call" in str(report)
+
+
+def test_nothing_is_left(flux):
+    """On no component, and on the pipeline neither, whose own attribute of the method's name stays."""
+    assert hooks(flux) == [] and "check_inputs" not in vars(flux)
+    with accelerated(flux):
+        assert hooks(flux)
+    assert hooks(flux) == [] and "check_inputs" not in vars(flux)
+    flux.check_inputs = own = lambda *_, **__: None
+    restore_pipeline(accelerate_pipeline(accelerate_pipeline(flux), "exact"))
+    assert vars(flux).pop("check_inputs") is own
+
+
+def test_pipelines_share_a_component(flux):
+    """Each is timed for itself, and whichever is restored first leaves the other's times alone."""
+    other = tiny_pipeline("sd3")
+    other.vae = flux.vae
+    accelerate_pipeline(flux)
+    accelerate_pipeline(other)
+    call(other, "sd3")
+    assert flux.dit_accel.report().parts == {}
+    restore_pipeline(flux)
+    call(other, "sd3")
+    assert other.dit_accel.report().parts["vae.decoder"] > 0
+    restore_pipeline(other)
+    assert hooks(other) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux, error):
+    """The next call has its own times alone, and a restored pipeline none of the hooks."""
+
+    def fail(*_):
+        raise error
+
+    accelerate_pipeline(flux)
+    failing = flux.vae.decoder.conv_in.register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        call(flux)
+    assert "rest" not in flux.dit_accel.report().parts
+    failing.remove()
+    time.sleep(0.2)
+    whole = call(flux)
+    parts = flux.dit_accel.report().parts
+    assert list(parts) == [*ENCODERS, "transformer", "vae.decoder", "rest"] and sum(parts.values()) <= whole
+    restore_pipeline(flux)
+    assert hooks(flux) == []
+
+
+def test_what_is_called_outside_of_a_call_is_no_part_of_it(flux):
+    """A prompt that is encoded before, and latents that are decoded afterwards."""
+    accelerate_pipeline(flux)
+    prompt, pooled, _ = flux.encode_prompt("a fox", "a fox")
+    call(flux, prompt=None, prompt_embeds=prompt, pooled_prompt_embeds=pooled)
+    flux.text_encoder(torch.zeros(1, 4, dtype=torch.long))
+    assert list(flux.dit_accel.report().parts) == ["transformer", "vae.decoder", "rest"]
+
+
+def test_compiled_decoding_stays_whole(flux):
+    """Hooks break no graph; what the compiler has taken in counts as the rest."""
+    accelerate_pipeline(flux)
+    flux.vae.decode = torch.compile(flux.vae.decode, backend="eager", fullgraph=True)
+    call(flux)
+    del flux.vae.decode
+    assert list(flux.dit_accel.report().parts) == [*ENCODERS, "transformer", "rest"]
+
+
+def test_a_component_is_copied_and_pickled_as_ever(flux):
+    """Its copy tells nobody of its calls."""
+    accelerate_pipeline(flux)
+    call(flux)
+    before = flux.dit_accel.report().parts
+    for copied in (copy.deepcopy(flux.vae), pickle.loads(pickle.dumps(flux.vae))):
+        copied.decode(torch.zeros(1, flux.vae.config.latent_channels, 4, 4))
+    assert flux.dit_accel.report().parts == before
+
+
+def test_a_transformer_of_its_own_has_no_parts(flux):
+    acceleration = accelerate_transformer(flux.transformer, "balanced", [1000.0, 500.0])
+    assert hooks(flux) == []
+    acceleration.restore()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ({"transformer": 6.0, "vae.decoder": 2.0, "audio_vae.decoder": 1.0, "rest": 1.0}, "took 30% of the call"),
+        ({"transformer": 8.0, "vae.decoder": 1.0, "rest": 1.0}, None),
+        ({"transformer": 1.0, "vae.decoder": 1.0}, None),
+        ({}, None),
+    ],
+    ids=["much", "little", "not over", "no call"],
+)
+def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
+    remark = autoencoder_remark(seconds)
+    assert told in remark if told else remark is None
