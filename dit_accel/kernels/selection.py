@@ -13,11 +13,22 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
 
 
-@torch.no_grad()
+def _empty_tiles(probabilities: torch.Tensor, **_) -> torch.Tensor:
+    *rows, blocks = probabilities.shape
+    return probabilities.new_empty(*rows, block_count(blocks, 8), dtype=torch.uint8)
+
+
+def _empty_rows(probabilities: torch.Tensor, **_) -> torch.Tensor:
+    batch, heads, blocks, _ = probabilities.shape
+    return probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
+
+
+@custom_op(_empty_tiles)
 def select_tiles(
     probabilities: torch.Tensor,
     tau: float | None,
@@ -68,15 +79,14 @@ def select_tiles(
         return _select_tiles_reference(probabilities, tau, top_k, start, stop, rows, columns)
     from dit_accel.kernels._triton.selection import select_tiles_into
 
-    batch, heads, blocks, _ = probabilities.shape
-    skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
+    skip_bits = _empty_tiles(probabilities)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
     units = tau_units(tau if top_k is None else 1 - top_k)
     select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, top_k is not None, rows, columns)
     return skip_bits
 
 
-@torch.no_grad()
+@custom_op(_empty_rows)
 def select_rows(
     probabilities: torch.Tensor, tau: float, *, text: slice, vision: slice, backend: str = "auto"
 ) -> torch.Tensor:
@@ -114,7 +124,7 @@ def select_rows(
         return _select_rows_reference(probabilities, tau, text, vision, units)
     from dit_accel.kernels._triton.selection import select_rows_into
 
-    cache_bits = probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
+    cache_bits = _empty_rows(probabilities)
     select_rows_into(cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range)
     return cache_bits
 
