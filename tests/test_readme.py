@@ -1,10 +1,12 @@
 """What the README and the docs show works as they show it."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from dit_accel.cli import app
@@ -53,6 +55,16 @@ def test_shown_python_runs_with_the_demo_model(monkeypatch, tmp_path):
     (example,) = (block for block in blocks(ROOT / "README.md", "python") if "demo-flux" in block)
     exec(compile(example, "README.md", "exec"), {})
     assert (tmp_path / "stars.png").is_file()
+
+
+def test_shown_compiled_model_runs(monkeypatch):
+    """The snippet with kernels in a compiled model, here without code generation."""
+    compile_model = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_model)
+    (example,) = (block for block in blocks(ROOT / "docs" / "reference" / "api.md", "python") if "fullgraph" in block)
+    shown = {}
+    exec(compile(example, "api.md", "exec"), shown)
+    assert all(parameter.grad is not None for parameter in shown["block"].parameters())
 
 
 def test_shown_python_has_no_names_of_the_past():

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 from dit_accel.kernels.quantize import qk_dtype_limit, require_qk_dtype, simulate
 from dit_accel.kernels.regions import rows_alike, rows_that_compute, take, tile_mask, token_index
 from dit_accel.kernels.slices import add_slices
@@ -29,7 +30,6 @@ from dit_accel.kernels.tile_means import add_tile_means, require_whole_tiles
 PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
 
 
-@torch.no_grad()
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,6 +78,31 @@ def attention(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
+    lse = None
+    if return_lse:
+        checks.require_shape("q", q, ("B", "S", "H", "D"))
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    options = {"scale": scale, "kv_len": kv_len, "pv_threshold": pv_threshold, "qk_dtype": qk_dtype}
+    out = _attention(q, k, v, plan, tile_means=tile_means, lse=lse, out=out, backend=backend, **options)
+    return out if lse is None else (out, lse)
+
+
+@custom_op(like("q"), writes=["lse", "out"])
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float | None,
+    kv_len: torch.Tensor | None,
+    pv_threshold: float | None,
+    qk_dtype: str | None,
+    tile_means: bool,
+    lse: torch.Tensor | None,
+    out: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """:func:`attention`, with ``lse`` float32 ``[B, H, S]`` to be written, or None."""
     require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out)
     require_qk_dtype(qk_dtype)
     if tile_means:
@@ -87,9 +112,10 @@ def attention(
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     has_slices = plan.slices is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    batch, tokens, heads, _ = q.shape
-    needs_lse = return_lse or has_slices or tile_means
-    lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32) if needs_lse else None
+    if lse is None and (has_slices or tile_means):
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    if lse is not None:
+        lse.fill_(-torch.inf)
     if chosen == "cuda":
         from dit_accel.kernels._cuda.attention import attention_into
 
@@ -110,7 +136,7 @@ def attention(
         add_slices(q, k, v, plan, scale, kv_len, out, lse, chosen)
     if tile_means:
         add_tile_means(q, k, v, plan, scale, kv_len, out, lse, chosen)
-    return (out, lse) if return_lse else out
+    return out
 
 
 def _limits(q, k, v, plan, pv_threshold, qk_dtype, out) -> dict[str, str | None]:

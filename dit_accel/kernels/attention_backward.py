@@ -17,13 +17,14 @@ from dit_accel.errors import ShapeError, UnsupportedError
 from dit_accel.kernels import checks
 from dit_accel.kernels.attention import attention, require_arguments
 from dit_accel.kernels.backends import TRITON_ONLY, resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 from dit_accel.kernels.regions import rows_alike, take, tile_mask, token_index
 from dit_accel.kernels.symbols import AttentionPlan
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
+@custom_op(like("q", "k", "v"))
 def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,

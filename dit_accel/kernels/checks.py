@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from dit_accel.errors import ShapeError
@@ -13,17 +10,6 @@ from dit_accel.kernels.symbols import AttentionPlan
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_HEAD_DIMS = (16, 32, 64, 128)
-
-
-def forward_only(op: Callable) -> Callable:
-    """``torch.no_grad()`` around an op; where gradients are off already, as in pipelines, without its 4 us."""
-    guarded = torch.no_grad()(op)
-
-    @functools.wraps(op)
-    def call(*args, **kwargs):
-        return (guarded if torch.is_grad_enabled() else op)(*args, **kwargs)
-
-    return call
 
 
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:

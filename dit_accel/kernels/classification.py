@@ -13,11 +13,20 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import SHARE_BITS
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
 
 
-@torch.no_grad()
+def _empty(probabilities: torch.Tensor, **_) -> tuple[torch.Tensor, torch.Tensor]:
+    *rows, blocks = probabilities.shape
+    skip_bits, linear_bits = (
+        probabilities.new_empty(*rows, block_count(blocks, 8), dtype=torch.uint8) for _ in range(2)
+    )
+    return skip_bits, linear_bits
+
+
+@custom_op(_empty)
 def classify_tiles(
     probabilities: torch.Tensor,
     critical: float,
@@ -49,7 +58,7 @@ def classify_tiles(
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
-    batch, heads, blocks, _ = probabilities.shape
+    batch, _, blocks, _ = probabilities.shape
     checks.require_shape("probabilities", probabilities, ("B", "H", blocks, blocks))
     checks.require_dtype("probabilities", probabilities, (torch.float32,))
     require_shares(critical, negligible)
@@ -60,10 +69,10 @@ def classify_tiles(
         return _classify_reference(probabilities, *units, start, stop, valid_blocks)
     from dit_accel.kernels._triton.classification import classify_tiles_into
 
-    bits = probabilities.new_empty(2, batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
+    bits = _empty(probabilities)
     lengths = None if valid_blocks is None else valid_blocks.contiguous()  # kernels read it by address
     classify_tiles_into(*bits, probabilities.contiguous(), *units, start, stop, lengths)
-    return bits[0], bits[1]
+    return bits
 
 
 def require_shares(critical: float, negligible: float) -> None:

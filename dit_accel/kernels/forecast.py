@@ -12,12 +12,17 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import BLOCK_SIZES
 from dit_accel.kernels.regions import regions
 from dit_accel.kernels.symbols import AttentionPlan
 
 
-@torch.no_grad()
+def _empty(history: Sequence[torch.Tensor], plan: AttentionPlan | None, **_) -> torch.Tensor | None:
+    return None if plan is not None else torch.empty_like(history[0], memory_format=torch.contiguous_format)
+
+
+@custom_op(_empty, writes=["out"])
 def weighted_sum(
     history: Sequence[torch.Tensor],
     weights: Sequence[float],

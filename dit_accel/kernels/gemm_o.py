@@ -22,11 +22,23 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.regions import Region, regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
 
-@torch.no_grad()
+def _empty_update(
+    o: torch.Tensor, weight: torch.Tensor, history: Sequence[torch.Tensor], **_
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = _empty_out(o, weight)
+    return out, o.new_empty(1 + len(history), *out.shape)
+
+
+def _empty_out(o: torch.Tensor, weight: torch.Tensor, **_) -> torch.Tensor:
+    return o.new_empty(*o.shape[:2], weight.shape[0])
+
+
+@custom_op(_empty_update)
 def gemm_o_update(
     o: torch.Tensor,
     weight: torch.Tensor,
@@ -77,7 +89,7 @@ def gemm_o_update(
     return implement(o, weight, bias, plan, history, previous, offset)
 
 
-@torch.no_grad()
+@custom_op(_empty_out, writes=["out"])
 def gemm_o_dispatch(
     o: torch.Tensor,
     weight: torch.Tensor,

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.regions import regions, take
 from dit_accel.kernels.symbols import AttentionPlan
 
 
-@torch.no_grad()
 def gemm_q(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -62,13 +62,30 @@ def gemm_q(
     batch, length, _ = x.shape
     result = x.new_empty(batch, length, plan.heads, head_dim) if out is None else out
     stream = result if out is None else result[:, offset : offset + length]  # [B, S, H, D], what x writes
+    _gemm_q(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream, backend)
+    return result
+
+
+@custom_op(writes=["stream"])
+def _gemm_q(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: AttentionPlan,
+    offset: int,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    stream: torch.Tensor,
+    backend: str,
+) -> None:
+    """Writes x's queries into ``stream`` ``[B, S, H, D]``; arguments are checked."""
     arguments = (x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
     chosen = resolve_backend(backend, x, _limits(x, weight, bias, plan, offset, norm_weight, rope, stream))
     if chosen == "reference":
         _gemm_q_reference(*arguments)
     else:
         importlib.import_module(f"dit_accel.kernels._{chosen}.gemm_q").gemm_q_into(*arguments)
-    return result
 
 
 def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:

@@ -16,11 +16,18 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import BEST_SHARE
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import BLOCK_SIZES, block_count
 from dit_accel.kernels.packing import pack_bits
 
 
-@torch.no_grad()
+def _empty(q: torch.Tensor, k: torch.Tensor, group: int, block: int, **_) -> torch.Tensor:
+    batch, queries, heads, _ = q.shape
+    row_bytes = block_count(k.shape[1], block) * block // 8
+    return q.new_empty(batch, heads, block_count(queries, group), row_bytes, dtype=torch.uint8)
+
+
+@custom_op(_empty)
 def select_keys(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,7 +57,7 @@ def select_keys(
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_floats("q", q, ("B", "Q", "H", "D"))
-    batch, queries, heads, head_dim = q.shape
+    batch, _, heads, head_dim = q.shape
     checks.require_like("k", k, (batch, "S", heads, head_dim), "q", q)
     if not threshold > 0:
         raise ShapeError(f"threshold must be positive, in units of 1 / N, got {threshold}")
@@ -59,10 +66,7 @@ def select_keys(
         raise ShapeError(f"group must be one of {(1, *BLOCK_SIZES)}, got {group}")
     checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)
     backend = resolve_backend(backend, q, {"triton": checks.triton_limit(head_dim)})
-    padded = block_count(k.shape[1], block) * block
-    bits = torch.zeros(
-        batch, heads, block_count(queries, group), padded // 8, dtype=torch.uint8, device=q.device
-    )  # kernels write no byte that has no valid key
+    bits = _empty(q, k, group, block).zero_()  # kernels write no byte that has no valid key
     if backend == "triton":
         from dit_accel.kernels._triton.key_selection import select_keys_into
 

@@ -19,6 +19,7 @@ import torch
 
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 from dit_accel.kernels.linear_attention import (
     by_block,
     keys_and_values,
@@ -33,7 +34,7 @@ from dit_accel.kernels.symbols import AttentionPlan
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
+@custom_op(like("q", "q", "q"))
 def linear_attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,

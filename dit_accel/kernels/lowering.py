@@ -8,11 +8,16 @@ import torch
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.kernels.slices import count_slices_into
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, Slices, SparseSymbols
 
 ORDERS = ("auto", "head", "length")
+_WRITTEN = (
+    *("plan_mask64", "plan_kv_count", "plan_kv_index", "plan_full_count", "plan_row_count", "plan_row_index"),
+    *("plan_work_count", "plan_work", "plan_slices_count", "plan_slices_work_count", "plan_slices_work"),
+)
 ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
 
 
@@ -45,7 +50,12 @@ def lower(
     plan = _empty_plan(symbols) if scratch is None else _reused_plan(symbols, scratch)
     rows = plan.work.numel()
     across_heads = order == "length" or (order == "auto" and rows <= ACROSS_HEADS_ROWS)
-    ranked_together = rows if across_heads else plan.blocks
+    _lower(symbols, plan, rows if across_heads else plan.blocks, backend)
+    return plan
+
+
+@custom_op(writes=_WRITTEN)
+def _lower(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int, backend: str) -> None:
     backend = resolve_backend(backend, symbols.cache_bits)
     if backend == "triton":
         from dit_accel.kernels._triton.lowering import lower_into
@@ -54,7 +64,6 @@ def lower(
     lower_into(symbols, plan, ranked_together)
     if plan.slices is not None:
         _lower_slices(plan, backend)
-    return plan
 
 
 def _lower_slices(plan: AttentionPlan, backend: str) -> None:

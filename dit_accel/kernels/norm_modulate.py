@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 
 MAX_WIDTH_TRITON = 16384  # features of a row, which one program holds
 
 
-@checks.forward_only
+@custom_op(like("x"))
 def norm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto"
 ) -> torch.Tensor:
@@ -39,7 +40,7 @@ def norm_modulate(
     return _rows(x, None, None, scale, shift, eps, backend)[1]
 
 
-@checks.forward_only
+@custom_op(like("x"))
 def add_gated(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -56,7 +57,7 @@ def add_gated(
     return _rows(x, update, gate, None, None, 0.0, backend)[0]
 
 
-@checks.forward_only
+@custom_op(like("x", "x"))
 def add_gated_norm_modulate(
     x: torch.Tensor,
     update: torch.Tensor,

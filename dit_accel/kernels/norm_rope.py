@@ -12,9 +12,10 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op, like
 
 
-@checks.forward_only
+@custom_op(like("x"), writes=["out"])
 def norm_rope(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -46,7 +47,7 @@ def norm_rope(
     return out
 
 
-@checks.forward_only
+@custom_op(like("q", "k"), writes=["out_0", "out_1"])
 def norm_rope_pair(
     q: torch.Tensor,
     k: torch.Tensor,

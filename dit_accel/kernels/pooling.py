@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import SMALLEST_SQUARED_NORM
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
 
 
@@ -34,7 +35,14 @@ class PooledMap:
     k_similarity: torch.Tensor
 
 
-@torch.no_grad()
+def _empty(q: torch.Tensor, block: int, **_) -> PooledMap:
+    batch, tokens, heads, _ = q.shape
+    blocks = block_count(tokens, block)
+    shapes = (batch, heads, blocks, blocks), (batch, heads, blocks), (batch, heads, blocks)
+    return PooledMap(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+
+@custom_op(_empty)
 def pooled_map(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -13,16 +13,28 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
+from dit_accel.kernels.custom_ops import custom_op
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.packing import pack_bits
 
 
-@torch.no_grad()
+def _empty_tiles(probabilities: torch.Tensor, **_) -> torch.Tensor:
+    *rows, blocks = probabilities.shape
+    return probabilities.new_empty(*rows, block_count(blocks, 8), dtype=torch.uint8)
+
+
+def _empty_rows(probabilities: torch.Tensor, **_) -> torch.Tensor:
+    batch, heads, blocks, _ = probabilities.shape
+    return probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
+
+
+@custom_op(_empty_tiles)
 def select_tiles(
     probabilities: torch.Tensor,
     tau: float | None,
     *,
-    top_k: float | torch.Tensor | None = None,
+    top_k: float | None = None,
+    shares: torch.Tensor | None = None,
     always: slice = slice(0, 0),
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
@@ -34,14 +46,14 @@ def select_tiles(
     ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one. Where ``columns``
     leave a row little mass, it is counted in finer units, ``2^(30 + s)`` with the largest s that keeps it within 2^30.
 
-    With ``top_k`` the tiles of largest probability are kept, ``ceil(top_k n)`` of the n with any at all, and those that
-    equal the last of them.
+    With ``top_k`` or ``shares`` the tiles of largest probability are kept, ``ceil(share · n)`` of the n with any at
+    all, and those that equal the last of them.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
-        tau: share of a row's mass that may be skipped, 0..1; None with ``top_k``.
-        top_k: share of a row's tiles that is kept, above 0 and up to 1; a float32 tensor ``[H]`` has one for each head,
-            whose values are taken as they are.
+        tau: share of a row's mass that may be skipped, 0..1; None with ``top_k`` or ``shares``.
+        top_k: share of a row's tiles that is kept, above 0 and up to 1.
+        shares: that of each head, float32 ``[H]``; values are taken as they are.
         always: blocks whose rows and columns compute whole.
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
         columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
@@ -55,31 +67,33 @@ def select_tiles(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    if (tau is None) == (top_k is None):
-        raise ShapeError(f"one of tau and top_k must be given, got tau={tau} and top_k={top_k}")
+    given = [name for name, value in (("tau", tau), ("top_k", top_k), ("shares", shares)) if value is not None]
+    if len(given) != 1:
+        raise ShapeError(f"one of tau, top_k and shares must be given, got {' and '.join(given) or 'none'}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
-    if isinstance(top_k, torch.Tensor):
-        checks.require_typed("top_k", top_k, (probabilities.shape[1],), torch.float32, "probabilities", probabilities)
-    elif top_k is not None and not 0 < top_k <= 1:
+    checks.require_typed("shares", shares, (probabilities.shape[1],), torch.float32, "probabilities", probabilities)
+    if top_k is not None and not 0 < top_k <= 1:
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
         checks.require_typed(
             name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
         )
     start, stop, _ = always.indices(probabilities.shape[-1])
-    units: int | torch.Tensor = tau_units(tau) if top_k is None else _units_left_out(top_k)
+    if shares is not None:
+        units: int | torch.Tensor = ((1 - shares.double()) * UNITS).round().long()  # [H]
+    else:
+        units = tau_units(1 - top_k if tau is None else tau)
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns)
     from dit_accel.kernels._triton.selection import select_tiles_into
 
-    batch, heads, blocks, _ = probabilities.shape
-    skip_bits = probabilities.new_empty(batch, heads, blocks, block_count(blocks, 8), dtype=torch.uint8)
+    skip_bits = _empty_tiles(probabilities)
     rows, columns = (None if kept is None else kept.contiguous() for kept in (rows, columns))
-    select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, top_k is not None, rows, columns)
+    select_tiles_into(skip_bits, probabilities.contiguous(), units, start, stop, tau is None, rows, columns)
     return skip_bits
 
 
-@torch.no_grad()
+@custom_op(_empty_rows)
 def select_rows(
     probabilities: torch.Tensor, tau: float, *, text: slice, vision: slice, backend: str = "auto"
 ) -> torch.Tensor:
@@ -117,7 +131,7 @@ def select_rows(
         return _select_rows_reference(probabilities, tau, text, vision, units)
     from dit_accel.kernels._triton.selection import select_rows_into
 
-    cache_bits = probabilities.new_empty(batch, blocks, block_count(heads, 8), dtype=torch.uint8)
+    cache_bits = _empty_rows(probabilities)
     select_rows_into(cache_bits, probabilities.contiguous(), units, tau_units(tau), text_range, vision_range)
     return cache_bits
 
@@ -125,13 +139,6 @@ def select_rows(
 def tau_units(tau: float) -> int:
     """``tau`` as a multiple of 2^-30, so that ``total * tau_units * 2^-30`` in float64 is alike on every backend."""
     return round(tau * UNITS)
-
-
-def _units_left_out(top_k: float | torch.Tensor) -> int | torch.Tensor:
-    """:func:`tau_units` of the share of tiles that goes; int64 ``[H]`` of a share for each head."""
-    if isinstance(top_k, torch.Tensor):
-        return ((1 - top_k.double()) * UNITS).round().long()
-    return tau_units(1 - top_k)
 
 
 def _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns) -> torch.Tensor:

@@ -74,6 +74,7 @@ class SlaProcessor(nn.Module):
         # diffusers reads from the signature of __call__ which arguments a processor takes.
         self.__dict__["__call__"] = update_wrapper(partial(SlaProcessor.__call__, self), own.__call__)
 
+    @torch.compiler.disable  # compilers can't trace what catches the processor's attention
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tokens, block = self.calls.tokens, self.attention.settings.block
         if tokens is None:  # no call of the transformer, but of an attention alone

@@ -209,7 +209,7 @@ class SparseSite:
         config, (q, k, _, layout, _, kv_len) = self._skip.ramped(growth), inputs
         options = {}
         if (shares := self._shares(q.device)) is not None:
-            options["top_k"] = 1 - (1 - shares) * growth
+            options["shares"] = 1 - (1 - shares) * growth
         symbols = policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
         if self._skip.refresh > 1:
             state.tiles, state.tiles_step = symbols, call.tick.step

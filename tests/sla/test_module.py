@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import dit_accel
 from dit_accel.errors import ShapeError
@@ -182,3 +183,39 @@ def test_the_host_never_waits():
         module(*leaves).backward(do)
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+class Block(torch.nn.Module):
+    """A model's own code around SLA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = make_module()
+        self.to_qkv = torch.nn.Linear(32, 96, device=DEVICE)
+
+    def forward(self, x: torch.Tensor, kv_len: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        return x + self.attend(q, k, v, kv_len=kv_len).flatten(2)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_compiled_model_is_one_graph(training):
+    """It gives what it gives eagerly, bit for bit, with its gradients; another length compiles nothing anew."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block, graphs = Block(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    for tokens in (330, 200):
+        x = features(0, tokens).flatten(2)
+        kv_len = torch.tensor([tokens, 65], dtype=torch.int32, device=DEVICE)
+        torch._dynamo.mark_dynamic(x, 1)
+        results = []
+        for model in (block, compiled):
+            with torch.set_grad_enabled(training):
+                made = [model(x, kv_len)]
+                if training:
+                    made += torch.autograd.grad(made[0].square().sum(), list(block.parameters()))
+            results.append(made)
+        for actual, expected in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
+    assert graphs.frame_count == 1

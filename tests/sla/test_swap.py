@@ -252,3 +252,12 @@ def test_half_precision_comes_from_autocast():
     assert 0 < (velocity - expected).norm() / expected.norm() < 0.05
     velocity.float().square().mean().backward()
     assert all(weight.grad.isfinite().all() for weight in transformer.parameters())
+
+
+def test_a_compiled_transformer_attends_with_sla():
+    """Compiled after the swap it gives the same; its attentions run beside the graphs."""
+    pipe = swapped("wan")
+    expected = paint(pipe, "wan")
+    torch._dynamo.reset()
+    pipe.transformer.compile(backend="aot_eager")
+    assert torch.equal(paint(pipe, "wan"), expected)

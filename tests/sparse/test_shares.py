@@ -101,9 +101,9 @@ def test_steps_up_to_the_last_dense_one_are_those_of_a_plain_run(name, model, le
     """It measures and leaves nothing out; from the next on heads keep shares of their own, alike in every run."""
     drawn = []
 
-    def draw(*arguments, top_k=None, **options):
-        drawn.append(top_k)
-        return policies.draw(*arguments, **options, **({} if top_k is None else {"top_k": top_k}))
+    def draw(*arguments, **options):
+        drawn.append(options.get("shares"))
+        return policies.draw(*arguments, **options)
 
     monkeypatch.setattr(sparse_site, "policies", SimpleNamespace(draw=draw))
     pipe = tiny_pipeline(name)
@@ -116,8 +116,8 @@ def test_steps_up_to_the_last_dense_one_are_those_of_a_plain_run(name, model, le
         again = tiny_output(pipe, name, steps=STEPS)
     assert torch.equal(first, again)
     assert attended[:2] == [1.0, 1.0] and all(share < 1 for share in attended[2::2])
-    own = [top_k for top_k in drawn if top_k is not None]
-    assert own and all(0 < share.mean() <= 1 for share in own)
+    own = [shares for shares in drawn if shares is not None]
+    assert own and all(0 < shares.mean() <= 1 for shares in own)
     assert torch.equal(tiny_output(pipe, name, steps=STEPS), plain)
 
 

@@ -34,14 +34,14 @@ def symbols(
     kv_len: torch.Tensor | None = None,
     pooled: PooledMap | None = None,
     causal: bool = False,
-    top_k: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
 ) -> SparseSymbols:
     """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
 
     Args:
         causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
             later ones never do, and rows of the map sum to 1 over the others.
-        top_k: of each head, float32 ``[H]``, in place of the section's.
+        shares: of a row's tiles that each head keeps, float32 ``[H]``, in place of the section's ``top_k``.
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
     probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
@@ -50,8 +50,8 @@ def symbols(
     if causal:
         probabilities = probabilities.tril()
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    share = config.top_k if top_k is None else top_k
-    skip_bits = tile_bits(probabilities, layout, config.tau_kv, share, whole_rows, whole_columns)
+    whole = {"whole_rows": whole_rows, "whole_columns": whole_columns}
+    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, shares, **whole)
     if config.sinks:
         skip_bits[..., 0] |= 1
     masks = None
@@ -66,7 +66,8 @@ def tile_bits(
     probabilities: torch.Tensor,
     layout: TokenLayout,
     tau_kv: float,
-    top_k: float | torch.Tensor | None = None,
+    top_k: float | None = None,
+    shares: torch.Tensor | None = None,
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -80,13 +81,16 @@ def tile_bits(
         probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
         layout: which blocks hold text.
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
-        top_k: share of a row's tiles that is kept instead, whatever their mass; float32 ``[H]`` = of each head.
+        top_k: share of a row's tiles that is kept instead, whatever their mass.
+        shares: that of each head instead, float32 ``[H]``.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
 
     Returns:
         ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
     """
     whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
+    if shares is not None:
+        return select_tiles(probabilities, None, shares=shares, **whole)
     return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)
 
 
