@@ -13,7 +13,7 @@ from dit_accel.sparse.site_state import SiteState
 
 
 class BlockCosts:
-    """What a block costs is decided by its class and the attentions that it has, so one of a kind is counted.
+    """What a block costs is decided by its class and the parts that it has, so one of a kind is counted.
 
     Args:
         family: the transformer's facts.
@@ -26,7 +26,9 @@ class BlockCosts:
     ) -> None:
         self._family = family
         self._sites = sites
-        self._kinds = {name: (type(block), tuple(each.name for each in sites[name])) for name, block in blocks.items()}
+        self._kinds = {
+            name: (type(block), *(part for part, _ in block.named_modules())) for name, block in blocks.items()
+        }
         self._examples = {self._kinds[name]: block for name, block in blocks.items()}
 
     def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:

@@ -150,6 +150,7 @@ class Family:
         tokens: the joint sequence, from the transformer and the arguments of a call; see :func:`packed_tokens`.
         heads: attention heads and features of one, from the transformer.
         mlp: elements of the matrices of a block's MLP as multiples of the width's square, from the transformer.
+        text_mlp: the same of what text tokens alone go through, from the transformer and the block; None = as ``mlp``.
         work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block; None = those of
             attentions and their projections, the first over the joint sequence, and of that MLP.
         attentions: names of a block's attentions over its own tokens, and whether text is among these.
@@ -174,6 +175,7 @@ class Family:
         transformer.config.attention_head_dim,
     )
     mlp: Callable[[nn.Module], float] = lambda transformer: 2 * getattr(transformer.config, "mlp_ratio", 4)
+    text_mlp: Callable[[nn.Module, nn.Module], float] | None = None
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     parts: tuple[str, ...] = ()
@@ -219,9 +221,12 @@ class Family:
         }
         projection = 2 * batch * joint * width * width
         others = sum(counts.values()) - joint  # whose projections are their own
+        mlp = self.mlp(transformer)
+        of_text = mlp if self.text_mlp is None else self.text_mlp(transformer, block)
+        of_mlp = 2 * batch * width**2 * (tokens.vision * mlp + tokens.text * of_text)
         return BlockWork(
             tiles={name: 4 * batch * count**2 * width for name, count in counts.items()},
-            rest=(2 + self.mlp(transformer)) * projection + 8 * batch * others * width**2,
+            rest=2 * projection + of_mlp + 8 * batch * others * width**2,
             rows=2 * projection,
             bias=projection,
         )

@@ -32,6 +32,7 @@ from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import symbol_bytes
 
+RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
 
@@ -190,7 +191,7 @@ class FamilyDriver(TransformerDriver):
     def _share(self, arguments: Arguments) -> None:
         """Several devices share a call's tokens; an order of tokens is theirs who have all of them, in attention."""
         order = None
-        if self._order is not None:
+        if self._order is not None and self._order.is_on:
             order, self._order.is_on = self._order.permutation, False
         device = arguments["hidden_states"].device
         self.exchange = self._exchanges.of(self.transformer, self.tokens(arguments), order, device)
@@ -322,6 +323,8 @@ class FamilyDriver(TransformerDriver):
 
     def account(self, call: Call, arguments: Arguments) -> None:
         tokens = self.tokens(arguments)
+        if self._order is not None and tokens.grid is None:
+            self.controller.report.note(RASTER)
         if call.symbols:
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
         works = self._costs.of(self.transformer, arguments, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dit_accel.models.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.family import Arguments, Family, Stack, Tokens, part_of
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
@@ -28,6 +28,11 @@ def mlp(transformer: nn.Module) -> float:
     return 8 * config.num_activated_experts + 4 if config.num_routed_experts else 8
 
 
+def text_mlp(transformer: nn.Module, block: nn.Module) -> float:
+    """Double blocks have one without experts for text; their text comes alone."""
+    return 8 if part_of(block, "block.ff_t") is not None else mlp(transformer)
+
+
 FAMILY = Family(
     name="hidream",
     title="HiDream",
@@ -35,6 +40,7 @@ FAMILY = Family(
     stacks=(Stack("double_stream_blocks"), Stack("single_stream_blocks")),
     tokens=tokens,
     mlp=mlp,
+    text_mlp=text_mlp,
     attentions={"block.attn1": True},
     parts=("block.attn1", "block.ff_i", "block.ff_t"),
 )

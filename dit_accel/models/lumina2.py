@@ -20,6 +20,12 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return Tokens(text, height * width, pads_end=True)
 
 
+def mlp(transformer: nn.Module) -> float:
+    """Gated, three matrices of four times the width; less what heads that share keys and values save in these."""
+    config = transformer.config
+    return 12 - 2 * (1 - (config.num_kv_heads or config.num_attention_heads) / config.num_attention_heads)
+
+
 FAMILY = Family(
     name="lumina2",
     title="Lumina Image 2",
@@ -30,6 +36,6 @@ FAMILY = Family(
         transformer.config.num_attention_heads,
         transformer.config.hidden_size // transformer.config.num_attention_heads,
     ),
-    mlp=lambda _: 12,  # gated: three matrices of four times the width
+    mlp=mlp,
     parts=("attn", "feed_forward"),
 )

@@ -1,6 +1,7 @@
 """Qwen-Image: joint blocks, text first; the padding of shorter prompts lies between text and image.
 
-The edit pipelines' reference images follow the latents and count as vision.
+The edit pipelines' reference images follow the latents and count as vision. The layered form makes several images at
+once, and the one that is taken apart follows them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from dit_accel.models.family import Arguments, Family, Stack, packed_tokens
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
     """Latent tokens only: pipelines drop what comes out at reference images, which ``img_shapes`` lists behind them."""
     shapes = arguments.get("img_shapes")
-    first = shapes[0][0] if shapes else None  # of the first sample; a flat list has no samples
-    return output[:, : math.prod(first)] if isinstance(first, (tuple, list)) else output
+    images = shapes[0] if shapes else ()  # of the first sample; a flat list has no samples
+    if not images or not isinstance(images[0], (tuple, list)):
+        return output
+    made = len(images) - 1 if getattr(transformer.config, "use_layer3d_rope", False) else 1
+    return output[:, : sum(map(math.prod, images[:made]))]
 
 
 FAMILY = Family(

@@ -37,9 +37,9 @@ class TokenOrder:
         self.is_on = False  # in the call in progress
         self._on_device: dict[tuple[torch.device, bool], torch.Tensor] = {}  # of this grid; by device and `undo`
 
-    def start(self, grid: Grid) -> None:
-        """A call with this grid begins."""
-        self.is_on = True
+    def start(self, grid: Grid | None) -> None:
+        """A call with this grid begins; with None its tokens keep their order."""
+        self.is_on = grid is not None
         if grid != self.grid:
             self.grid = grid
             self._on_device.clear()

@@ -7,10 +7,14 @@ from typing import get_args
 import pytest
 import torch
 from diffusers.models.attention_processor import JointAttnProcessor2_0
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
+from dit_accel.models.hooks import parameter_names
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
@@ -214,6 +218,36 @@ def test_what_pipelines_drop_is_not_judged():
     ):
         transformer = pipeline(name).transformer
         assert require_family(transformer).used(transformer, output, arguments).tolist() == expected
+
+
+def test_all_images_of_the_layered_form_are_judged():
+    """Qwen-Image-Layered makes several at once, and only the one behind them is given."""
+    used = require_family(pipeline("qwen-image").transformer).used
+    shapes = {"img_shapes": [[(1, 2, 2), (1, 2, 2), (1, 1, 3)]]}
+    for is_layered, judged in ((False, 4), (True, 8)):
+        transformer = SimpleNamespace(config=SimpleNamespace(use_layer3d_rope=is_layered))
+        assert used(transformer, torch.ones(1, 11, 2), shapes).shape[1] == judged
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2"])
+def test_flops_are_those_that_torch_counts(name):
+    """Of each block but for its modulation, also where blocks of a class differ in their parts."""
+    transformer, calls = pipeline(name).transformer, []
+    handle = transformer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    tiny.output(name, 2)
+    handle.remove()
+    arguments = dict(zip(parameter_names(transformer), calls[-1][0], strict=False)) | calls[-1][1]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        transformer(**arguments)
+    counted = {name.partition(".")[2]: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+    family = require_family(transformer)
+    blocks = family.blocks(transformer, "transformer")
+    sites = {name: family.attentions_of(block, name) for name, block in blocks.items()}
+    works = BlockCosts(family, blocks, sites).of(transformer, arguments, family.tokens(transformer, arguments))
+    assert works.keys() == blocks.keys()
+    for block, work in works.items():
+        assert work.plain == pytest.approx(counted[block.removeprefix("transformer.")], rel=0.01), block
 
 
 def _overwriting(schedule):

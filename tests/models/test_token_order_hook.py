@@ -4,9 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
+from dit_accel.models.family_driver import RASTER
 from dit_accel.models.hooks import ORDER_HOOK
 from dit_accel.models.token_order_hook import TokenOrder
 from dit_accel.sparse.site import SparseSite
@@ -160,6 +161,26 @@ def test_lora_on_the_ends_may_come_later(name, targets):
     expected = with_lora("raster")
     assert distance(expected, call(name)) > 1e-3
     assert distance(with_lora("tiles"), expected) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_forcing", [True, False], ids=["forcing", "causal"])
+def test_what_goes_by_frames_keeps_its_order(is_forcing):
+    """SkyReels-V2's diffusion forcing has timesteps of frames, and its causal mask hides later ones."""
+    transformer = pipeline("skyreels-v2").transformer
+    noise = torch.randn(1, 16, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    timestep = torch.tensor([[0, 300, 600, 999]]) if is_forcing else torch.tensor([999])
+    text = torch.ones(1, 5, transformer.config.text_dim)
+    arguments = {"enable_diffusion_forcing": is_forcing, "return_dict": False}
+    transformer.register_to_config(num_frame_per_block=1 if is_forcing else 2)
+    try:
+        plain = transformer(noise, timestep, text, **arguments)[0]
+        acceleration = accelerate_transformer(transformer, preset("skyreels-v2", "hilbert", skip=DENSE), [999, 500])
+        assert torch.equal(transformer(noise, timestep, text, **arguments)[0], plain)
+        assert RASTER in acceleration.report().notes
+        acceleration.restore()
+    finally:
+        transformer.register_to_config(num_frame_per_block=1)
 
 
 def test_a_part_of_the_tokens_is_refused():
