@@ -83,10 +83,7 @@ def _flux() -> Iterator[Row]:
     for warmup in WARMUPS:
         yield _flashomni(nine, preset, (50, 15, 5, 1, 0), warmup=warmup)
         yield _taylorseer(nine, 5, 1, warmup=warmup)
-    for mask, threshold in (("exact", 0.5), ("exact", 0.1), ("average_query", 0.5), ("average_query", 0.1)):
-        skip = {"policy": "fg_attn", "steps": "all", "refresh": 15, "mask": mask, "key_threshold": threshold}
-        changes = {"skip": skip, "schedule": {"warmup": 12}, "blocks": {"size": 64}}
-        yield Row("FG-Attn, table 5", f"FG-Attn, {mask}, {threshold} / N", "exact", changes)
+    yield from _fg_attn("FG-Attn, table 5", "flux-fgattn")
 
 
 def _hunyuan() -> Iterator[Row]:
@@ -99,8 +96,11 @@ def _hunyuan() -> Iterator[Row]:
 
 
 def _wan() -> Iterator[Row]:
-    source = "FG-Attn, table 3"
-    yield Row(source, "FG-Attn-cached, 480p", "wan21-fgattn", {}, 21.55, 0.77)
-    yield Row(source, "FG-Attn-pooling", "wan21-fgattn", {"skip": {"mask": "average_query"}})
+    yield from _fg_attn("FG-Attn, table 3", "wan21-fgattn", 21.55, 0.77)
+
+
+def _fg_attn(source: str, preset: str, *claimed: float) -> Iterator[Row]:
+    yield Row(source, "FG-Attn-cached", preset, {}, *claimed)
+    yield Row(source, "FG-Attn-pooling", preset, {"skip": {"mask": "average_query"}})
     half = {"skip": {"mask": "average_query", "key_threshold": 0.5}}
-    yield Row(source, "FG-Attn-pooling, the paper's threshold", "wan21-fgattn", half)
+    yield Row(source, "FG-Attn-pooling, the paper's threshold", preset, half)

@@ -50,8 +50,7 @@ def symbols(
     if causal:
         probabilities = probabilities.tril()
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    whole = {"whole_rows": whole_rows, "whole_columns": whole_columns}
-    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, shares, **whole)
+    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns, shares)
     if config.sinks:
         skip_bits[..., 0] |= 1
     masks = None
@@ -67,9 +66,9 @@ def tile_bits(
     layout: TokenLayout,
     tau_kv: float,
     top_k: float | None = None,
-    shares: torch.Tensor | None = None,
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
 
@@ -82,8 +81,8 @@ def tile_bits(
         layout: which blocks hold text.
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
         top_k: share of a row's tiles that is kept instead, whatever their mass.
-        shares: that of each head instead, float32 ``[H]``.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
+        shares: of each head in place of ``top_k``, float32 ``[H]``.
 
     Returns:
         ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
