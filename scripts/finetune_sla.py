@@ -4,6 +4,7 @@
     python scripts/finetune_sla.py --output TUNED --model demo-wan                       # matches the dense teacher
     python scripts/finetune_sla.py --output TUNED --model demo-wan --objective flow      # learns from drawn clips
     python scripts/finetune_sla.py --output TUNED --model PATH --prompts PROMPTS.txt --call '{"num_frames": 81}'
+    python scripts/finetune_sla.py --output TUNED --model PATH --prompts PROMPTS.txt --train lora --checkpoint
     accelerate launch scripts/finetune_sla.py --output TUNED ...                         # on several GPUs
     python scripts/finetune_sla.py --table --output docs/results/sla-demo-wan            # SLA's table 2, on one GPU
 
@@ -11,6 +12,8 @@ Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, wh
 
     pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", dtype=torch.bfloat16)
     accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": "TUNED/sla.safetensors"})
+
+With --train lora, TUNED is a LoRA for pipe.load_lora_weights("TUNED") in the place of the transformer.
 
 The same command goes on where --minutes stopped it. The teacher runs on the prompts first, and some of its calls are
 kept on the device; flow matching is for the demo video models, which draw their own data.
@@ -38,6 +41,8 @@ from finetuning.calls import Calls, clip_calls, record_calls
 from finetuning.report import write_report
 from finetuning.table import FULL, PILOT, SMOKE, Experiment
 from finetuning.training import Training, fine_tune
+from peft import LoraConfig
+from torch import nn
 
 from dit_accel.models import denoisers
 from dit_accel.sla.swap import save_swapped, swap_attention
@@ -76,6 +81,8 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     calls = gather_calls(pipe, options).to(device, dtype)
     print(f"{len(calls)} calls", flush=True)
     pipe.transformer.requires_grad_(options.train == "all")
+    if options.train == "lora":
+        add_lora(pipe.transformer, options.rank)
     swap_attention(
         pipe,
         critical=options.critical,
@@ -97,6 +104,14 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     if PartialState().is_main_process:
         save_swapped(pipe, options.output)
         print(f"{log['steps']} of {options.steps} steps; wrote {options.output}", flush=True)
+
+
+def add_lora(transformer: nn.Module, rank: int) -> None:
+    """Put a LoRA beside every linear layer of the transformer's blocks; it alone takes gradients then."""
+    layers = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in name]
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=layers))
+    for weight in filter(lambda weight: weight.requires_grad, transformer.parameters()):
+        weight.data = weight.data.to(transformer.dtype)
 
 
 def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
@@ -159,7 +174,8 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     )
     training.add_argument("--projection-rate", type=float, default=10.0, help="of projections, times that of matrices")
     training.add_argument("--minutes", type=float, default=float("inf"), help="most of this run; another one goes on")
-    training.add_argument("--train", choices=["all", "projections"], default="all")
+    training.add_argument("--train", choices=["all", "lora", "projections"], default="all")
+    training.add_argument("--rank", type=int, default=32, help="of the LoRA")
     training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")
     table = parser.add_argument_group("table")
     table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")

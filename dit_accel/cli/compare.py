@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.loras import parse_loras
 from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
 from dit_accel.cli.progress import progress_bar
@@ -70,6 +71,7 @@ def command(
     image: options.ImageOption = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
+    lora: options.LoraOption = None,
     repeats: options.RepeatsOption = options.REPEATS,
     force: ForceOption = False,
     quiet: options.QuietOption = False,
@@ -98,16 +100,16 @@ def command(
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    picture, others = read_image(image), options.parse_call(call)
+    loras, picture, others = parse_loras(lora), read_image(image), options.parse_call(call)
 
     def load(console: Console) -> Any:
-        return load_pipeline(model, device=device, dtype=dtype, offload="none", console=console)
+        return load_pipeline(model, loras, device=device, dtype=dtype, offload="none", console=console)
 
     pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, model, {**given, "image": picture}, others)
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
-    facts |= {"call": others} if others else {}
+    facts |= ({"call": others} if others else {}) | ({"lora": loras} if loras else {})
     sweep = Sweep(output, {**facts, "prompts": texts})
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.loras import parse_loras, with_projections
 from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.outputs import ForceOption, require_writable
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
@@ -46,6 +47,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
+    lora: options.LoraOption = None,
     force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -63,6 +65,8 @@ def command(
     require_extra("matplotlib", "dit-accel inspect, which draws figures,")
     plain = "a plain run has nothing to inspect; choose a preset"
     preset, overrides = options.named_preset(preset, model, settings, plain)
+    loras = parse_loras(lora)
+    overrides = with_projections(preset, overrides, loras)
     given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image)
     others = options.parse_call(call)
@@ -75,7 +79,7 @@ def command(
     for path in (*figures, *output.glob("symbols-*.png")):
         require_writable(path, "--output", force=force)
 
-    pipe = load_pipeline(model, device=device, dtype=dtype, offload=offload, console=console)
+    pipe = load_pipeline(model, loras, device=device, dtype=dtype, offload=offload, console=console)
     medium = medium_of(pipe, model_fps(model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
     medium.require_output(file, compare=False, force=force)

@@ -135,6 +135,15 @@ OffloadOption = Annotated[
     Offload,
     typer.Option("--offload", help="Keep weights in host memory: whole models at a time, or layer by layer (slow)."),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="LORA[:WEIGHT]",
+        help="A LoRA to load, its weight 1 unless given: a folder, a file, or an id on the hub (OWNER/NAME or "
+        "OWNER/NAME/FILE). Repeatable. What SLA's fine-tuning wrote beside one is used where the preset runs SLA.",
+    ),
+]
 RepeatsOption = Annotated[
     int,
     typer.Option(

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dit_accel.cli.loras import load_loras
 from dit_accel.cli.media import Clips, Pictures, medium_of
 from dit_accel.cli.options import OptionError, choose_preset
 from dit_accel.cli.parallel import join
@@ -43,6 +44,7 @@ class Setup:
     Args:
         preset: a name or path; "none" runs plain.
         overrides: keys of the preset.
+        loras: weights by where each LoRA lies.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
         call: further arguments of the pipeline's call, by its own names.
         batch_size: most prompts of one call.
@@ -55,6 +57,7 @@ class Setup:
     device: str | None
     dtype: str | None
     offload: str
+    loras: dict[str, float]
     degrees: dict[str, int]
     call: dict[str, Any]
     batch_size: int
@@ -77,7 +80,9 @@ def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips
     from dit_accel import parallelize_pipeline
 
     place = join(setup.degrees, setup.device)
-    pipe = load_pipeline(setup.model, device=place, dtype=setup.dtype, offload=setup.offload, console=console)
+    pipe = load_pipeline(
+        setup.model, setup.loras, device=place, dtype=setup.dtype, offload=setup.offload, console=console
+    )
     if setup.degrees:
         parallelize_pipeline(pipe, **setup.degrees)
     medium = medium_of(pipe, model_fps(setup.model), setup.fps)
@@ -93,8 +98,16 @@ def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
     pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
 
 
-def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload: str, console: Console) -> Any:
-    """The pipeline, in place and ready to call; silent where the console is."""
+def load_pipeline(
+    model: str,
+    loras: Mapping[str, float] = MappingProxyType({}),
+    *,
+    device: str | None,
+    dtype: str | None,
+    offload: str,
+    console: Console,
+) -> Any:
+    """The pipeline with its LoRAs, in place and ready to call; silent where the console is."""
     source = _resolve_model(model)
     with console.status("importing diffusers"):
         import torch
@@ -118,6 +131,7 @@ def load_pipeline(model: str, *, device: str | None, dtype: str | None, offload:
                 raise
             reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
             raise OptionError("--model", f"{shortened(model)} can't be loaded: {reason}") from error
+        load_loras(pipe, loras)
         if offload == "model":
             pipe.enable_model_cpu_offload(device=place)
         elif offload == "sequential":

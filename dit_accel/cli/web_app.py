@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.loras import parse_loras
 from dit_accel.cli.pipelines import call_arguments, load_pipeline, timed_call
 from dit_accel.errors import shortened
 from dit_accel.tools.demo import demo_names, model_fps
@@ -31,6 +32,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
+    lora: options.LoraOption = None,
 ) -> None:
     """Open a page to play with: a prompt, the plain picture beside the accelerated one, and each step as it runs.
 
@@ -46,12 +48,19 @@ def command(
     from dit_accel.cli.web_page import build_page
     from dit_accel.tools.playground import Playground
 
-    console = Console()
+    console, loras = Console(), parse_loras(lora)
     media: dict[str, Pictures | Clips] = {}
 
     def load(name: str) -> Any:
         with console.status(f"loading {name}"):
-            pipe = load_pipeline(name, device=device, dtype=dtype, offload=offload, console=Console(quiet=True))
+            pipe = load_pipeline(
+                name,
+                loras if name == model else {},
+                device=device,
+                dtype=dtype,
+                offload=offload,
+                console=Console(quiet=True),
+            )
         medium = medium_of(pipe, model_fps(name))
         if isinstance(medium, Clips):
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes clips,")

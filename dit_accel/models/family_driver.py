@@ -113,7 +113,7 @@ class FamilyDriver(TransformerDriver):
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}
         self._costs = BlockCosts(self.family, self.blocks(), self._sites)
         sites = {each.site: name for name, attentions in self._sites.items() for each in attentions}
-        self._projections = Projections(self.controller.preset.skip, self.name, TRANSFORMER_NAMES, sites, head_dim)
+        self._projections = Projections(self.controller.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def _refuse_compiled(self) -> None:
         """Raises if anything is compiled that the preset works inside of."""

@@ -4,8 +4,8 @@ sites = swap_attention(pipe, critical=0.05, negligible=0.10)
 ...                                        # train pipe.transformer.parameters(), the projections are among them
 save_swapped(pipe, folder)                 # load_swapped(pipe, folder) goes on with it
 
-What is saved runs without this module: ``folder/transformer`` is a plain diffusers model, and the preset key
-``skip.projection`` takes ``folder/sla.safetensors``.
+What is saved runs without this module: ``folder/transformer`` is a plain diffusers model, or ``folder`` a LoRA of
+diffusers where one was trained, and the preset key ``skip.projection`` takes ``folder/sla.safetensors``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -26,11 +25,10 @@ from dit_accel.models.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names
 from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention
-from dit_accel.sparse.projections import load_projections
+from dit_accel.sparse.projections import PROJECTIONS, TRAINED_WITH, load_projections, trained_with
 from dit_accel.sparse.site import Inputs
 
-PROJECTIONS = "sla.safetensors"
-_SETTINGS = {"critical": float, "negligible": float, "feature_map": str, "block": int}  # the file's metadata
+LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for it
 
 
 class TransformerCalls:
@@ -140,8 +138,10 @@ def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
 def save_swapped(pipe: Any, folder: str | Path) -> None:
     """Writes each transformer as diffusers does, without projections, and these to ``sla.safetensors``.
 
+    Of a transformer with a LoRA in it the LoRA alone is written, as ``pipe.load_lora_weights(folder)`` takes it.
+
     Raises:
-        UnsupportedError: nothing is swapped.
+        UnsupportedError: nothing is swapped, there are several LoRAs, or one in a pipeline of several transformers.
     """
     attentions = swapped_attention(pipe)
     if not attentions:
@@ -149,11 +149,10 @@ def save_swapped(pipe: Any, folder: str | Path) -> None:
     folder = Path(folder)
     restore_attention(pipe)
     try:
-        for name, transformer in denoisers(pipe).items():
-            transformer.save_pretrained(folder / name)
+        _save_transformers(pipe, folder)
     finally:
         _put_in(pipe, attentions)
-    settings = {key: str(getattr(next(iter(attentions.values())).settings, key)) for key in _SETTINGS}
+    settings = {key: str(getattr(next(iter(attentions.values())).settings, key)) for key in TRAINED_WITH}
     projections = {name: attention.projection.weight.detach().contiguous() for name, attention in attentions.items()}
     save_file(projections, folder / PROJECTIONS, metadata=settings)
 
@@ -168,12 +167,13 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
         UnsupportedError: the projections are of other blocks than the pipeline's.
     """
     folder = Path(folder)
-    for name, transformer in denoisers(pipe).items():
-        loaded = type(transformer).from_pretrained(folder / name, **dtype_argument(transformer.dtype))
-        setattr(pipe, name, loaded.to(transformer.device))
-    with safe_open(folder / PROJECTIONS, "pt") as file:
-        settings = {key: cast(file.metadata()[key]) for key, cast in _SETTINGS.items()}
-    attentions = swap_attention(pipe, **settings)
+    if (folder / LORA).exists():
+        pipe.load_lora_weights(folder)
+    else:
+        for name, transformer in denoisers(pipe).items():
+            loaded = type(transformer).from_pretrained(folder / name, **dtype_argument(transformer.dtype))
+            setattr(pipe, name, loaded.to(transformer.device))
+    attentions = swap_attention(pipe, **trained_with(folder / PROJECTIONS))
     projections = load_projections(folder / PROJECTIONS)
     if projections.keys() != attentions.keys():
         raise UnsupportedError(
@@ -182,6 +182,27 @@ def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttenti
     for name, projection in projections.items():
         attentions[name].projection.load_state_dict({"weight": projection})
     return attentions
+
+
+def _save_transformers(pipe: Any, folder: Path) -> None:
+    transformers = denoisers(pipe)
+    loras = [(name, adapter) for name, each in transformers.items() for adapter in getattr(each, "peft_config", ())]
+    if not loras:
+        for name, transformer in transformers.items():
+            transformer.save_pretrained(folder / name)
+        return
+    from peft import get_peft_model_state_dict
+
+    if len(loras) > 1 or len(transformers) > 1:
+        found = f"{', '.join(f'{adapter} of {name}' for name, adapter in loras)}, and {', '.join(transformers)}"
+        raise UnsupportedError(f"save_swapped writes one LoRA of a pipeline with one transformer, got {found}")
+    ((name, adapter),) = loras
+    transformer = transformers[name]
+    layers = {
+        f"{name}_lora_layers": get_peft_model_state_dict(transformer, adapter_name=adapter),
+        f"{name}_lora_adapter_metadata": transformer.peft_config[adapter].to_dict(),
+    }
+    pipe.save_lora_weights(folder, **layers)
 
 
 def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.presets import Skip
+from dit_accel.presets import Preset
+
+PROJECTIONS = "sla.safetensors"  # the name under which fine-tuning writes them
+TRAINED_WITH: dict[str, Callable[[str], Any]] = {  # the file's metadata
+    "critical": float,
+    "negligible": float,
+    "feature_map": str,
+    "block": int,
+}
 
 
 class Projections:
     """The projections of a transformer's attentions, wherever the preset asks for them.
 
+    A preset with other shares, feature map or blocks than a file was trained with is a warning.
+
     Args:
-        skip: says which blocks run SLA, and names the files.
+        preset: says which blocks run SLA, and names the files.
         transformer: the transformer's name in the pipeline.
         siblings: names of all transformers that the pipeline may have; names of their blocks begin so.
         sites: names of its attentions, with that of the block whose settings each has.
@@ -29,13 +41,14 @@ class Projections:
     """
 
     def __init__(
-        self, skip: Skip, transformer: str, siblings: Collection[str], sites: Mapping[str, str], head_dim: int
+        self, preset: Preset, transformer: str, siblings: Collection[str], sites: Mapping[str, str], head_dim: int
     ) -> None:
         self._held: dict[str, torch.Tensor] = {}
         wanted: dict[str, list[str]] = {}  # sites by file
         for name, block in sites.items():
-            settings = skip.at(block)
+            settings = preset.skip.at(block)
             if settings.policy == "sla" and settings.projection is not None:
+                _compare(settings.projection, {**vars(settings), "block": preset.blocks.size})
                 wanted.setdefault(settings.projection, []).append(name)
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():
@@ -65,6 +78,20 @@ class Projections:
         return projection
 
 
+def trained_with(path: str | Path) -> dict[str, Any]:
+    """Settings of the fine-tuning that wrote a file, by their names in `TRAINED_WITH`; those that it tells.
+
+    Raises:
+        UnsupportedError: it is no safetensors file.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedError(f"projection must be a safetensors file, and {path} is not: {error}") from None
+    return {key: cast(told[key]) for key, cast in TRAINED_WITH.items() if key in told}
+
+
 def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
     """Learned projections by attention site, ``[D, D]`` each, from a safetensors file.
 
@@ -83,3 +110,12 @@ def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
                 f"{path} must hold floating matrices [D, D], got {matrix.dtype} {list(matrix.shape)} for {name}"
             )
     return projections
+
+
+def _compare(path: str, used: Mapping[str, Any]) -> None:
+    """Warns of a preset with other settings than a file was trained with."""
+    trained = trained_with(path) if Path(path).is_file() else {}
+    others = {key: value for key, value in trained.items() if used[key] != value}
+    if others:
+        told = ", ".join(f"{key} {value} (the preset: {used[key]})" for key, value in others.items())
+        warnings.warn(f"dit-accel: {path} was trained with {told}, and works best so", stacklevel=2)

@@ -147,17 +147,21 @@ def test_an_interrupted_training_goes_on(student, tmp_path, monkeypatch):
         fine_tune(transformer, calls, replace(TRAINING, rate=1.0), tmp_path / "parts")
 
 
-def test_the_script_fine_tunes_a_pipeline_folder(tmp_path, monkeypatch):
-    """From a folder and a file of prompts to a transformer and its projections."""
+@pytest.mark.parametrize("train", ["all", "lora", "projections"])
+def test_the_script_fine_tunes_a_pipeline_folder(tmp_path, monkeypatch, train):
+    """From a folder and a file of prompts to a transformer, or a LoRA of it, and its projections."""
     tiny_pipeline("wan").save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a fox\n\na red fox\n")
     call = {"height": 64, "width": 48, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 16}
     command = ["finetune_sla.py", "--output", tmp_path / "tuned", "--model", tmp_path / "model"]
     command += ["--prompts", tmp_path / "prompts.txt", "--call", json.dumps(call), "--steps", 2, "--batch", 2]
+    command += ["--train", train, "--rank", 2]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
     finetune_sla.main()
     assert (tmp_path / "tuned" / "sla.safetensors").is_file()
-    assert (tmp_path / "tuned" / "transformer" / "config.json").is_file()
+    whole = (tmp_path / "tuned" / "transformer" / "config.json").is_file()
+    lora = (tmp_path / "tuned" / "pytorch_lora_weights.safetensors").is_file()
+    assert (whole, lora) == (train != "lora", train == "lora")
     assert json.loads((tmp_path / "tuned" / "training.json").read_text())["steps"] == 2
 
 

@@ -1,7 +1,10 @@
 """SLA swapped into tiny pipelines: what it computes, what it leaves behind, and that it is saved whole."""
 
+import warnings
+
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -121,6 +124,32 @@ def test_both_transformers_of_wan22_are_swapped_and_saved(tmp_path):
     assert (tmp_path / "transformer_2" / "config.json").is_file()
 
 
+@FAMILIES
+def test_a_lora_is_saved_alone_and_comes_back(name, tmp_path):
+    """Beside the projections the folder holds a LoRA and no transformer; diffusers loads it, and so does a swap."""
+    pipe = swapped(name)
+    layers = [key for key, layer in pipe.transformer.named_modules() if key.endswith("to_q")]
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=layers, init_lora_weights=False))
+    painted = paint(pipe, name)
+    save_swapped(pipe, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"sla.safetensors", "pytorch_lora_weights.safetensors"}
+    for load in (lambda other: other.load_lora_weights(tmp_path), lambda other: load_swapped(other, tmp_path)):
+        other = tiny_pipeline(name)
+        load(other)
+        if swapped_attention(other):
+            torch.testing.assert_close(paint(other, name), painted, rtol=1e-4, atol=1e-4)
+        assert any("lora_A" in key for key in other.transformer.state_dict())
+
+
+def test_one_lora_of_two_transformers_is_refused(tmp_path):
+    """diffusers writes a LoRA of one transformer."""
+    pipe = swapped("wan22")
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(UnsupportedError, match=r"got default of transformer, and transformer, transformer_2$"):
+        save_swapped(pipe, tmp_path)
+    assert swapped_attention(pipe)
+
+
 def test_gradients_survive_checkpointing():
     """Blocks that are run again in the backward pass attend by SLA again."""
     pipe = swapped("wan")
@@ -200,6 +229,19 @@ def test_the_shipped_preset_needs_nothing_but_the_file(tmp_path):
     restore_attention(pipe)
     accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": str(tmp_path / "sla.safetensors")})
     torch.testing.assert_close(paint(pipe, "wan"), painted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_preset_with_other_settings_than_the_training_is_told(tmp_path):
+    """It runs, and the warning names what differs."""
+    pipe = swapped("wan", {"critical": 0.3})
+    save_swapped(pipe, tmp_path)
+    restore_attention(pipe)
+    file = {"skip.projection": str(tmp_path / "sla.safetensors")}
+    with pytest.warns(UserWarning, match=r"trained with critical 0\.3 \(the preset: 0\.05\), and works best so"):
+        accelerate_pipeline(pipe, "wan21-sla", **file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate_pipeline(pipe, "wan21-sla", **file, **{"skip.critical": 0.3})
 
 
 def test_projections_must_fit_the_blocks(tmp_path):

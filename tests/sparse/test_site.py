@@ -354,7 +354,7 @@ def test_unknown_block_is_an_error_before_anything_changes(name):
 
 # What a site makes of its numbers
 
-NO_PROJECTIONS = Projections(load_preset("exact").skip, "transformer", (), {}, 64)
+NO_PROJECTIONS = Projections(load_preset("exact"), "transformer", (), {}, 64)
 
 
 def controller_of(preset):

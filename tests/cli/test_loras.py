@@ -1,0 +1,117 @@
+"""LoRAs on the command line: loaded with their weights, told of what is wrong, and SLA's file beside them used."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from dit_accel.cli.loras import load_loras, parse_loras, with_projections
+from dit_accel.cli.options import OptionError
+from dit_accel.tools.testing import tiny_flux_lora, tiny_pipeline
+
+SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pipeline, and beside it two LoRAs: a folder and a file."""
+    root = tmp_path_factory.mktemp("loras")
+    pipe = tiny_pipeline("flux")
+    pipe.save_pretrained(root / "model")
+    (root / "style").mkdir()
+    save_file(tiny_flux_lora(pipe), root / "style" / "pytorch_lora_weights.safetensors")
+    save_file(tiny_flux_lora(pipe, seed=1), root / "other.safetensors")
+    return root
+
+
+def made(run, folder, tmp_path, *loras):
+    options = [word for lora in loras for word in ("--lora", f"{folder}/{lora}")]
+    result = run("generate", "-m", folder / "model", *SMALL, "-o", "made.png", "--force", *options)
+    assert result.exit_code == 0, result.output
+    return np.asarray(Image.open(tmp_path / "made.png")).astype(int)
+
+
+def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
+    """Each changes the picture, a weight of zero does not, and two add up."""
+    plain = made(run, folder, tmp_path)
+    style = made(run, folder, tmp_path, "style")
+    both = made(run, folder, tmp_path, "style", "other.safetensors:0.5")
+    assert np.array_equal(made(run, folder, tmp_path, "style:0"), plain)
+    assert np.array_equal(made(run, folder, tmp_path, "style:1", "other.safetensors:0"), style)
+    assert len({picture.tobytes() for picture in (plain, style, both)}) == 3
+
+
+def test_loras_are_part_of_the_weights(folder):
+    """What works inside of blocks runs with them as it would without: no layer of peft is left."""
+    pipe = tiny_pipeline("flux")
+    before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
+    load_loras(pipe, parse_loras([str(folder / "style")]))
+    after = pipe.transformer.state_dict()
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_pipeline_that_takes_none_is_told():
+    with pytest.raises(OptionError, match=r"^--lora: object takes no LoRA$"):
+        load_loras(object(), {"owner/name": 1.0})
+
+
+def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
+    """The manifest says so: what was made with others is made again."""
+    (tmp_path / "prompts.txt").write_text("a fox\n")
+    command = ("generate", "-m", folder / "model", *SMALL[2:], "--prompts", "prompts.txt", "--output-dir", "out")
+    for options in ((), ("--lora", folder / "style")):
+        assert run(*command, *options, "--force").exit_code == 0
+    assert '"lora"' in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("nowhere", "'nowhere' is neither a folder, nor a file, nor a hub id"),
+        ("./nowhere:0.5", r"'\./nowhere' is neither"),
+        ("demo-flux/nowhere", "'demo-flux/nowhere' is neither"),
+        ("owner/name:nan", "a weight must be a finite number, got nan"),
+        ("\0", "is neither"),
+    ],
+)
+def test_what_is_no_lora_is_told_before_any_work(lora, message):
+    with pytest.raises(OptionError, match=message):
+        parse_loras([lora])
+
+
+def test_one_lora_twice_is_told():
+    with pytest.raises(OptionError, match="owner/name was given twice"):
+        parse_loras(["owner/name", "owner/name:0.5"])
+
+
+def test_ids_on_the_hub_are_taken_as_they_are():
+    assert parse_loras(["owner/name", "owner/name/file.safetensors:0.5"]) == {
+        "owner/name": 1.0,
+        "owner/name/file.safetensors": 0.5,
+    }
+
+
+def test_a_file_that_is_no_lora_is_told(run, folder, tmp_path):
+    """Of a file of other tensors, and of a pipeline that takes none."""
+    save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    result = run("generate", "-m", folder / "model", *SMALL, "--lora", "./other.safetensors")
+    assert result.exit_code == 2 and "--lora: other.safetensors can't be loaded: " in result.output
+
+
+def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path):
+    """Shares and projections come from the file, those that were set stay, and other presets take nothing of it."""
+    metadata = {"critical": "0.1", "negligible": "0.2", "feature_map": "elu", "block": "128"}
+    save_file({"transformer.blocks.0": torch.zeros(2, 2)}, tmp_path / "sla.safetensors", metadata=metadata)
+    loras = parse_loras([f"{tmp_path}:0.5"])
+    assert with_projections("wan21-sla", {"skip.negligible": 0.3}, loras) == {
+        "skip.projection": str(tmp_path / "sla.safetensors"),
+        "skip.critical": 0.1,
+        "skip.negligible": 0.3,
+        "skip.feature_map": "elu",
+        "blocks.size": 128,
+    }
+    assert with_projections("wan21-sparge", {}, loras) == {}
+    own = {"skip.projection": "own.safetensors"}
+    assert with_projections("wan21-sla", own, loras) == own
