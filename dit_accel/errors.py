@@ -1,5 +1,7 @@
 """Error types. Every message names the argument, what was required, what came, and the fix."""
 
+from numbers import Integral
+
 
 class DitAccelError(Exception):
     """Base of all errors that dit-accel raises on purpose."""
@@ -43,6 +45,17 @@ def shown(value: object) -> str:
         return shortened(repr(value))
     except ValueError:  # Python writes no integers of more than 4,300 digits
         return f"a value too long to show ({type(value).__name__})"
+
+
+def require_counts(**numbers: object) -> None:
+    """Checks that arguments, given by their names, are whole numbers from 1 on.
+
+    Raises:
+        UnsupportedError: one is not.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+            raise UnsupportedError(f"{name} must be a whole number, at least 1, got {shown(number)}")
 
 
 def shortened(text: str, most: int = 200) -> str:

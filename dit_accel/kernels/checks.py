@@ -14,6 +14,8 @@ TRITON_HEAD_DIMS = (16, 32, 64, 128)
 
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     """``shape`` holds a number for an axis of known length and a name for a free one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ShapeError(f"{name} must be a tensor [{', '.join(map(str, shape))}], got {type(tensor).__name__}")
     came = tensor.shape
     if came == shape:
         return
@@ -87,6 +89,8 @@ def require_block(block: int) -> None:
 
 def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: int | None = None) -> None:
     """The plan has the batch (and the heads) of the tensor it is used with, and its device."""
+    if not isinstance(plan, AttentionPlan):
+        raise ShapeError(f"plan must be an AttentionPlan, as lower or plan gives it, got {type(plan).__name__}")
     required = (tensor.shape[0], plan.heads if heads is None else heads)
     if (plan.batch, plan.heads) != required:
         raise ShapeError(

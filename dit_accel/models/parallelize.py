@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import UnsupportedError, require_counts
 from dit_accel.models import denoisers
 from dit_accel.models.context_parallel import config_of, split_plan
 from dit_accel.models.families import known_family
@@ -48,8 +48,9 @@ def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> A
 
 
 def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int) -> None:
+    require_counts(ulysses=ulysses, branches=branches)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if min(ulysses, branches) < 1 or ulysses * branches != ranks or ranks == 1:
+    if ulysses * branches != ranks or ranks == 1:
         raise UnsupportedError(
             f"ulysses × branches must be the number of processes, at least 2, got {ulysses} × {branches} and {ranks}: "
             "start as many with torchrun --nproc-per-node, and call torch.distributed.init_process_group() in each"

@@ -78,6 +78,8 @@ def identify(model: str) -> Identity:
     Raises:
         UnsupportedError: it is none of these.
     """
+    if not isinstance(model, str):
+        raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")
     if model in _titles():
         return Identity(model, model, model in VIDEO_FAMILIES, is_loadable=False)
     squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dit_accel.errors import UnsupportedError, shown
+from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.presets import Run, measured
 from dit_accel.tools.identify import Identity, identify
 
@@ -118,9 +118,8 @@ def recommend(
     Raises:
         UnsupportedError: ``model`` or ``gpu`` is unknown, or a number is below 1.
     """
-    for name, number in {"steps": steps, "height": height, "width": width, "frames": frames, "gpus": gpus}.items():
-        if number is not None and number < 1:
-            raise UnsupportedError(f"{name} must be at least 1, got {number}")
+    counts = {"steps": steps, "height": height, "width": width, "frames": frames}
+    require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
     if gpu is not None and gpu not in CARDS:
         raise UnsupportedError(
             f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another card, of which nothing "

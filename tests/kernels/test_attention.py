@@ -149,6 +149,8 @@ def test_one_key_head_of_a_wide_tensor(device, make_tensor, make_sparsity, asser
     ("change", "message"),
     [
         ({"q": torch.zeros(1, 130, 32)}, r"q must have shape \[B, S, H, D\], got \[1, 130, 32\]"),
+        ({"q": [[0.0]]}, r"q must be a tensor \[B, S, H, D\], got list"),
+        ({"plan": "sparge"}, "plan must be an AttentionPlan, as lower or plan gives it, got str"),
         ({"q": torch.zeros(1, 130, 2, 16).double()}, "q must have dtype .*float32, got torch.float64"),
         ({"k": torch.zeros(1, 129, 2, 16)}, r"k must have shape \[1, 130, H_kv, 16\], got \[1, 129, 2, 16\]"),
         ({"v": torch.zeros(1, 130, 2, 16).half()}, "v must have q's dtype and device"),
@@ -162,7 +164,7 @@ def test_one_key_head_of_a_wide_tensor(device, make_tensor, make_sparsity, asser
         ({"kv_len": torch.zeros(1)}, "kv_len must have dtype torch.int32, got torch.float32"),
     ],
     ids=[
-        "q-axes", "q-dtype", "k-length", "v-dtype", "kv-heads", "q-stride", "out", "scale", "threshold-0",
+        "q-axes", "q", "plan", "q-dtype", "k-length", "v-dtype", "kv-heads", "q-stride", "out", "scale", "threshold-0",
         "threshold-nan", "kv_len", "kv_len-dtype",
     ],
 )  # fmt: skip

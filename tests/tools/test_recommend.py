@@ -177,11 +177,13 @@ def test_cards_that_a_transformer_fills_offload(gpu, offload):
     assert (words[words.index("--offload") + 1] if "--offload" in words else None) == offload
 
 
-@pytest.mark.parametrize("wrong", [{"gpu": "voodoo"}, {"steps": 0}, {"gpus": 0}, {"frames": 81}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"gpu": "voodoo"}, {"steps": 0}, {"gpus": "2"}, {"frames": 81}, {"model": None}], ids=str
+)
 def test_bad_arguments_are_told(wrong):
-    """An unknown card, a number below 1, or frames of an image: an error that names the argument."""
-    with pytest.raises(UnsupportedError, match=next(iter(wrong))):
-        recommend("flux", **wrong)
+    """An unknown card, no number from 1 on, frames of an image, no name: an error that names the argument."""
+    with pytest.raises(UnsupportedError, match=f"^{next(iter(wrong))} must be"):
+        recommend(**{"model": "flux", **wrong})
 
 
 def test_two_transformers_count_twice():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dit_accel.errors import UnsupportedError, shown
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.pooling import PooledMap
@@ -49,7 +50,12 @@ def draw(
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
         pooled: the pooled map of these q and k, where the caller has it; a policy that needs it makes it otherwise.
         options: what the policy's own ``symbols`` takes beyond these.
+
+    Raises:
+        UnsupportedError: ``config`` is something else.
     """
+    if getattr(config, "policy", None) not in POLICIES:
+        raise UnsupportedError(f"config must be a section skip, such as Skip(policy='sparge'), got {shown(config)}")
     return POLICIES[config.policy](q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
 
 
