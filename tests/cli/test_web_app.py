@@ -19,8 +19,6 @@ from dit_accel.cli.pipelines import call_arguments, timed_call
 from dit_accel.tools.playground import Playground
 from dit_accel.tools.testing import tiny_pipeline
 
-gradio = pytest.importorskip("gradio", reason="the extra `app` is not installed: pip install 'dit-accel[app]'")
-
 STEPS = 6
 # Outputs of the endpoint /make, but for the state of the session.
 OUTPUTS = ("status", "beside", "plain_clip", "fast_clip", "figures", "plain_steps", "fast_steps", "gallery")
@@ -244,6 +242,8 @@ def test_the_command_serves_where_it_is_told(run, monkeypatch, tmp_path):
         (chosen,) = (block for block in page.blocks.values() if getattr(block, "label", "") == "Model")
         launched["any"] = chosen.allow_custom_value
         return None, "http://here/", None
+
+    import gradio
 
     monkeypatch.setattr(gradio.Blocks, "launch", launch)
     monkeypatch.setattr(gradio.Blocks, "block_thread", lambda page: None)

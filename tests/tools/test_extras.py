@@ -40,9 +40,7 @@ for package in (dit_accel.cli, dit_accel.tools):
 
 @pytest.mark.parametrize("package", list(EXTRAS))
 def test_an_extra_that_is_there_is_no_error(package):
-    """The tests' own installation has them all, but maybe gradio."""
-    if package == "gradio":
-        pytest.importorskip("gradio", reason="the extra `app` is not installed")
+    """The tests' own installation has them all."""
     require_extra(package, "--option")
 
 
