@@ -20,7 +20,7 @@ import torch
 
 from dit_accel import accelerate_pipeline
 from dit_accel.cli.jobs import batches, read_jobs
-from dit_accel.cli.pipelines import load_pipeline
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     from rich.console import Console
 
-    pipe = load_pipeline(MODEL, device=None, dtype=None, offload="none", console=Console(quiet=True))
+    pipe = load_pipeline(MODEL, Loading(), Console(quiet=True))
     accelerate_pipeline(pipe, per_prompt=True)
     folder = demo_path(MODEL)
     arguments = demo_arguments(folder)

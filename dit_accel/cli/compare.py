@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.failures import explained_failures
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.loras import parse_loras
 from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.cli.pipelines import call_arguments, read_image
 from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
@@ -72,6 +74,7 @@ def command(
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = None,
     lora: options.LoraOption = None,
+    quantize: options.QuantizeOption = None,
     repeats: options.RepeatsOption = options.REPEATS,
     force: ForceOption = False,
     quiet: options.QuietOption = False,
@@ -100,16 +103,17 @@ def command(
         options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
     texts = [prompt] if prompts is None else options.read_prompts(prompts)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    loras, picture, others = parse_loras(lora), read_image(image), options.parse_call(call)
+    loading = Loading(device, dtype, "none", parse_loras(lora), quantize)
+    picture, others = read_image(image), options.parse_call(call)
 
     def load(console: Console) -> Any:
-        return load_pipeline(model, loras, device=device, dtype=dtype, offload="none", console=console)
+        return load_pipeline(model, loading, console)
 
     pipe = load(console)
     loaded = [pipe]
     arguments = call_arguments(pipe, model, {**given, "image": picture}, others)
     facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
-    facts |= ({"call": others} if others else {}) | ({"lora": loras} if loras else {})
+    facts |= ({"call": others} if others else {}) | loading.facts
     sweep = Sweep(output, {**facts, "prompts": texts})
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(

@@ -14,6 +14,7 @@ from dit_accel.cli import options
 from dit_accel.cli.batch import Worker, make_folder, require_batches, require_one_source, run_jobs
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.cli.jobs import read_jobs
+from dit_accel.cli.loading import Loading
 from dit_accel.cli.loras import parse_loras, with_projections
 from dit_accel.cli.media import Clips, Pictures, numbered, require_plausible_output, unused
 from dit_accel.cli.outputs import ForceOption, require_distinct, require_plot, require_writable
@@ -73,6 +74,7 @@ def command(
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
     lora: options.LoraOption = None,
+    quantize: options.QuantizeOption = None,
     parallel: ParallelOption = None,
     output: Annotated[
         Path | None,
@@ -172,8 +174,8 @@ def command(
         raise options.OptionError(used, "needs an accelerated run, and --preset none is plain")
     if preset == "none" and degrees.get("branches", 1) > 1:
         raise options.OptionError("--parallel", "branches are shared in an accelerated run; --preset exact will do")
-    loras = parse_loras(lora)
-    overrides = with_projections(preset, overrides, loras)
+    loading = Loading(device, dtype, offload, parse_loras(lora), quantize)
+    overrides = with_projections(preset, overrides, loading.loras)
     picture, others = read_image(image), options.parse_call(call)
     common = {
         "negative-prompt": negative_prompt,
@@ -185,11 +187,11 @@ def command(
     }
     jobs = [] if prompts is None else read_jobs(prompts, common | {"seed": seed})
     _note_unknown_words(console, model, prompt or " ".join(job.settings["prompt"] for job in jobs))
-    setup = Setup(model, preset, overrides, fps, device, dtype, offload, loras, degrees, others, batch_size)
+    setup = Setup(model, preset, overrides, fps, loading, degrees, others, batch_size)
     if output_dir is not None:
         make_folder(output_dir)
         facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
-        facts |= {"lora": loras} if loras else {}
+        facts |= loading.facts
         what = setup, picture, jobs
         with ray_engine(*what, actors, console) if engine == "ray" else nullcontext(Worker(*what, console)) as maker:
             run_jobs(maker, jobs, output_dir, facts, console, batch_size=batch_size, force=force)

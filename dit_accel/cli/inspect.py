@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.loras import parse_loras, with_projections
 from dit_accel.cli.media import Clips, medium_of
 from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, load_pipeline, read_image, timed_call
+from dit_accel.cli.pipelines import call_arguments, read_image, timed_call
 from dit_accel.errors import ShapeError, shortened, shown
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
@@ -48,6 +49,7 @@ def command(
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
     lora: options.LoraOption = None,
+    quantize: options.QuantizeOption = None,
     force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -65,8 +67,8 @@ def command(
     require_extra("matplotlib", "dit-accel inspect, which draws figures,")
     plain = "a plain run has nothing to inspect; choose a preset"
     preset, overrides = options.named_preset(preset, model, settings, plain)
-    loras = parse_loras(lora)
-    overrides = with_projections(preset, overrides, loras)
+    loading = Loading(device, dtype, offload, parse_loras(lora), quantize)
+    overrides = with_projections(preset, overrides, loading.loras)
     given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image)
     others = options.parse_call(call)
@@ -79,7 +81,7 @@ def command(
     for path in (*figures, *output.glob("symbols-*.png")):
         require_writable(path, "--output", force=force)
 
-    pipe = load_pipeline(model, loras, device=device, dtype=dtype, offload=offload, console=console)
+    pipe = load_pipeline(model, loading, console)
     medium = medium_of(pipe, model_fps(model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
     medium.require_output(file, compare=False, force=force)

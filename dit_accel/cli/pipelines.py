@@ -1,40 +1,31 @@
-"""Pipelines as the commands need them: loaded, called with what the user gave, and timed.
+"""Pipelines as the commands need them: opened, called with what the user gave, and timed.
 
 What an option can't do here raises an ``OptionError``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
-import os
-import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.loras import load_loras
+from dit_accel.cli.failures import explained_failures
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.media import Clips, Pictures, medium_of
 from dit_accel.cli.options import OptionError, choose_preset
 from dit_accel.cli.parallel import join
-from dit_accel.errors import DitAccelError, UnsupportedError, shortened, shown
-from dit_accel.models import dtype_argument
-from dit_accel.tools.demo import demo_arguments, demo_names, demo_path, model_fps
+from dit_accel.errors import shortened, shown
+from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
 
 if TYPE_CHECKING:
-    import torch
     from PIL import Image
     from rich.console import Console
 
     from dit_accel.presets import Preset
     from dit_accel.tools.timing import Output
-
-
-class OutOfMemoryError(DitAccelError):
-    """A device's memory, or the host's, does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Setup:
     Args:
         preset: a name or path; "none" runs plain.
         overrides: keys of the preset.
-        loras: weights by where each LoRA lies.
+        loading: where it goes, and with which weights.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
         call: further arguments of the pipeline's call, by its own names.
         batch_size: most prompts of one call.
@@ -54,16 +45,12 @@ class Setup:
     preset: str | None
     overrides: dict[str, Any]
     fps: float | None
-    device: str | None
-    dtype: str | None
-    offload: str
-    loras: dict[str, float]
+    loading: Loading
     degrees: dict[str, int]
     call: dict[str, Any]
     batch_size: int
 
 
-CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
     "prompt": "--prompt or --prompts",
     "image": "--image",
@@ -79,10 +66,8 @@ def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips
     """The pipeline, plain as yet, what it makes, and the preset that it is to run with, None = none."""
     from dit_accel import parallelize_pipeline
 
-    place = join(setup.degrees, setup.device)
-    pipe = load_pipeline(
-        setup.model, setup.loras, device=place, dtype=setup.dtype, offload=setup.offload, console=console
-    )
+    place = join(setup.degrees, setup.loading.device)
+    pipe = load_pipeline(setup.model, replace(setup.loading, device=place), console)
     if setup.degrees:
         parallelize_pipeline(pipe, **setup.degrees)
     medium = medium_of(pipe, model_fps(setup.model), setup.fps)
@@ -96,50 +81,6 @@ def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
     if preset is not None:
         accelerate_pipeline(pipe, preset)
     pipe.set_progress_bar_config(disable=quiet, desc="accelerated" if preset else "plain")
-
-
-def load_pipeline(
-    model: str,
-    loras: Mapping[str, float] = MappingProxyType({}),
-    *,
-    device: str | None,
-    dtype: str | None,
-    offload: str,
-    console: Console,
-) -> Any:
-    """The pipeline with its LoRAs, in place and ready to call; silent where the console is."""
-    source = _resolve_model(model)
-    with console.status("importing diffusers"):
-        import torch
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()  # it warns of image processors that no pipeline here uses
-        import diffusers
-    place = _resolve_device(device)
-    if offload != "none" and place.type != "cuda":
-        raise OptionError("--offload", f"needs a CUDA device, and the device is {place}")
-    precision = getattr(torch, dtype) if dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    if console.quiet:
-        diffusers.utils.logging.set_verbosity_error()
-    with explained_memory(), console.status(f"loading {model}"):
-        try:
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
-        except Exception as error:  # diffusers checks little of what a folder holds: a wrong one fails in any way
-            if _lacks_memory(error):
-                raise
-            reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
-            raise OptionError("--model", f"{shortened(model)} can't be loaded: {reason}") from error
-        load_loras(pipe, loras)
-        if offload == "model":
-            pipe.enable_model_cpu_offload(device=place)
-        elif offload == "sequential":
-            pipe.enable_sequential_cpu_offload(device=place)
-        else:
-            pipe.to(place)
-    pipe.set_progress_bar_config(disable=console.quiet)
-    return pipe
 
 
 def call_arguments(
@@ -231,97 +172,6 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
     with explained_failures(type(pipe)):
         return timed_output(pipe, arguments, seed)
-
-
-@contextlib.contextmanager
-def explained_failures(pipeline: type) -> Iterator[None]:
-    """Within, what a call of a pipeline of this class raises comes out as something that its user can act on.
-
-    Raises:
-        UnsupportedError: the pipeline's own check of its inputs refused them, or its scheduler the timesteps or sigmas.
-        OutOfMemoryError: memory does not suffice.
-    """
-    try:
-        with explained_memory():
-            yield
-    except (TypeError, ValueError) as error:
-        if not CHECKS & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
-            raise
-        raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
-
-
-@contextlib.contextmanager
-def explained_memory() -> Iterator[None]:
-    """Within, memory that does not suffice, a device's or the host's, is told with advice.
-
-    Raises:
-        OutOfMemoryError: it did not.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not _lacks_memory(error):
-            raise
-        advice = "try --offload model, or a smaller --batch-size, --num-images, --num-frames, --height or --width"
-        reason = shortened((str(error) or type(error).__name__).splitlines()[0])
-        raise OutOfMemoryError(f"out of memory: {advice} ({reason})") from None
-
-
-def _lacks_memory(error: Exception) -> bool:
-    import torch
-
-    told = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
-
-
-def _resolve_model(model: str) -> str:
-    """The folder of a demo model or a local pipeline, or ``model`` itself as an id on the hub."""
-    folder = str(demo_path(model) or os.path.expanduser(model))
-    if os.path.isdir(folder):
-        _require_index(Path(folder))
-        return folder
-    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        names = ", ".join(demo_names()) or "none in this installation"
-        raise OptionError(
-            "--model",
-            f"{shortened(model)} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})",
-        )
-    return model
-
-
-def _require_index(folder: Path) -> None:
-    """Checks that a folder says what pipeline it holds."""
-    file = folder / "model_index.json"
-    if not file.is_file():
-        raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
-    try:
-        index = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise OptionError("--model", f"{file} is not JSON: {error}") from None
-    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-        raise OptionError("--model", f"{file} must be a mapping with a _class_name, as save_pretrained writes it")
-
-
-def _resolve_device(device: str | None) -> torch.device:
-    import torch
-
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise OptionError("--device", f"{shown(device)} is no device; use cuda, cuda:1, mps or cpu") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
-        raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
-    try:
-        torch.zeros(1, device=place).item()
-    except Exception as error:  # each kind of device fails in a way of its own where it can't run
-        reason = shortened(str(error).splitlines()[0])
-        raise OptionError("--device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
-    return place
 
 
 def _ignores_guidance(pipe: Any) -> bool:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dit_accel.cli.batch import BatchError, Failure, Made, Worker, made_alone, reason_of
+from dit_accel.cli.failures import OutOfMemoryError
 from dit_accel.cli.jobs import Job
 from dit_accel.cli.options import OptionError
-from dit_accel.cli.pipelines import OutOfMemoryError, Setup
+from dit_accel.cli.pipelines import Setup
 from dit_accel.cli.progress import Progress
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened
 from dit_accel.tools.extras import require_extra
@@ -86,9 +87,10 @@ def ray_engine(
     if ours:
         _connect(console)
     try:
-        device, count = _places(ray.cluster_resources(), setup.device, actors)
+        device, count = _places(ray.cluster_resources(), setup.loading.device, actors)
         needs = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
-        engine = RayEngine(replace(setup, device=device), picture, jobs, min(count, len(jobs)), needs, console)
+        setup = replace(setup, loading=replace(setup.loading, device=device))
+        engine = RayEngine(setup, picture, jobs, min(count, len(jobs)), needs, console)
         try:
             engine.wait_for_one()
             yield engine

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.failures import explained_failures
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.loras import parse_loras, with_projections
 from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, explained_failures, load_pipeline, read_image
+from dit_accel.cli.pipelines import call_arguments, read_image
 from dit_accel.cli.progress import progress_bar
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
@@ -68,6 +70,7 @@ def command(
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
     lora: options.LoraOption = None,
+    quantize: options.QuantizeOption = None,
     force: ForceOption = False,
     quiet: options.QuietOption = False,
 ) -> None:
@@ -94,15 +97,15 @@ def command(
     require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
     plain = "a plain run has no thresholds; choose a preset"
     preset, overrides = options.named_preset(preset, model, settings, plain)
-    loras = parse_loras(lora)
-    overrides = with_projections(preset, overrides, loras)
+    loading = Loading(device, dtype, offload, parse_loras(lora), quantize)
+    overrides = with_projections(preset, overrides, loading.loras)
     listed = tuning_prompts(model) if prompts is None else options.read_prompts(prompts)
     split_prompts(listed, tuning_count, held_out_count)
     given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
     given["image"] = read_image(image)
     others = options.parse_call(call)
 
-    pipe = load_pipeline(model, loras, device=device, dtype=dtype, offload=offload, console=console)
+    pipe = load_pipeline(model, loading, console)
     arguments = call_arguments(pipe, model, given, others)
     base = preset or options.choose_preset(None, {}, pipe).name
     with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dit_accel.cli import options
+from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.loras import parse_loras
-from dit_accel.cli.pipelines import call_arguments, load_pipeline, timed_call
+from dit_accel.cli.pipelines import call_arguments, timed_call
 from dit_accel.errors import shortened
 from dit_accel.tools.demo import demo_names, model_fps
 from dit_accel.tools.extras import require_extra
@@ -33,6 +35,7 @@ def command(
     device: options.DeviceOption = None,
     offload: options.OffloadOption = "none",
     lora: options.LoraOption = None,
+    quantize: options.QuantizeOption = None,
 ) -> None:
     """Open a page to play with: a prompt, the plain picture beside the accelerated one, and each step as it runs.
 
@@ -48,19 +51,12 @@ def command(
     from dit_accel.cli.web_page import build_page
     from dit_accel.tools.playground import Playground
 
-    console, loras = Console(), parse_loras(lora)
+    console, loading = Console(), Loading(device, dtype, offload, parse_loras(lora), quantize)
     media: dict[str, Pictures | Clips] = {}
 
     def load(name: str) -> Any:
         with console.status(f"loading {name}"):
-            pipe = load_pipeline(
-                name,
-                loras if name == model else {},
-                device=device,
-                dtype=dtype,
-                offload=offload,
-                console=Console(quiet=True),
-            )
+            pipe = load_pipeline(name, loading if name == model else replace(loading, loras={}), Console(quiet=True))
         medium = medium_of(pipe, model_fps(name))
         if isinstance(medium, Clips):
             require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes clips,")

@@ -1,4 +1,4 @@
-"""Packages that only some tools need, each an extra of the distribution: `plots`, `video`, `lora`, `ray` and `app`."""
+"""Packages that only some tools need, each by an extra of the distribution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 from dit_accel.errors import UnsupportedError
 
-EXTRAS = {"matplotlib": "plots", "imageio-ffmpeg": "video", "peft": "lora", "ray": "ray", "gradio": "app"}
+EXTRAS = {
+    "matplotlib": "plots",
+    "imageio-ffmpeg": "video",
+    "peft": "lora",
+    "torchao": "quantize",
+    "ray": "ray",
+    "gradio": "app",
+}
 
 
 def require_extra(package: str, what: str) -> None:

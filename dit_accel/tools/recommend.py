@@ -19,6 +19,8 @@ TIMED = {"flux": "FLUX.1-dev", "hunyuan_video": "HunyuanVideo", "wan": "Wan 2.1 
 SPARGE = {"hunyuan_video": "hunyuan-sparge-balanced", "wan": "wan21-sparge-balanced"}
 LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
 FEW_STEPS = 8
+FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
+QUANTIZED = 0.65  # of the peak, at most, since weights are most of it and halve
 NO_GAIN = 0.95  # of the work; what computes more is as fast as the plain run
 
 
@@ -148,8 +150,8 @@ def recommend(
     sizes = {"--steps": count if few else steps, "--height": height, "--width": width, "--num-frames": frames}
     name = identity.name if identity.is_loadable else "MODEL"
     options = [word for option, number in sizes.items() if number for word in (option, str(number))]
-    offload = _offload(identity, card, quantized=quantized)
-    options += ["--offload", offload] if offload and gpus == 1 else []
+    if gpus == 1:
+        options += _fitted(identity, card, quantized=quantized)
     start = ["dit-accel", "generate"]
     if not identity.is_loadable:
         notes.append("Put the model's id on the hub, or its folder, in the place of MODEL.")
@@ -260,14 +262,16 @@ def _peak(model: Identity) -> tuple[float, str] | None:
     return next(found, None)
 
 
-def _offload(model: Identity, card: Card | None, *, quantized: bool) -> str | None:
-    """How to offload where the transformer fills most of a card or more, or None."""
+def _fitted(model: Identity, card: Card | None, *, quantized: bool) -> list[str]:
+    """Options by which a pipeline fits a card that the transformer fills by half or more."""
     peak = _peak(model)
-    if peak is None or card is None or quantized:
-        return None
-    if peak[0] > card.memory_gib:
-        return "sequential"
-    return "model" if _transformers(model) * peak[0] > card.memory_gib / 2 else None
+    if peak is None or card is None or quantized or _transformers(model) * peak[0] <= card.memory_gib / 2:
+        return []
+    if peak[0] <= card.memory_gib:
+        return ["--offload", "model"]
+    if QUANTIZED * peak[0] <= card.memory_gib:
+        return ["--quantize", "float8" if card.capability >= FLOAT8_SINCE else "int8", "--offload", "model"]
+    return ["--offload", "sequential"]
 
 
 def _transformers(model: Identity) -> int:
@@ -277,7 +281,7 @@ def _transformers(model: Identity) -> int:
 
 def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> list[str]:
     notes = ["What is remembered takes a few MiB of the GPU's memory (docs/reference/presets.md, Memory)."]
-    peak, offload = _peak(model), _offload(model, card, quantized=quantized)
+    peak, options = _peak(model), _fitted(model, card, quantized=quantized)
     if peak is None or card is None or quantized:
         return notes
     pair = "" if _transformers(model) == 1 else ", of which this model has two"
@@ -285,9 +289,12 @@ def _notes_on_memory(model: Identity, card: Card | None, *, quantized: bool) -> 
         f"A transformer of this size came to {peak[0]} GiB in bf16 ({peak[1]}){pair}; the {card.title} has "
         f"{card.memory_gib}"
     )
-    if offload == "sequential":
-        return [*notes, f"{what}: keep its layers in host memory while others run (slow), or quantise it."]
-    return [*notes, f"{what}" + (": keep the pipeline's parts in host memory while others run." if offload else ".")]
+    if "sequential" in options:
+        return [*notes, f"{what}: keep its layers in host memory while others run, which is slow."]
+    parts = "keep the pipeline's parts in host memory while others run"
+    if "--quantize" in options:
+        return [*notes, f"{what}: quantise it, by which its weights halve, and {parts}.", *_notes_on_quantized()]
+    return [*notes, f"{what}: {parts}." if options else f"{what}."]
 
 
 def _notes_on_tiles(preset: str) -> list[str]:
@@ -304,9 +311,12 @@ def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
     notes = []
     if lora:
         notes.append(f"A LoRA may be loaded, fused or swapped before or after ({page}); its speed was not measured.")
-    if quantized:
-        notes.append(f"Quantised layers run as they are ({page}); neither speed nor PSNR was measured with them.")
-    return notes
+    return [*notes, *_notes_on_quantized()] if quantized else notes
+
+
+def _notes_on_quantized() -> list[str]:
+    page = "docs/reference/concepts.md, What works beside it"
+    return [f"Quantised layers run as they are ({page}); neither speed nor PSNR was measured with them."]
 
 
 def _shared(family: str, gpus: int) -> tuple[str | None, str]:

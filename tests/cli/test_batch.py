@@ -14,8 +14,8 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import batch
+from dit_accel.cli.failures import OutOfMemoryError
 from dit_accel.cli.media import Pictures
-from dit_accel.cli.pipelines import OutOfMemoryError
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tools.timing import Output, timed_output

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dit_accel.cli import compare
-from dit_accel.cli.pipelines import load_pipeline
+from dit_accel.cli.loading import load_pipeline
 from dit_accel.tools.compare import Method
 from dit_accel.tools.testing import tiny_pipeline
 

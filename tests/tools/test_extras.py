@@ -20,8 +20,8 @@ CLIP = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An installation without extras, but for peft: diffusers imports it wherever its metadata are."""
-    for package in EXTRAS.keys() - {"peft"}:
+    """An installation without extras, but for those that diffusers imports wherever their metadata are."""
+    for package in EXTRAS.keys() - {"peft", "torchao"}:
         monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
 
 

@@ -170,11 +170,20 @@ def test_tiles_are_for_long_clips_alone():
     assert token_count("wan", 480, 832, 81) == 32_760 and token_count("flux", 1024, 1024, None) == 4096
 
 
-@pytest.mark.parametrize("gpu, offload", [("h200", None), ("l40s", "model"), ("4090", "sequential")])
-def test_cards_that_a_transformer_fills_offload(gpu, offload):
-    """A transformer of 27 GiB fits a large card, fills half of a middling one, and does not fit a small one."""
-    words = shlex.split(recommend("hunyuanvideo-community/HunyuanVideo", gpu=gpu).shell)
-    assert (words[words.index("--offload") + 1] if "--offload" in words else None) == offload
+@pytest.mark.parametrize(
+    "gpu, options",
+    [
+        ("h200", ""),
+        ("l40s", "--offload model"),
+        ("4090", "--quantize float8 --offload model"),
+        ("3090", "--quantize int8 --offload model"),
+        ("t4", "--offload sequential"),
+    ],
+)
+def test_pipelines_are_made_to_fit_their_card(gpu, options):
+    """A transformer of 27 GiB fits a large card, fills half of a middling one, and fits a small one by halves."""
+    shell = recommend("hunyuanvideo-community/HunyuanVideo", gpu=gpu).shell
+    assert " ".join(re.findall(r"--(?:quantize|offload) \S+", shell)) == options
 
 
 @pytest.mark.parametrize(

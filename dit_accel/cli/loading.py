@@ -1,0 +1,187 @@
+"""Pipelines as the commands load them: found, with the weights and in the place that the options ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.cli.failures import explained_memory, lacks_memory
+from dit_accel.cli.loras import load_loras
+from dit_accel.cli.options import OptionError
+from dit_accel.errors import shortened, shown
+from dit_accel.models import dtype_argument
+from dit_accel.tools.demo import demo_names, demo_path
+from dit_accel.tools.extras import require_extra
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+EVEN = 16  # divides the sides of matrices that products of float8 take
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What the options say of where a pipeline goes, and of its weights.
+
+    Args:
+        device: None = the GPU if there is one.
+        dtype: None = bfloat16 on a GPU, else float32.
+        offload: what is kept in host memory: "none", whole models by turns ("model") or single layers ("sequential").
+        loras: weights by where each LoRA lies.
+        quantize: "float8", "int8", or None.
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    offload: str = "none"
+    loras: Mapping[str, float] = field(default_factory=dict)
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantize is None:
+            return
+        require_extra("torchao", "--quantize")
+        if self.offload == "sequential":
+            raise OptionError("--offload", "must be model or none with --quantize, whose layers don't move one by one")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What of it changes what is made, by the names of the options."""
+        told = {"lora": dict(self.loras), "quantize": self.quantize}
+        return {name: value for name, value in told.items() if value}
+
+
+def load_pipeline(model: str, how: Loading, console: Console) -> Any:
+    """The pipeline, in place and ready to call; silent where the console is."""
+    source = _resolve_model(model)
+    with console.status("importing diffusers"):
+        import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()  # it warns of image processors that no pipeline here uses
+        import diffusers
+    place = _resolve_device(how.device)
+    if how.offload != "none" and place.type != "cuda":
+        raise OptionError("--offload", f"needs a CUDA device, and the device is {place}")
+    precision = getattr(torch, how.dtype) if how.dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
+    if how.quantize == "float8":
+        _require_float8(place, precision)
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    if console.quiet:
+        diffusers.utils.logging.set_verbosity_error()
+    with explained_memory(), console.status(f"loading {model}"):
+        try:
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
+        except Exception as error:  # diffusers checks little of what a folder holds: a wrong one fails in any way
+            if lacks_memory(error):
+                raise
+            reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
+            raise OptionError("--model", f"{shortened(model)} can't be loaded: {reason}") from error
+        load_loras(pipe, how.loras)
+        if how.quantize is not None:
+            _quantize(pipe, how.quantize, place)
+        if how.offload == "model":
+            pipe.enable_model_cpu_offload(device=place)
+        elif how.offload == "sequential":
+            pipe.enable_sequential_cpu_offload(device=place)
+        else:
+            pipe.to(place)
+    pipe.set_progress_bar_config(disable=console.quiet)
+    return pipe
+
+
+def _require_float8(place: torch.device, precision: torch.dtype) -> None:
+    """Checks that products of float8 run there."""
+    import torch
+
+    from dit_accel.tools.recommend import FLOAT8_SINCE
+
+    if place.type != "cuda" or torch.cuda.get_device_capability(place) < FLOAT8_SINCE:
+        raise OptionError(
+            "--quantize", f"float8 needs a GPU from compute capability 8.9 on (RTX 4090, H100), got {place}; take int8"
+        )
+    if precision is not torch.bfloat16:
+        raise OptionError("--quantize", f"float8 needs --dtype bfloat16, got {precision}; take int8")
+
+
+def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
+    """Has torchao quantise the linear layers in the blocks of each transformer, a layer at a time on ``place``."""
+    import torch
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerRow,
+        quantize_,
+    )
+
+    from dit_accel.models import denoisers
+
+    config = Int8WeightOnlyConfig()
+    if kind == "float8":
+        config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+
+    def is_wanted(layer: torch.nn.Module, name: str) -> bool:
+        in_block = re.search(r"\.\d+\.", name)
+        return bool(in_block) and type(layer) is torch.nn.Linear and not any(side % EVEN for side in layer.weight.shape)
+
+    for name, transformer in denoisers(pipe).items():
+        if getattr(transformer, "hf_quantizer", None) is not None:
+            raise OptionError("--quantize", f"the model's {name} is quantised already; leave it out")
+        quantize_(transformer, config, is_wanted, device=place)
+
+
+def _resolve_model(model: str) -> str:
+    """The folder of a demo model or a local pipeline, or ``model`` itself as an id on the hub."""
+    folder = str(demo_path(model) or os.path.expanduser(model))
+    if os.path.isdir(folder):
+        _require_index(Path(folder))
+        return folder
+    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        names = ", ".join(demo_names()) or "none in this installation"
+        raise OptionError(
+            "--model",
+            f"{shortened(model)} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})",
+        )
+    return model
+
+
+def _require_index(folder: Path) -> None:
+    """Checks that a folder says what pipeline it holds."""
+    file = folder / "model_index.json"
+    if not file.is_file():
+        raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
+    try:
+        index = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError("--model", f"{file} is not JSON: {error}") from None
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise OptionError("--model", f"{file} must be a mapping with a _class_name, as save_pretrained writes it")
+
+
+def _resolve_device(device: str | None) -> torch.device:
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise OptionError("--device", f"{shown(device)} is no device; use cuda, cuda:1, mps or cpu") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
+        raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
+    try:
+        torch.zeros(1, device=place).item()
+    except Exception as error:  # each kind of device fails in a way of its own where it can't run
+        reason = shortened(str(error).splitlines()[0])
+        raise OptionError("--device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
+    return place
