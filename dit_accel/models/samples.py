@@ -24,9 +24,18 @@ BATCHED = frozenset(  # tensors, or lists of them, with an entry a sample, or wi
         *("encoder_hidden_states_2", "encoder_attention_mask_2", "encoder_hidden_states_image", "image_embeds"),
         *("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
         *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, pictures of IP adapters
+        *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),
+        *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask", "audio_timestep"),
+        *("sigma", "audio_sigma", "video_coords", "audio_coords"),
     ]
 )
-SHARED = frozenset(["img_ids", "txt_ids", "image_rotary_emb", "rope_interpolation_scale"])  # by all samples
+LISTED = frozenset(["img_shapes"])  # lists with an entry a sample, or with one for all
+SHARED = frozenset(  # by all samples
+    [
+        *("img_ids", "txt_ids", "image_rotary_emb", "rope_interpolation_scale"),
+        *("visual_rope_pos", "text_rope_pos", "scale_factor", "control_hidden_states_scale"),
+    ]
+)
 UNCONDITIONAL_FIRST = "cond_uncond"  # what diffusers calls a batch that holds every prompt twice
 
 
@@ -56,6 +65,10 @@ def why_not_divisible(arguments: dict[str, Any]) -> str | None:
     for name, value in arguments.items():
         if name in SHARED:
             continue
+        if name in LISTED and isinstance(value, list):
+            if len(value) not in (1, batch):
+                return f"argument {name} has {len(value)} entries in a batch of {batch}"
+            continue
         leaves = pytree.tree_leaves(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if name not in BATCHED and (tensors or isinstance(value, (list, tuple, dict))):
@@ -74,7 +87,12 @@ def arguments_of_rows(arguments: dict[str, Any], rows: Sequence[int]) -> dict[st
         has_samples = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == batch
         return take_rows(leaf, rows) if has_samples else leaf
 
-    return {name: pytree.tree_map(take, value) if name in BATCHED else value for name, value in arguments.items()}
+    def of_rows(name: str, value: Any) -> Any:
+        if name in LISTED and isinstance(value, list) and len(value) == batch:
+            return [value[row] for row in rows]
+        return pytree.tree_map(take, value) if name in BATCHED else value
+
+    return {name: of_rows(name, value) for name, value in arguments.items()}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from dit_accel import accelerate_pipeline, accelerated, load_preset
 from dit_accel.errors import PresetError
 from dit_accel.loop.rows import join_rows, take_rows
+from dit_accel.models import samples
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
@@ -30,10 +31,14 @@ def run(pipe, name, prompts, seeds, **overrides):
 
 
 @pytest.mark.parametrize(
-    "name, target", [("flux", 0.06), ("wan", 0.15), ("hunyuan", 0.06), ("ltx", 0.06), ("sd3", 0.15)]
+    "name, target",
+    [("flux", 0.06), ("wan", 0.15), ("hunyuan", 0.06), ("ltx", 0.06), ("sd3", 0.15), ("qwen-image", 0.2)],
 )
 def test_each_prompt_gets_what_it_gets_alone(name, target):
-    """Guidance comes in calls of its own (Wan), in one batch that says so (LTX), in one that doesn't (SD3), or not."""
+    """Guidance comes in calls of its own (Wan), in one batch that says so (LTX), in one that doesn't (SD3), or not.
+
+    Qwen-Image takes shapes of its images in lists.
+    """
     pipe = accelerate_pipeline(tiny_pipeline(name), PRESET, **{"schedule.target_error": target})
     together, density, report = run(pipe, name, PROMPTS, generators(3))
     alone = [run(pipe, name, prompt, seed) for prompt, seed in zip(PROMPTS, generators(3), strict=True)]
@@ -101,10 +106,11 @@ def test_residuals_and_picture_embeddings_are_divided_too(name):
     assert torch.equal(density, torch.stack([share for _, share, _ in alone]).mean(0))
 
 
-def test_a_call_that_cannot_be_divided_computes_together():
-    """Qwen's transformer takes shapes a sample, in lists: the batch's worst decides, and the report says why."""
-    pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), PRESET)
-    _, density, report = run(pipe, "qwen-image", PROMPTS[:2], generators(2), negative_prompt=["blurred"] * 2)
+def test_a_call_that_cannot_be_divided_computes_together(flux, monkeypatch):
+    """Where it is not known what an argument holds, the batch's worst decides, and the report says why."""
+    monkeypatch.setattr(samples, "BATCHED", samples.BATCHED - {"pooled_projections"})
+    with accelerated(flux, PRESET):
+        _, density, report = run(flux, "flux", PROMPTS[:2], generators(2))
     assert set(density.tolist()) == {0.0, 1.0} and report.of_prompt(1) is report
     assert len(report.notes) == 1 and report.notes[0].startswith("prompts of a batch computed together")
 
@@ -129,12 +135,14 @@ def test_arguments_of_rows():
         "controlnet_block_samples": [torch.arange(3.0), torch.zeros(1, 2)],
         "joint_attention_kwargs": {"scale": 0.5, "ip_adapter_image_embeds": (torch.arange(3.0),)},
         "guidance": None,
+        "img_shapes": [[(1, 2, 2)], [(1, 3, 3)], [(1, 4, 4)]],
     }
     assert why_not_divisible(arguments) is None
     part = arguments_of_rows(arguments, (2, 0))
     assert part["hidden_states"].tolist() == [[2.0], [0.0]]
     assert part["controlnet_block_samples"][0].tolist() == [2.0, 0.0]
     assert part["joint_attention_kwargs"]["ip_adapter_image_embeds"][0].tolist() == [2.0, 0.0]
+    assert part["img_shapes"] == [[(1, 4, 4)], [(1, 2, 2)]]
     untouched = ("timestep", "img_ids", "guidance")
     assert all(part[name] is arguments[name] for name in untouched)
     assert part["controlnet_block_samples"][1] is arguments["controlnet_block_samples"][1]
@@ -144,10 +152,11 @@ def test_arguments_of_rows():
     "argument, complaint",
     [
         ({"new_condition": torch.zeros(3, 2)}, "argument new_condition"),
-        ({"img_shapes": [[(1, 2, 2)]] * 3}, "argument img_shapes"),
+        ({"new_sizes": [[(1, 2, 2)]] * 3}, "argument new_sizes"),
+        ({"img_shapes": [[(1, 2, 2)]] * 2}, "argument img_shapes has 2 entries in a batch of 3"),
         ({"guidance": torch.zeros(2)}, r"shape \[2\] in a batch of 3"),
     ],
-    ids=["unknown-tensor", "unknown-list", "another-batch"],
+    ids=["unknown-tensor", "unknown-list", "another-list", "another-batch"],
 )
 def test_arguments_that_cannot_be_divided(argument, complaint):
     """What is not known to have an entry a sample keeps the batch together."""
