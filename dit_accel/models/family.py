@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Tokens:
         text_first: whether text comes before them.
         grid: of the video's tokens, (frames, height, width); None for images.
         pads_end: whether padding follows all of them, which masks of the model's own tell; else it follows text.
+        samples_apart: whether attention runs over one sample after the other, each without its padding.
     """
 
     text: int
@@ -41,14 +42,23 @@ class Tokens:
     text_first: bool = True
     grid: Grid | None = None
     pads_end: bool = False
+    samples_apart: bool = False
 
-    def layout(self, block: int, *, text: bool = True) -> TokenLayout:
-        """The layout of an attention over them, in blocks of ``block`` tokens.
+    def seen(self, text: bool) -> Tokens:
+        """Those of an attention that sees the text too, or does not."""
+        return self if text else replace(self, text=0)
 
-        Args:
-            text: whether the attention sees the text too.
-        """
-        return TokenLayout(self.text if text else 0, self.vision, block, text_first=self.text_first)
+    def of_attention(self, queries: int, keys: int) -> Tokens | None:
+        """Those that an attention over so many queries and keys has; None = it attends to something else."""
+        if queries != keys:
+            return None
+        if self.samples_apart and self.vision <= keys <= self.vision + self.text:
+            return replace(self, text=keys - self.vision)
+        return self if keys == self.vision + self.text else None
+
+    def layout(self, block: int) -> TokenLayout:
+        """The layout of an attention over them, in blocks of ``block`` tokens."""
+        return TokenLayout(self.text, self.vision, block, text_first=self.text_first)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class FamilyDriver(TransformerDriver):
         self._exchanges = Exchanges()
         self._order: TokenOrder | None = None  # while attached; None = raster
         self._every_row: AttentionPlan | None = None
+        self._sample = 0  # that comes next in an attention that runs over each apart
 
     @property
     def family_name(self) -> str:
@@ -223,8 +224,8 @@ class FamilyDriver(TransformerDriver):
     def _fall_back(self, attention: Attention, reason: str) -> None:
         self.controller.report.fall_back(attention.site, reason)
 
-    def _caught(self, attention: Attention) -> int | None:
-        """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
+    def _caught(self, attention: Attention) -> Tokens | None:
+        """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.at_sites or tokens is None:
             return None
@@ -234,11 +235,13 @@ class FamilyDriver(TransformerDriver):
         if attention.sees_text and text is not None and not text.leading:
             self._fall_back(attention, "some padding precedes text")
             return None
-        return tokens.vision + (tokens.text if attention.sees_text else 0)
+        self._sample = 0
+        return tokens.seen(attention.sees_text)
 
     def _attend(
         self,
         attention: Attention,
+        tokens: Tokens,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -246,7 +249,7 @@ class FamilyDriver(TransformerDriver):
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """An attention at its site."""
-        tokens, text = self.joint, self.text if attention.sees_text else None
+        text = self.text if attention.sees_text else None
         head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
         hides_padding = mask is None or (tokens.pads_end and interceptor.hides_keys_alone(mask))
@@ -255,7 +258,8 @@ class FamilyDriver(TransformerDriver):
         if reason is not None:
             self._fall_back(attention, reason)
             return None
-        attend = self.site(attention.site, attention.block).attend_computed
+        attend = self.site(attention.site, attention.block, self._sample).attend_computed
+        self._sample += tokens.samples_apart
         size = self.controller.preset.blocks.size
         if tokens.pads_end:
             kv_len = interceptor.key_lengths(mask, tokens)
@@ -265,14 +269,19 @@ class FamilyDriver(TransformerDriver):
         if shared is not None:  # diffusers has made its own exchange
             q, k, v = map(shared.arrange, (q, k, v))
             whole = lambda: shared.arrange(dense())  # noqa: E731
-        o = interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), whole, kv_len)
+        o = interceptor.with_leading_keys(attend, tokens, size, (q, k, v), whole, kv_len)
         return o if o is None or shared is None else shared.as_received(o)
 
     # What its blocks share in a call.
 
-    def site(self, name: str, block: str) -> SparseSite:
-        """An attention site in the call in progress; ``block`` is the one whose settings it takes."""
-        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block)
+    def site(self, name: str, block: str, sample: int = 0) -> SparseSite:
+        """An attention site in the call in progress.
+
+        Args:
+            block: whose settings it takes.
+            sample: its place in the call, where the model attends to each sample apart.
+        """
+        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block, sample)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Whether blocks with such features run through fused kernels."""

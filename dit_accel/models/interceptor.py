@@ -10,6 +10,7 @@ replaced: diffusers makes new ones from the class of the old (``load_ip_adapter`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site import Inputs
 
-# q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
+# Tokens, q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]], torch.Tensor | None
+    [Tokens, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]],
+    torch.Tensor | None,
 ]
 MISSED = (
     "attends by something else than torch's scaled_dot_product_attention: call "
@@ -39,13 +40,13 @@ class AttentionHook(Hook):
     """Hands what an attention module attends with to somebody else.
 
     Args:
-        tokens: length of the sequence to catch, asked for at each call; other attentions (to an image prompt, say) run
-            as they are. None = catch nothing.
+        tokens: of the attention to catch, asked for at each call; others (to an image prompt, say) run as they are.
+            None = catch nothing.
         attend: what attends.
         missed: called with a reason after a call in which nothing was caught though something was to be.
     """
 
-    def __init__(self, tokens: Callable[[], int | None], attend: Attend, missed: Callable[[str], None]) -> None:
+    def __init__(self, tokens: Callable[[], Tokens | None], attend: Attend, missed: Callable[[str], None]) -> None:
         super().__init__()
         self._tokens = tokens
         self._attend = attend
@@ -63,11 +64,11 @@ class AttentionHook(Hook):
 
 
 class Catching(TorchFunctionMode):
-    """Within it, attentions ``[B, H, S, D]`` over so many tokens go to ``attend``; ``missed`` says why none has."""
+    """Within it, attentions ``[B, H, S, D]`` over these tokens go to ``attend``; ``missed`` says why none has."""
 
-    def __init__(self, tokens: int, attend: Attend) -> None:
+    def __init__(self, tokens: Tokens, attend: Attend) -> None:
         super().__init__()
-        self._length = tokens
+        self._tokens = tokens
         self._attend = attend
         self.missed: str | None = MISSED
 
@@ -93,7 +94,8 @@ class Catching(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
-        if query.shape[2] != self._length or key.shape[2] != self._length:
+        tokens = self._tokens.of_attention(query.shape[2], key.shape[2])
+        if tokens is None:
             self.missed = OTHER_KEYS if self.missed is MISSED else self.missed
             return None
         usual = query.shape[-1] ** -0.5
@@ -102,7 +104,7 @@ class Catching(TorchFunctionMode):
             return None
         self.missed = None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        output = self._attend(q, k, v, attn_mask, lambda: dense().transpose(1, 2))
+        output = self._attend(tokens, q, k, v, attn_mask, lambda: dense().transpose(1, 2))
         return None if output is None else output.transpose(1, 2)
 
 
@@ -115,7 +117,7 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
     """Keys that count, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]`` that is True where keys may be read.
 
     Args:
-        tokens: of the transformer call; what a vision token may read tells, for padding may read nothing.
+        tokens: of the attention; what a vision token may read tells, for padding may read nothing.
 
     Raises:
         UnsupportedError: it is another kind of mask.
@@ -134,7 +136,6 @@ def with_leading_keys(
     attend: Callable[[Inputs], torch.Tensor | None],
     tokens: Tokens,
     block: int,
-    sees_text: bool,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dense: Callable[[], torch.Tensor],
     kv_len: torch.Tensor | None,
@@ -143,18 +144,16 @@ def with_leading_keys(
     count first.
 
     Args:
-        tokens: of the transformer call.
+        tokens: of the attention.
         block: tokens in a block of the layout.
-        sees_text: whether text is in the sequence.
         qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
     """
-    turns = kv_len is not None and sees_text and tokens.text_first and not tokens.pads_end
-    text, vision = tokens.text if sees_text else 0, tokens.vision
-    layout = TokenLayout(text, vision, block, text_first=tokens.text_first and not turns)
-    if not turns:
-        return attend(Inputs(*qkv, layout, dense, kv_len))
-    o = attend(Inputs(*(_turned(x, text) for x in qkv), layout, lambda: _turned(dense(), text), kv_len))
-    return None if o is None else _turned(o, vision)
+    if kv_len is None or tokens.pads_end or not (tokens.text and tokens.text_first):
+        return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len))
+    layout = replace(tokens, text_first=False).layout(block)
+    q, k, v = (_turned(x, tokens.text) for x in qkv)
+    o = attend(Inputs(q, k, v, layout, lambda: _turned(dense(), tokens.text), kv_len))
+    return None if o is None else _turned(o, tokens.vision)
 
 
 def _turned(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dit_accel.models import (
     ltx,
     ltx2,
     lumina2,
+    mochi,
     qwen_image,
     sd3,
     wan,
@@ -25,5 +26,5 @@ FAMILIES: tuple[Family, ...] = (
     *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
     *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
-    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY),
+    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY),
 )
