@@ -139,23 +139,34 @@ def with_leading_keys(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dense: Callable[[], torch.Tensor],
     kv_len: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``attend`` of q, k and v, with padded text that comes first put behind the image, for kernels take keys that
-    count first.
+    count first, and as many queries as keys: those that text lacks are zeros, and what they give is dropped.
 
     Args:
         tokens: of the attention.
         block: tokens in a block of the layout.
         qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
+        mask: of :func:`key_lengths`, where it tells which text counts.
     """
-    if kv_len is None or tokens.pads_end or not (tokens.text and tokens.text_first):
+    is_padded = kv_len is not None and not tokens.pads_end
+    if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):
         return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len))
-    layout = replace(tokens, text_first=False).layout(block)
-    q, k, v = (_turned(x, tokens.text) for x in qkv)
-    o = attend(Inputs(q, k, v, layout, lambda: _turned(dense(), tokens.text), kv_len))
-    return None if o is None else _turned(o, tokens.vision)
+    text, layout, order = tokens.text, replace(tokens, text_first=False).layout(block), None
+    if tokens.masks_text and mask is not None:
+        order = (~mask[:, 0, -1, :text]).int().argsort(dim=1, stable=True)[..., None, None]
 
+    def arranged(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == tokens.vision:
+            return functional.pad(x, (0, 0, 0, 0, 0, text))
+        return torch.cat([x[:, text:], x[:, :text] if order is None else x.take_along_dim(order, 1)], dim=1)
 
-def _turned(x: torch.Tensor, count: int) -> torch.Tensor:
-    """``[B, S, H, D]`` with its first ``count`` tokens at the end."""
-    return torch.cat([x[:, count:], x[:, :count]], dim=1)
+    q, k, v = map(arranged, qkv)
+    o = attend(Inputs(q, k, v, layout, lambda: arranged(dense()), kv_len))
+    if o is None:
+        return None
+    of_vision, of_text = o.split([tokens.vision, text], dim=1)
+    if not tokens.text_asks:
+        return of_vision
+    return torch.cat([of_text if order is None else of_text.take_along_dim(order.argsort(dim=1), 1), of_vision], dim=1)

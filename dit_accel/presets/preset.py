@@ -57,6 +57,7 @@ class Preset(Section):
         "lumina2",
         "kandinsky5",
         "mochi",
+        "prx",
     ] = "any"
     """Model family that the preset is made for; level head needs one with blocks of our own."""
     schedule: AnySchedule

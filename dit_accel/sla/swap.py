@@ -86,7 +86,7 @@ class SlaProcessor(nn.Module):
         def attend_sla(
             own: Tokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any
         ) -> Any:
-            return with_leading_keys(attend, own, block, (q, k, v), dense, key_lengths(mask, own))
+            return with_leading_keys(attend, own, block, (q, k, v), dense, key_lengths(mask, own), mask)
 
         with Catching(tokens.seen(self._sees_text), attend_sla) as catching:
             output = self.own(attn, *args, **kwargs)

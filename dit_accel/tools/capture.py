@@ -75,7 +75,8 @@ class AttentionTap:
     q, k and v are ``[B, S, H, D]`` after norms and RoPE. A tensor that ``visit`` returns, ``[B, S, H, D]``, takes the
     place of the attention's output, and gradients flow through it; None leaves the attention as it is. Cross-attention
     and text refiners are not visited. Where text is padded and comes first, it is shown behind the image, so that the
-    keys that count lead. The pipeline is as before once the tap is off.
+    keys that count lead; so is text without queries, for which zeros stand among these. The pipeline is as before once
+    the tap is off.
 
     Args:
         pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
@@ -150,7 +151,7 @@ class AttentionTap:
             site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, tokens.grid, first_frame_apart)
             return self._visit(site, *inputs[:3])
 
-        return with_leading_keys(visit, tokens, self._block, (q, k, v), dense, key_lengths(mask, tokens))
+        return with_leading_keys(visit, tokens, self._block, (q, k, v), dense, key_lengths(mask, tokens), mask)
 
 
 def _refuse(site: str, reason: str) -> None:

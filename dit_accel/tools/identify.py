@@ -32,6 +32,7 @@ WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the 
     "luminaimage2": "lumina2",
     "kandinsky5": "kandinsky5",
     "mochi": "mochi",
+    "prx": "prx",
 }
 DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lightx2v", "klein", "distill")  # parts of ids, likewise
 

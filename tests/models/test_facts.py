@@ -46,12 +46,17 @@ SEQUENCES = {  # by tiny pipeline
     "skyreels-v2": Sequence(r"blocks\.\d+\.attn1", 144),
     "hidream": Sequence(r".*_blocks\.\d+\.block\.attn1", 144, text_first=False),
     "lumina2": Sequence(r"layers\.\d+\.attn", 144, pads_end=True),
+    "prx": Sequence(r"blocks\.\d+\.attention", 144),
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
-PADDED = {"qwen-image": "encoder_hidden_states_mask", "mochi": "encoder_attention_mask"}  # arguments that tell padding
+PADDED = {  # arguments that tell padding
+    "qwen-image": "encoder_hidden_states_mask",
+    "mochi": "encoder_attention_mask",
+    "prx": "attention_mask",
+}
 every_family = pytest.mark.parametrize("name", SEQUENCES)
 
 pipeline = tiny.pipeline
@@ -199,7 +204,8 @@ def test_level_layer_forecasts_the_parts(name):
 
     blocks = family.blocks(pipe.transformer, "transformer").values()
     named = [each for block in blocks for each in block.named_modules() if isinstance(each[1], torch.nn.Linear)]
-    notes = [linear.register_forward_pre_hook(note) for part, linear in named if part not in family.parts]
+    own = {*family.parts, *(name for names in family.feeds.values() for name in names)}
+    notes = [linear.register_forward_pre_hook(note) for part, linear in named if part not in own]
     result, report = run(name, preset)
     for handle in notes:
         handle.remove()
@@ -261,7 +267,7 @@ def test_all_images_of_the_layered_form_are_judged():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi"])
+@pytest.mark.parametrize("name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx"])
 def test_flops_are_those_that_torch_counts(name):
     """Of each block but for its modulation, also where blocks of a class differ in their parts."""
     transformer, calls = pipeline(name).transformer, []

@@ -116,12 +116,12 @@ def prx():
         axes_dim=[16, 16],
     )
     pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
-    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    counts = torch.arange(TOKENS)[None] >= 5  # some tokenizers put padding first
     prompt = {
         "prompt_embeds": text(1, TOKENS, WIDTH),
         "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
-        "prompt_attention_mask": mask,
-        "negative_prompt_attention_mask": mask,
+        "prompt_attention_mask": counts,
+        "negative_prompt_attention_mask": ~counts,
         "use_resolution_binning": False,
     }
     return pipe, prompt
