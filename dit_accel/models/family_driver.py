@@ -254,7 +254,7 @@ class FamilyDriver(TransformerDriver):
         masks_tell = tokens.pads_end or tokens.masks_text
         hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
         if reason is None and text is None and not hides_padding:
-            reason = "attends under a mask"
+            reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
         if reason is not None:
             self._fall_back(attention, reason)
             return None

@@ -33,6 +33,8 @@ MISSED = (
     'transformer.set_attention_backend("native")'
 )
 
+MASKED = "attends under a mask"
+WEIGHED = f"{MASKED} that adds to the scores; tiles are left out under one that hides padding, which is bool"
 OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
 
 

@@ -58,6 +58,7 @@ class Preset(Section):
         "kandinsky5",
         "mochi",
         "prx",
+        "chroma",
     ] = "any"
     """Model family that the preset is made for; level head needs one with blocks of our own."""
     schedule: AnySchedule

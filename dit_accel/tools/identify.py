@@ -33,6 +33,7 @@ WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the 
     "kandinsky5": "kandinsky5",
     "mochi": "mochi",
     "prx": "prx",
+    "chroma1": "chroma",
 }
 DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lightx2v", "klein", "distill")  # parts of ids, likewise
 

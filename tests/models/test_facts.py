@@ -16,7 +16,7 @@ from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
 from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import parameter_names
-from dit_accel.models.interceptor import MISSED, OTHER_KEYS, Catching
+from dit_accel.models.interceptor import MISSED, OTHER_KEYS, WEIGHED, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
@@ -47,6 +47,7 @@ SEQUENCES = {  # by tiny pipeline
     "hidream": Sequence(r".*_blocks\.\d+\.block\.attn1", 144, text_first=False),
     "lumina2": Sequence(r"layers\.\d+\.attn", 144, pads_end=True),
     "prx": Sequence(r"blocks\.\d+\.attention", 144),
+    "chroma": Sequence(rf"(single_)?{JOINT}", 144),
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
@@ -56,6 +57,7 @@ PADDED = {  # arguments that tell padding
     "qwen-image": "encoder_hidden_states_mask",
     "mochi": "encoder_attention_mask",
     "prx": "attention_mask",
+    "chroma": "attention_mask",
 }
 every_family = pytest.mark.parametrize("name", SEQUENCES)
 
@@ -267,7 +269,9 @@ def test_all_images_of_the_layered_form_are_judged():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx"])
+@pytest.mark.parametrize(
+    "name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx", "chroma"]
+)
 def test_flops_are_those_that_torch_counts(name):
     """Of each block but for its modulation, also where blocks of a class differ in their parts."""
     transformer, calls = pipeline(name).transformer, []
@@ -377,7 +381,17 @@ def test_a_mask_that_hides_no_padding_is_left_alone():
         _, report = run("z-image", sparse("z-image"))
     finally:
         attention.set_processor(own)
-    assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", "attends under a mask")}
+    assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", WEIGHED)}
+
+
+def test_masks_that_add_to_the_scores_are_left_alone():
+    """Chroma's are such where a prompt's mask is no bool: padding is attended to, and every tile computes."""
+    given = tiny.built("chroma")[1]
+    weights = {name: mask.float() for name, mask in given.items() if name.endswith("attention_mask")}
+    plain = run("chroma", **weights)
+    assert distance(plain, run("chroma")) > 1e-3
+    result, report = run("chroma", sparse("chroma"), **weights)
+    assert torch.equal(result, plain) and {each["reason"] for each in report.fallbacks} == {WEIGHED}
 
 
 @pytest.mark.parametrize("keys, missed", [(4, None), (6, OTHER_KEYS), (None, MISSED)], ids=["own", "cached", "none"])

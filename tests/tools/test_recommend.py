@@ -44,6 +44,7 @@ IDS = {
     "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": ("kandinsky5", False),
     "genmo/mochi-1-preview": ("mochi", False),
     "Photoroom/prx-1024-t2i-beta": ("prx", False),
+    "lodestones/Chroma1-HD": ("chroma", False),
     "someone/something": ("any", False),
 }
 COUNTS = {"FLUX.1": (100, 50, 28, 20, 12, 8, 4), "HunyuanVideo": (50, 28), "Wan 2.1 and 2.2": (50, 28)}

@@ -127,6 +127,26 @@ def prx():
     return pipe, prompt
 
 
+def chroma():
+    """A mask hides the padding of its prompts but for one token; a single block projects attention and MLP together."""
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+        approximator_hidden_dim=16,
+    )
+    pipe = diffusers.ChromaPipeline(flow(), None, None, None, transformer)
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_attention_mask"] = torch.arange(TOKENS) <= torch.tensor([[TOKENS], [4 + seed]])
+    return pipe, prompt
+
+
 def ideogram4():
     """It has a transformer for each branch of guidance."""
     transformer = functools.partial(
