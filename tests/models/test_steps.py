@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
 
 
-@pytest.mark.parametrize("name", ["z-image", "hidream", "prx", "ideogram4"])
+@pytest.mark.parametrize("name", ["z-image", "hidream", "prx", "chroma", "ideogram4"])
 def test_steps_are_told_apart(name):
     """Every transformer is accelerated step by step; exact and restored runs have the bits of the plain one."""
     pipe, _ = built(name)
