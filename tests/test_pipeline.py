@@ -224,9 +224,10 @@ def test_preset_of_another_family():
 )
 def test_what_needs_blocks_is_refused_where_they_are_not_known(keys):
     """A preset for any model may ask for it, and whether it can be had shows when a pipeline is accelerated."""
-    pipe = tiny_pipeline("mochi")
+    pipe = tiny_pipeline("framepack")
     with pytest.raises(
-        UnsupportedError, match=r"can't run on MochiTransformer3DModel.*amilies that can: flux, .*, sd3, qwen_image"
+        UnsupportedError,
+        match=r"can't run on HunyuanVideoFramepackTransformer3DModel.*amilies that can: flux, .*, sd3, qwen_image",
     ):
         accelerate_pipeline(pipe, **keys)
     assert not hasattr(pipe, "dit_accel")

@@ -9,7 +9,7 @@ from torch import nn
 from dit_accel.loop.branch import Call
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
-from dit_accel.sparse.site_state import SiteState
+from dit_accel.sparse.site_state import SiteState, states_of
 
 
 class BlockCosts:
@@ -56,10 +56,11 @@ class BlockCosts:
             rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
             return pairs * site.tile_density, rows + work.rest
         for each in self._sites[name]:
-            site = call.branch.sites.get(each.site)
-            if isinstance(site, SiteState) and site.measured_step == call.tick.step:
-                older = len(site.bias_coordinates[1:])
-                left_out = 1 - site.attended - site.probed
-                pairs -= work.tiles[each.name] * left_out
-                others += work.bias * site.bias_density * older
+            states = [*states_of(call.branch.sites, each.site)]
+            for site in states:
+                if site.measured_step == call.tick.step:
+                    older = len(site.bias_coordinates[1:])
+                    left_out = 1 - site.attended - site.probed
+                    pairs -= work.tiles[each.name] * left_out / len(states)
+                    others += work.bias * site.bias_density * older
         return pairs, others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ class Tokens:
         text_first: whether text comes before them.
         grid: of the video's tokens, (frames, height, width); None for images.
         pads_end: whether padding follows all of them, which masks of the model's own tell; else it follows text.
+        samples_apart: whether attention runs over one sample after the other, each without its padding.
+        masks_text: whether masks of the model's own tell which text counts, wherever it lies.
+        text_asks: whether text has queries too; else it is among the keys alone.
     """
 
     text: int
@@ -41,14 +44,25 @@ class Tokens:
     text_first: bool = True
     grid: Grid | None = None
     pads_end: bool = False
+    samples_apart: bool = False
+    masks_text: bool = False
+    text_asks: bool = True
 
-    def layout(self, block: int, *, text: bool = True) -> TokenLayout:
-        """The layout of an attention over them, in blocks of ``block`` tokens.
+    def seen(self, text: bool) -> Tokens:
+        """Those of an attention that sees the text too, or does not."""
+        return self if text else replace(self, text=0)
 
-        Args:
-            text: whether the attention sees the text too.
-        """
-        return TokenLayout(self.text if text else 0, self.vision, block, text_first=self.text_first)
+    def of_attention(self, queries: int, keys: int) -> Tokens | None:
+        """Those that an attention over so many queries and keys has; None = it attends to something else."""
+        text = keys - self.vision
+        is_short = self.samples_apart and 0 <= text < self.text
+        if queries != (keys if self.text_asks else self.vision) or not (is_short or text == self.text):
+            return None
+        return replace(self, text=text) if is_short else self
+
+    def layout(self, block: int) -> TokenLayout:
+        """The layout of an attention over them, in blocks of ``block`` tokens."""
+        return TokenLayout(self.text, self.vision, block, text_first=self.text_first)
 
 
 @dataclass(frozen=True)
@@ -156,6 +170,7 @@ class Family:
         attentions: names of a block's attentions over its own tokens, and whether text is among these.
         parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = its
             hand-written blocks do that.
+        feeds: of some of these, what only feeds them in a block and need not run where they are forecast.
         text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
         cuts_padding: whether text behind the longest prompt of a batch may be left away.
         used: the part of an output ``[B, …]`` that the pipeline uses, on which forecasts are judged.
@@ -179,6 +194,7 @@ class Family:
     work: Callable[[nn.Module, Arguments, Tokens, nn.Module], BlockWork] | None = None
     attentions: Mapping[str, bool] = field(default_factory=lambda: {"attn": True})
     parts: tuple[str, ...] = ()
+    feeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_mask: str | None = None
     cuts_padding: bool = False
     used: Callable[[nn.Module, torch.Tensor, Arguments], torch.Tensor] = lambda _, output, __: output
@@ -210,6 +226,12 @@ class Family:
         """Those of all blocks; ``name`` as for :meth:`blocks`."""
         blocks = self.blocks(transformer, name).items()
         return [each for block_name, block in blocks for each in self.attentions_of(block, block_name)]
+
+    def parts_of(self, block: nn.Module) -> tuple[dict[str, nn.Module], list[nn.Module]]:
+        """What level ``layer`` remembers of a block, by name, and what only feeds it."""
+        found = {part: module for part in self.parts if (module := part_of(block, part)) is not None}
+        feeding = {name: part_of(block, name) for part in found for name in self.feeds.get(part, ())}
+        return {part: module for part, module in found.items() if part not in feeding}, [*feeding.values()]
 
     def block_work(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
         """FLOPs of a block."""

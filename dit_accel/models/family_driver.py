@@ -21,10 +21,10 @@ from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.compiled import is_wrapper
 from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree
-from dit_accel.models.family import Arguments, Attention, Family, Tokens, batch_of, part_of
+from dit_accel.models.family import Arguments, Attention, Family, Tokens, batch_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
 from dit_accel.models.kernel_limits import KERNEL_BLOCK, can_fuse_kernels, why_no_kernels, wins_dense
-from dit_accel.models.part_hook import PartHook
+from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer_hook import TransformerDriver
@@ -66,6 +66,7 @@ class FamilyDriver(TransformerDriver):
         self._exchanges = Exchanges()
         self._order: TokenOrder | None = None  # while attached; None = raster
         self._every_row: AttentionPlan | None = None
+        self._sample = 0  # that comes next in an attention that runs over each apart
 
     @property
     def family_name(self) -> str:
@@ -137,8 +138,11 @@ class FamilyDriver(TransformerDriver):
             if self._hand_written is not None:
                 self.hook(block, self._hand_written[name.split(".")[-2]](name, self))
             elif preset.forecast.level == "layer":
-                for part, module in self._parts(block).items():
+                parts, feeding = self.family.parts_of(block)
+                for part, module in parts.items():
                     self.hook(module, PartHook(self.controller, name, part))
+                for module in feeding:
+                    self.hook(module, FeedHook(self.controller))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
                     missed = partial(self._fall_back, each)
@@ -150,10 +154,6 @@ class FamilyDriver(TransformerDriver):
             first_block = next(iter(self.blocks().values()))
             for module, order_hook in order_hooks(self._order, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
-
-    def _parts(self, block: nn.Module) -> dict[str, nn.Module]:
-        found = {part: part_of(block, part) for part in self.family.parts}
-        return {part: module for part, module in found.items() if module is not None}
 
     # One call.
 
@@ -223,8 +223,8 @@ class FamilyDriver(TransformerDriver):
     def _fall_back(self, attention: Attention, reason: str) -> None:
         self.controller.report.fall_back(attention.site, reason)
 
-    def _caught(self, attention: Attention) -> int | None:
-        """Tokens of an attention that is to run at its site; None = it is not, and then the report says why."""
+    def _caught(self, attention: Attention) -> Tokens | None:
+        """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, tokens, text = self.controller.call, self.joint, self.text
         if call is None or not call.at_sites or tokens is None:
             return None
@@ -234,11 +234,13 @@ class FamilyDriver(TransformerDriver):
         if attention.sees_text and text is not None and not text.leading:
             self._fall_back(attention, "some padding precedes text")
             return None
-        return tokens.vision + (tokens.text if attention.sees_text else 0)
+        self._sample = 0
+        return tokens.seen(attention.sees_text)
 
     def _attend(
         self,
         attention: Attention,
+        tokens: Tokens,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -246,18 +248,20 @@ class FamilyDriver(TransformerDriver):
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """An attention at its site."""
-        tokens, text = self.joint, self.text if attention.sees_text else None
+        text = self.text if attention.sees_text else None
         head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
-        hides_padding = mask is None or (tokens.pads_end and interceptor.hides_keys_alone(mask))
+        masks_tell = tokens.pads_end or tokens.masks_text
+        hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
         if reason is None and text is None and not hides_padding:
-            reason = "attends under a mask"
+            reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
         if reason is not None:
             self._fall_back(attention, reason)
             return None
-        attend = self.site(attention.site, attention.block).attend_computed
+        attend = self.site(attention.site, attention.block, self._sample).attend_computed
+        self._sample += tokens.samples_apart
         size = self.controller.preset.blocks.size
-        if tokens.pads_end:
+        if masks_tell:
             kv_len = interceptor.key_lengths(mask, tokens)
         else:
             kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
@@ -265,14 +269,19 @@ class FamilyDriver(TransformerDriver):
         if shared is not None:  # diffusers has made its own exchange
             q, k, v = map(shared.arrange, (q, k, v))
             whole = lambda: shared.arrange(dense())  # noqa: E731
-        o = interceptor.with_leading_keys(attend, tokens, size, attention.sees_text, (q, k, v), whole, kv_len)
+        o = interceptor.with_leading_keys(attend, tokens, size, (q, k, v), whole, kv_len, mask)
         return o if o is None or shared is None else shared.as_received(o)
 
     # What its blocks share in a call.
 
-    def site(self, name: str, block: str) -> SparseSite:
-        """An attention site in the call in progress; ``block`` is the one whose settings it takes."""
-        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block)
+    def site(self, name: str, block: str, sample: int = 0) -> SparseSite:
+        """An attention site in the call in progress.
+
+        Args:
+            block: whose settings it takes.
+            sample: its place in the call, where the model attends to each sample apart.
+        """
+        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block, sample)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Whether blocks with such features run through fused kernels."""

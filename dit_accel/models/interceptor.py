@@ -10,6 +10,7 @@ replaced: diffusers makes new ones from the class of the old (``load_ip_adapter`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,20 +19,22 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site import Inputs
 
-# q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
+# Tokens, q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]], torch.Tensor | None
+    [Tokens, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]],
+    torch.Tensor | None,
 ]
 MISSED = (
     "attends by something else than torch's scaled_dot_product_attention: call "
     'transformer.set_attention_backend("native")'
 )
 
+MASKED = "attends under a mask"
+WEIGHED = f"{MASKED} that adds to the scores; tiles are left out under one that hides padding, which is bool"
 OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
 
 
@@ -39,13 +42,13 @@ class AttentionHook(Hook):
     """Hands what an attention module attends with to somebody else.
 
     Args:
-        tokens: length of the sequence to catch, asked for at each call; other attentions (to an image prompt, say) run
-            as they are. None = catch nothing.
+        tokens: of the attention to catch, asked for at each call; others (to an image prompt, say) run as they are.
+            None = catch nothing.
         attend: what attends.
         missed: called with a reason after a call in which nothing was caught though something was to be.
     """
 
-    def __init__(self, tokens: Callable[[], int | None], attend: Attend, missed: Callable[[str], None]) -> None:
+    def __init__(self, tokens: Callable[[], Tokens | None], attend: Attend, missed: Callable[[str], None]) -> None:
         super().__init__()
         self._tokens = tokens
         self._attend = attend
@@ -63,11 +66,11 @@ class AttentionHook(Hook):
 
 
 class Catching(TorchFunctionMode):
-    """Within it, attentions ``[B, H, S, D]`` over so many tokens go to ``attend``; ``missed`` says why none has."""
+    """Within it, attentions ``[B, H, S, D]`` over these tokens go to ``attend``; ``missed`` says why none has."""
 
-    def __init__(self, tokens: int, attend: Attend) -> None:
+    def __init__(self, tokens: Tokens, attend: Attend) -> None:
         super().__init__()
-        self._length = tokens
+        self._tokens = tokens
         self._attend = attend
         self.missed: str | None = MISSED
 
@@ -93,7 +96,8 @@ class Catching(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
-        if query.shape[2] != self._length or key.shape[2] != self._length:
+        tokens = self._tokens.of_attention(query.shape[2], key.shape[2])
+        if tokens is None:
             self.missed = OTHER_KEYS if self.missed is MISSED else self.missed
             return None
         usual = query.shape[-1] ** -0.5
@@ -102,7 +106,7 @@ class Catching(TorchFunctionMode):
             return None
         self.missed = None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        output = self._attend(q, k, v, attn_mask, lambda: dense().transpose(1, 2))
+        output = self._attend(tokens, q, k, v, attn_mask, lambda: dense().transpose(1, 2))
         return None if output is None else output.transpose(1, 2)
 
 
@@ -115,7 +119,7 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
     """Keys that count, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]`` that is True where keys may be read.
 
     Args:
-        tokens: of the transformer call; what a vision token may read tells, for padding may read nothing.
+        tokens: of the attention; what a vision token may read tells, for padding may read nothing.
 
     Raises:
         UnsupportedError: it is another kind of mask.
@@ -134,29 +138,37 @@ def with_leading_keys(
     attend: Callable[[Inputs], torch.Tensor | None],
     tokens: Tokens,
     block: int,
-    sees_text: bool,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dense: Callable[[], torch.Tensor],
     kv_len: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``attend`` of q, k and v, with padded text that comes first put behind the image, for kernels take keys that
-    count first.
+    count first, and as many queries as keys: those that text lacks are zeros, and what they give is dropped.
 
     Args:
-        tokens: of the transformer call.
+        tokens: of the attention.
         block: tokens in a block of the layout.
-        sees_text: whether text is in the sequence.
         qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
+        mask: of :func:`key_lengths`, where it tells which text counts.
     """
-    turns = kv_len is not None and sees_text and tokens.text_first and not tokens.pads_end
-    text, vision = tokens.text if sees_text else 0, tokens.vision
-    layout = TokenLayout(text, vision, block, text_first=tokens.text_first and not turns)
-    if not turns:
-        return attend(Inputs(*qkv, layout, dense, kv_len))
-    o = attend(Inputs(*(_turned(x, text) for x in qkv), layout, lambda: _turned(dense(), text), kv_len))
-    return None if o is None else _turned(o, vision)
+    is_padded = kv_len is not None and not tokens.pads_end
+    if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):
+        return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len))
+    text, layout, order = tokens.text, replace(tokens, text_first=False).layout(block), None
+    if tokens.masks_text and mask is not None:
+        order = (~mask[:, 0, -1, :text]).int().argsort(dim=1, stable=True)[..., None, None]
 
+    def arranged(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == tokens.vision:
+            return functional.pad(x, (0, 0, 0, 0, 0, text))
+        return torch.cat([x[:, text:], x[:, :text] if order is None else x.take_along_dim(order, 1)], dim=1)
 
-def _turned(x: torch.Tensor, count: int) -> torch.Tensor:
-    """``[B, S, H, D]`` with its first ``count`` tokens at the end."""
-    return torch.cat([x[:, count:], x[:, :count]], dim=1)
+    q, k, v = map(arranged, qkv)
+    o = attend(Inputs(q, k, v, layout, lambda: arranged(dense()), kv_len))
+    if o is None:
+        return None
+    of_vision, of_text = o.split([tokens.vision, text], dim=1)
+    if not tokens.text_asks:
+        return of_vision
+    return torch.cat([of_text if order is None else of_text.take_along_dim(order.argsort(dim=1), 1), of_vision], dim=1)

@@ -18,6 +18,26 @@ from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site_state import SiteState
 
 
+class FeedHook(Hook):
+    """Keeps what only feeds a part from running where that one is forecast: it gives zeros, which nobody reads.
+
+    Args:
+        controller: has the call in progress.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self._controller.call
+        if call is None or call.mode is not StepMode.DISPATCH:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        features = getattr(module, "out_features", tokens.shape[-1])
+        return tokens.new_zeros(1).expand(*tokens.shape[:-1], features)
+
+
 class PartHook(Hook):
     """Remembers, or forecasts, what one part of a block gives: a tensor or a tuple of tensors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dit_accel.models import (
+    chroma,
     cogvideox,
     flux,
     flux2,
@@ -13,6 +14,8 @@ from dit_accel.models import (
     ltx,
     ltx2,
     lumina2,
+    mochi,
+    prx,
     qwen_image,
     sd3,
     wan,
@@ -25,5 +28,5 @@ FAMILIES: tuple[Family, ...] = (
     *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
     *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
     *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
-    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY),
+    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
 )

@@ -20,8 +20,9 @@ from dit_accel.loop.rows import Rows, take_rows
 BATCHED = frozenset(  # tensors, or lists of them, with an entry a sample, or with one for all
     [
         *("hidden_states", "timestep", "timestep_r", "guidance", "ofs", "fps"),
-        *("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "pooled_projections"),
+        *("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "attention_mask"),
         *("encoder_hidden_states_2", "encoder_attention_mask_2", "encoder_hidden_states_image", "image_embeds"),
+        "pooled_projections",
         *("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
         *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, pictures of IP adapters
         *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),

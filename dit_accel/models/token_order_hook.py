@@ -16,7 +16,7 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.family import OrderFacts
-from dit_accel.models.hooks import Hook
+from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
 
@@ -81,8 +81,9 @@ class ReorderInput(Hook):
         self._order = order
         self._undo = undo
 
-    def pre_forward(self, module: nn.Module, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-        return (self._order.apply(tokens, 1, undo=self._undo), *args), kwargs
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        tokens, *others = args or (kwargs.pop(parameter_names(module)[0]),)
+        return (self._order.apply(tokens, 1, undo=self._undo), *others), kwargs
 
 
 class ReorderOutput(Hook):

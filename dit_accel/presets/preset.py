@@ -23,7 +23,8 @@ from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks")
 FUSED_FAMILIES = ("flux", "hunyuan_video", "wan")  # with blocks of our own, which level head needs
-ORDERED_FAMILIES = ("hunyuan_video", "wan", "hunyuan_video15", "skyreels_v2")  # whose tokens may run in another order
+# Whose tokens may run in another order.
+ORDERED_FAMILIES = ("hunyuan_video", "wan", "hunyuan_video15", "skyreels_v2", "mochi")
 # Whose plain presets are those of videos.
 VIDEO_FAMILIES = (*ORDERED_FAMILIES, "ltx", "ltx2", "cogvideox", "wan_vace", "wan_animate")
 LOOP_KEYS = ("beyond", "damping")  # of section forecast, that control adaptive alone reads
@@ -55,6 +56,9 @@ class Preset(Section):
         "hidream",
         "lumina2",
         "kandinsky5",
+        "mochi",
+        "prx",
+        "chroma",
     ] = "any"
     """Model family that the preset is made for; level head needs one with blocks of our own."""
     schedule: AnySchedule

@@ -81,11 +81,12 @@ class SlaProcessor(nn.Module):
         def attend(inputs: Inputs) -> torch.Tensor:
             return self.attention(*inputs[:3], layout=inputs.layout, kv_len=inputs.kv_len)
 
-        def attend_sla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any) -> Any:
-            kv_len = key_lengths(mask, tokens)
-            return with_leading_keys(attend, tokens, block, self._sees_text, (q, k, v), dense, kv_len)
+        def attend_sla(
+            own: Tokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dense: Any
+        ) -> Any:
+            return with_leading_keys(attend, own, block, (q, k, v), dense, key_lengths(mask, own), mask)
 
-        with Catching(tokens.layout(block, text=self._sees_text).tokens, attend_sla) as catching:
+        with Catching(tokens.seen(self._sees_text), attend_sla) as catching:
             output = self.own(attn, *args, **kwargs)
         if catching.missed is not None:
             raise UnsupportedError(f"a block's own attention processor {catching.missed} before swap_attention")
@@ -126,7 +127,7 @@ def restore_attention(pipe: Any) -> None:
     for module in _modules(pipe).values():
         if isinstance(module.processor, SlaProcessor):
             module.processor.calls.remove()
-            module.set_processor(module.processor.own)
+            _set_processor(module, module.processor.own)
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
@@ -210,7 +211,13 @@ def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
         calls = TransformerCalls(require_family(transformer), transformer)
         for each in found:
             own = each.module.processor
-            each.module.set_processor(SlaProcessor(own, attentions[each.site], calls, each.sees_text))
+            _set_processor(each.module, SlaProcessor(own, attentions[each.site], calls, each.sees_text))
+
+
+def _set_processor(attention: nn.Module, processor: Any) -> None:
+    """What diffusers' own ``set_processor`` does, which Mochi's attention lacks."""
+    del attention.processor  # a module's would else stay among the submodules
+    attention.processor = processor
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

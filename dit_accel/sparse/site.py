@@ -33,7 +33,7 @@ from dit_accel.sparse.policies import flashomni
 from dit_accel.sparse.probe import attention_error, probed_rows
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.shares import ROW_BLOCKS, errors_of_shares
-from dit_accel.sparse.site_state import KEPT_TILES, SiteState, allot
+from dit_accel.sparse.site_state import KEPT_TILES, SiteState, allot, state_name
 
 _ATTENDED, _ERROR = 3, slice(5, 6)  # places in what a site measures
 
@@ -68,12 +68,20 @@ class SparseSite:
         preset: of the run; section ``skip`` holds as it is for this block.
         projections: of SLA's linear attention.
         block: whose settings hold; None = that of the same name.
+        sample: place in the call of the only one that the attention sees; 0 also where it sees all.
     """
 
     def __init__(
-        self, name: str, call: Call, preset: Preset, projections: Projections, block: str | None = None
+        self,
+        name: str,
+        call: Call,
+        preset: Preset,
+        projections: Projections,
+        block: str | None = None,
+        sample: int = 0,
     ) -> None:
-        self.state = call.site(name, SiteState)
+        self._key = state_name(name, sample)
+        self.state = call.site(self._key, SiteState)
         self._name = name
         self._call = call
         self._preset = preset
@@ -171,9 +179,9 @@ class SparseSite:
         """Tells the call of new symbols, and of what :meth:`take_densities` is to read of them, on the device."""
         self.state.symbols = symbols
         if symbols is not None:
-            self._call.symbols[self._name] = symbols
+            self._call.symbols[self._key] = symbols
         self.state.probed = 0.0
-        self._densities = self._call.densities[self._name] = densities
+        self._densities = self._call.densities[self._key] = densities
         self._call.measure([densities], self.take_densities)
 
     def take_densities(self, measured: Sequence[float]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import Any
 
 import torch
 
@@ -120,6 +122,17 @@ class SiteState:
         """What lies in host memory instead."""
         if self.attention is not None:
             yield from self.attention.host_tensors()
+
+
+def state_name(site: str, sample: int) -> str:
+    """By which a branch keeps a site's state, of its own for each sample where a model attends to each apart."""
+    return f"{site}, sample {sample + 1}" if sample else site
+
+
+def states_of(sites: Mapping[str, Any], site: str) -> Iterator[SiteState]:
+    """A site's states among a branch's, sample by sample."""
+    names = (state_name(site, sample) for sample in count())
+    return takewhile(lambda state: isinstance(state, SiteState), map(sites.get, names))
 
 
 def allot(states: Iterable[SiteState], step: int, weights: Sequence[float], device: torch.device) -> None:

@@ -75,7 +75,8 @@ class AttentionTap:
     q, k and v are ``[B, S, H, D]`` after norms and RoPE. A tensor that ``visit`` returns, ``[B, S, H, D]``, takes the
     place of the attention's output, and gradients flow through it; None leaves the attention as it is. Cross-attention
     and text refiners are not visited. Where text is padded and comes first, it is shown behind the image, so that the
-    keys that count lead. The pipeline is as before once the tap is off.
+    keys that count lead; so is text without queries, for which zeros stand among these. The pipeline is as before once
+    the tap is off.
 
     Args:
         pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
@@ -114,8 +115,8 @@ class AttentionTap:
             self._undo.callback(transformer.register_forward_hook(self._end, always_call=True).remove)
             apart = family.first_frame_apart(transformer)
             for each in family.all_attentions(transformer, name):
-                attend, length = partial(self._attend, each, apart), partial(self._length, each.sees_text)
-                register_hook(each.module, AttentionHook(length, attend, partial(_refuse, each.site)), TAP_HOOK)
+                attend, seen = partial(self._attend, each, apart), partial(self._seen, each.sees_text)
+                register_hook(each.module, AttentionHook(seen, attend, partial(_refuse, each.site)), TAP_HOOK)
                 self._undo.callback(remove_hook, each.module, TAP_HOOK)
         return self
 
@@ -132,13 +133,14 @@ class AttentionTap:
     def _end(self, *_: Any) -> None:
         self._tokens = None
 
-    def _length(self, sees_text: bool) -> int | None:
-        return None if self._tokens is None else self._tokens.layout(self._block, text=sees_text).tokens
+    def _seen(self, sees_text: bool) -> Tokens | None:
+        return None if self._tokens is None else self._tokens.seen(sees_text)
 
     def _attend(
         self,
         attention: Attention,
         first_frame_apart: bool,
+        tokens: Tokens,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -146,12 +148,10 @@ class AttentionTap:
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         def visit(inputs: Inputs) -> torch.Tensor | None:
-            grid = self._tokens.grid
-            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, grid, first_frame_apart)
+            site = Site(attention.site, self._step, inputs.layout, inputs.kv_len, tokens.grid, first_frame_apart)
             return self._visit(site, *inputs[:3])
 
-        kv_len = key_lengths(mask, self._tokens)
-        return with_leading_keys(visit, self._tokens, self._block, attention.sees_text, (q, k, v), dense, kv_len)
+        return with_leading_keys(visit, tokens, self._block, (q, k, v), dense, key_lengths(mask, tokens), mask)
 
 
 def _refuse(site: str, reason: str) -> None:

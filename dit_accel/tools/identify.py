@@ -31,6 +31,9 @@ WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the 
     "hidream": "hidream",
     "luminaimage2": "lumina2",
     "kandinsky5": "kandinsky5",
+    "mochi": "mochi",
+    "prx": "prx",
+    "chroma1": "chroma",
 }
 DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lightx2v", "klein", "distill")  # parts of ids, likewise
 

@@ -65,27 +65,30 @@ class NaiveTiles:
 
     def __call__(self, query, key, value, attn_mask=None, **settings):
         """Inputs ``[B, H, S, D]``."""
-        if self._depth and self.schedule.skips and query.shape[2] == key.shape[2] >= self.sequence.vision:
-            attn_mask = self._mask(query, key, attn_mask)
+        missing = key.shape[2] - query.shape[2]  # queries of text that is among the keys alone
+        own = query.shape[2] == self.sequence.vision or not missing
+        if self._depth and self.schedule.skips and own and key.shape[2] >= self.sequence.vision:
+            attn_mask = self._mask(functional.pad(query, (0, 0, missing, 0)), key, attn_mask)[:, :, missing:]
         return self._attend(query, key, value, attn_mask=attn_mask, **settings)
 
     def _mask(self, query, key, attn_mask):
         """Pairs of tokens that attend, bool ``[B, H, S, S]``. Kernels want keys that count to come first."""
         tokens, (_, vision, text_first, pads_end) = query.shape[2], self.sequence
-        text, places = tokens - vision, torch.arange(tokens)
+        text, places = tokens - vision, torch.arange(tokens).expand(len(query), -1)
         if padded := attn_mask is not None:
             valid = attn_mask[:, 0, -1 if text_first and not pads_end else 0]
-            if text_first and not pads_end:
-                text_first, places = False, places.roll(-text)
+            if text_first and not pads_end:  # the image, text that counts, and padding
+                text_first, kinds = False, torch.where(places >= text, 0, torch.where(valid, 1, 2))
+                places = kinds.argsort(dim=1, stable=True)
         layout = TokenLayout(text, vision, self.schedule.preset.blocks.size, text_first=text_first)
-        q, k = (x[:, :, places].transpose(1, 2) for x in (query, key))
+        q, k = (x.take_along_dim(places[:, None, :, None], 2).transpose(1, 2) for x in (query, key))
         kv_len = valid.sum(1).to(torch.int32) if padded else None
         probabilities = pooled_map(q, k, layout.block, kv_len=kv_len, backend="reference").probabilities
         tiles = unpack_bits(sparge.tile_bits(probabilities, layout, self.schedule.preset.skip.tau_kv), layout.blocks)
         self.kept.append(tiles.float().mean().item())
         by_token = tiles.repeat_interleave(layout.block, 2).repeat_interleave(layout.block, 3)[..., :tokens, :tokens]
-        back = places.argsort()
-        by_token = by_token[:, :, back][..., back]
+        back = places.argsort(1)[:, None]
+        by_token = by_token.take_along_dim(back[..., None], 2).take_along_dim(back[..., None, :], 3)
         return by_token & valid[:, None, None] if padded else by_token
 
 

@@ -48,5 +48,5 @@ def test_rows_that_are_reused_count_too():
 
 
 def test_models_whose_attentions_are_not_known_have_none():
-    report = report_of("mochi", "balanced")
+    report = report_of("framepack", "balanced")
     assert report.attention_sparsity is None and "attention sparsity" not in str(report)

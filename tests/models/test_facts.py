@@ -14,14 +14,15 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
+from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import parameter_names
-from dit_accel.models.interceptor import MISSED, OTHER_KEYS, Catching
+from dit_accel.models.interceptor import MISSED, OTHER_KEYS, WEIGHED, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
 from dit_accel.sla.swap import restore_attention, swap_attention
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from dit_accel.tools.testing import TINY_PIPELINES, tiny_inputs, tiny_pipeline
 from tests.models import tiny
 from tests.models.naive_flux import Remembered, Schedule
 from tests.models.naive_tiles import NaiveTiles, Sequence, forecast_outputs
@@ -45,10 +46,19 @@ SEQUENCES = {  # by tiny pipeline
     "skyreels-v2": Sequence(r"blocks\.\d+\.attn1", 144),
     "hidream": Sequence(r".*_blocks\.\d+\.block\.attn1", 144, text_first=False),
     "lumina2": Sequence(r"layers\.\d+\.attn", 144, pads_end=True),
+    "prx": Sequence(r"blocks\.\d+\.attention", 144),
+    "chroma": Sequence(rf"(single_)?{JOINT}", 144),
+    "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
+PADDED = {  # arguments that tell padding
+    "qwen-image": "encoder_hidden_states_mask",
+    "mochi": "encoder_attention_mask",
+    "prx": "attention_mask",
+    "chroma": "attention_mask",
+}
 every_family = pytest.mark.parametrize("name", SEQUENCES)
 
 pipeline = tiny.pipeline
@@ -101,9 +111,10 @@ def test_presets_know_every_family():
         *((name, {}) for name in SEQUENCES),
         ("sd3", {"prompt": UNEQUAL}),
         ("qwen-image", {"prompt": UNEQUAL}),
+        ("mochi", {"prompt": UNEQUAL}),
         ("hidream", {"height": 80, "width": 120}),
     ],
-    ids=[*SEQUENCES, "sd3-batch", "qwen-padded", "hidream-not-square"],
+    ids=[*SEQUENCES, "sd3-batch", "qwen-padded", "mochi-padded", "hidream-not-square"],
 )
 def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
     """On the computed steps after the warm-up, in each attention of a block, with forecast steps between."""
@@ -126,16 +137,43 @@ def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
     assert torch.equal(run(name, **arguments), plain), "restored"
 
 
-@every_pipeline
+@pytest.mark.parametrize("name", ["sd3", "sd35", *PADDED])
 def test_nothing_left_out_is_the_plain_result(name):
     """With all tiles kept the interceptor changes nothing but rounding; restored, the pipeline is what it was."""
     plain = run(name)
-    before = {key: type(each) for key, each in pipeline(name).transformer.attn_processors.items()}
+    modules = SEQUENCES[name].modules(pipeline(name).transformer).values()
+    before = [type(module.processor) for module in modules]
     result, report = run(name, sparse(name, **{"skip.tau_kv": 0.0}))
     assert distance(result, plain) < 1e-5
     assert report.computed_fraction == pytest.approx(1.0)
-    assert {key: type(each) for key, each in pipeline(name).transformer.attn_processors.items()} == before
+    assert [type(module.processor) for module in modules] == before
     assert torch.equal(run(name), plain)
+
+
+@pytest.mark.parametrize("name, mask", PADDED.items())
+def test_padding_is_never_read(name, mask):
+    """What stands behind a prompt changes nothing, also where tiles are left out."""
+    padding, seen = {}, []
+
+    def fill(_, args, arguments):
+        if arguments[mask] is None:  # there is none
+            return args, arguments
+        text = arguments["encoder_hidden_states"]
+        is_padding = ~arguments[mask][:, : text.shape[1]].bool()
+        seen.append(bool(is_padding.any()))
+        return args, {**arguments, "encoder_hidden_states": text.masked_fill(is_padding[..., None], padding["at"])}
+
+    given = {"prompt": UNEQUAL} if name in TINY_PIPELINES else {}
+    handle = pipeline(name).transformer.register_forward_pre_hook(fill, with_kwargs=True)
+    try:
+        for preset in (None, sparse(name), sparse(name, **{"skip.probe_blocks": 2, "skip.probe_error": 0.1})):
+            results = []
+            for padding["at"] in (0.0, 3.0):
+                result = run(name, preset, **given)
+                results.append(result if preset is None else result[0])
+            assert any(seen) and distance(*results) < 1e-6
+    finally:
+        handle.remove()
 
 
 @every_pipeline
@@ -168,7 +206,8 @@ def test_level_layer_forecasts_the_parts(name):
 
     blocks = family.blocks(pipe.transformer, "transformer").values()
     named = [each for block in blocks for each in block.named_modules() if isinstance(each[1], torch.nn.Linear)]
-    notes = [linear.register_forward_pre_hook(note) for part, linear in named if part not in family.parts]
+    own = {*family.parts, *(name for names in family.feeds.values() for name in names)}
+    notes = [linear.register_forward_pre_hook(note) for part, linear in named if part not in own]
     result, report = run(name, preset)
     for handle in notes:
         handle.remove()
@@ -230,7 +269,9 @@ def test_all_images_of_the_layered_form_are_judged():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2"])
+@pytest.mark.parametrize(
+    "name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx", "chroma"]
+)
 def test_flops_are_those_that_torch_counts(name):
     """Of each block but for its modulation, also where blocks of a class differ in their parts."""
     transformer, calls = pipeline(name).transformer, []
@@ -296,7 +337,7 @@ def test_settings_of_a_block_hold_for_both_of_its_attentions():
     assert {each.layer for each in report.attentions if each.density < 1} == {"transformer_blocks.1"}
 
 
-@pytest.mark.parametrize("name, level", [("sd3", "head"), ("mochi", "layer")])
+@pytest.mark.parametrize("name, level", [("sd3", "head"), ("framepack", "layer")])
 def test_what_facts_can_not_do_is_refused(name, level):
     """Level head needs hand-written blocks, and unknown models have no layers to forecast."""
     preset = load_preset("flux-flashomni" if level == "head" else "flux-taylorseer")
@@ -340,13 +381,23 @@ def test_a_mask_that_hides_no_padding_is_left_alone():
         _, report = run("z-image", sparse("z-image"))
     finally:
         attention.set_processor(own)
-    assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", "attends under a mask")}
+    assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", WEIGHED)}
+
+
+def test_masks_that_add_to_the_scores_are_left_alone():
+    """Chroma's are such where a prompt's mask is no bool: padding is attended to, and every tile computes."""
+    given = tiny.built("chroma")[1]
+    weights = {name: mask.float() for name, mask in given.items() if name.endswith("attention_mask")}
+    plain = run("chroma", **weights)
+    assert distance(plain, run("chroma")) > 1e-3
+    result, report = run("chroma", sparse("chroma"), **weights)
+    assert torch.equal(result, plain) and {each["reason"] for each in report.fallbacks} == {WEIGHED}
 
 
 @pytest.mark.parametrize("keys, missed", [(4, None), (6, OTHER_KEYS), (None, MISSED)], ids=["own", "cached", "none"])
 def test_why_nothing_was_caught(keys, missed):
     """Attention over a cache has more keys than queries; none at all went elsewhere."""
-    with Catching(4, lambda *_: None) as catching:
+    with Catching(Tokens(0, 4), lambda *_: None) as catching:
         if keys is not None:
             k = torch.ones(1, 1, keys, 8)
             torch.nn.functional.scaled_dot_product_attention(torch.ones(1, 1, 4, 8), k, k)

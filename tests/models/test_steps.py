@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}
 
 
-@pytest.mark.parametrize("name", ["z-image", "hidream", "prx", "ideogram4"])
+@pytest.mark.parametrize("name", ["z-image", "hidream", "prx", "chroma", "ideogram4"])
 def test_steps_are_told_apart(name):
     """Every transformer is accelerated step by step; exact and restored runs have the bits of the plain one."""
     pipe, _ = built(name)
@@ -43,6 +43,29 @@ def test_prompts_that_cannot_be_divided_go_together(name):
     with accelerated(pipe, "balanced", per_prompt=True):
         call(name)
         assert any("prompts of a batch computed together" in note for note in pipe.dit_accel.report().notes)
+
+
+@pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
+def test_noise_levels_that_rise_are_the_mirror_of_those_that_fall(changes):
+    """Mochi's run from 0 to 1 and its outputs point the other way: forecasts and corrections do too."""
+    results = []
+    for is_mirrored in (False, True):
+        pipe = tiny_pipeline("sd3")
+        pipe.scheduler = flow(shift=3.0, invert_sigmas=is_mirrored)
+        if is_mirrored:
+            pipe.transformer.register_forward_pre_hook(_mirror_time, with_kwargs=True)
+            for parameter in pipe.transformer.proj_out.parameters():
+                parameter.data.neg_()
+        with accelerated(pipe, "balanced", **changes):
+            latents = tiny_output(pipe, "sd3", steps=STEPS)
+            results.append((latents, [step.mode for step in pipe.dit_accel.report().steps]))
+    (falling, modes), (rising, mirrored_modes) = results
+    assert modes == mirrored_modes and "dispatch" in modes
+    assert float((rising - falling).norm() / falling.norm()) < 1e-5
+
+
+def _mirror_time(_, args, arguments):
+    return args, {**arguments, "timestep": 1000 - arguments["timestep"]}
 
 
 def test_both_transformers_of_guidance_compute_in_the_same_steps():

@@ -25,7 +25,11 @@ SPARSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
 every_pipeline = pytest.mark.parametrize("name", WAN + HUNYUAN)
 every_order = pytest.mark.parametrize("order", ["hilbert", "tiles"])
 
-BY_FACTS = {"hunyuan15": "hunyuan_video15", "skyreels-v2": "skyreels_v2"}  # tiny pipelines and families
+BY_FACTS = {
+    "hunyuan15": "hunyuan_video15",
+    "skyreels-v2": "skyreels_v2",
+    "mochi": "mochi",
+}  # tiny pipelines and families
 pipeline = tiny.pipeline
 
 

@@ -180,7 +180,7 @@ def test_only_plain_pipelines_are_swapped():
     with pytest.raises(UnsupportedError, match="call swap_attention first"):
         save_swapped(tiny_pipeline("wan"), None)
     with pytest.raises(UnsupportedError, match="not known here"):
-        swap_attention(tiny_pipeline("mochi"))
+        swap_attention(tiny_pipeline("framepack"))
 
     pipe = swapped("wan")
     attn = pipe.transformer.blocks[1].attn1

@@ -145,8 +145,8 @@ def test_a_visitor_that_fails_leaves_no_hooks():
 
 def test_what_can_not_be_tapped_is_refused():
     """Unknown blocks, accelerated pipelines and attentions that bypass torch's are errors that say what to do."""
-    with pytest.raises(UnsupportedError, match="blocks of MochiTransformer3DModel are not known"):
-        AttentionTap(pipeline("mochi"), attend)
+    with pytest.raises(UnsupportedError, match="blocks of HunyuanVideoFramepackTransformer3DModel are not known"):
+        AttentionTap(pipeline("framepack"), attend)
     with (
         accelerated(pipeline("flux"), "exact"),
         pytest.raises(UnsupportedError, match="got an accelerated one: restore it"),

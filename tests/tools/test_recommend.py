@@ -42,6 +42,9 @@ IDS = {
     "HiDream-ai/HiDream-I1-Full": ("hidream", False),
     "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", False),
     "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers": ("kandinsky5", False),
+    "genmo/mochi-1-preview": ("mochi", False),
+    "Photoroom/prx-1024-t2i-beta": ("prx", False),
+    "lodestones/Chroma1-HD": ("chroma", False),
     "someone/something": ("any", False),
 }
 COUNTS = {"FLUX.1": (100, 50, 28, 20, 12, 8, 4), "HunyuanVideo": (50, 28), "Wan 2.1 and 2.2": (50, 28)}
@@ -94,12 +97,12 @@ def test_every_family_has_an_id_and_a_recommendation():
             assert load_preset(choice.preset).model in ("any", family.name)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "mochi"])
+@pytest.mark.parametrize("name", ["flux", "wan", "framepack"])
 def test_folders_are_told_by_their_index(name, tmp_path):
     """A pipeline's folder tells its family by the class of its transformer."""
     index = {"_class_name": "P", "transformer": ["diffusers", type(tiny.pipeline(name).transformer).__name__]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    assert identify(str(tmp_path)).family == (name if name != "mochi" else "any")
+    assert identify(str(tmp_path)).family == (name if name != "framepack" else "any")
 
 
 def test_peaks_are_those_of_the_speed_files():

@@ -12,6 +12,7 @@ PIPELINES = {
     "z-image": images.z_image,
     "hidream": images.hidream,
     "prx": images.prx,
+    "chroma": images.chroma,
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,

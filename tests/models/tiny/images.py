@@ -116,14 +116,34 @@ def prx():
         axes_dim=[16, 16],
     )
     pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
-    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    counts = torch.arange(TOKENS)[None] >= 5  # some tokenizers put padding first
     prompt = {
         "prompt_embeds": text(1, TOKENS, WIDTH),
         "negative_prompt_embeds": text(1, TOKENS, WIDTH, seed=1),
-        "prompt_attention_mask": mask,
-        "negative_prompt_attention_mask": mask,
+        "prompt_attention_mask": counts,
+        "negative_prompt_attention_mask": ~counts,
         "use_resolution_binning": False,
     }
+    return pipe, prompt
+
+
+def chroma():
+    """A mask hides the padding of its prompts but for one token; a single block projects attention and MLP together."""
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+        approximator_hidden_dim=16,
+    )
+    pipe = diffusers.ChromaPipeline(flow(), None, None, None, transformer)
+    prompt = {"height": 192, "width": 192}
+    for seed, name in enumerate(("", "negative_")):
+        prompt[f"{name}prompt_embeds"] = text(2, TOKENS, WIDTH, seed=seed)
+        prompt[f"{name}prompt_attention_mask"] = torch.arange(TOKENS) <= torch.tensor([[TOKENS], [4 + seed]])
     return pipe, prompt
 
 

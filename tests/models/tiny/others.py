@@ -14,11 +14,6 @@ ROPE = {"axes_dims_rope": (8, 12, 12)}
 
 # by pipeline: transformer, its sizes, and what else the call wants
 OTHERS = {
-    "ChromaPipeline": (
-        "ChromaTransformer2DModel",
-        {**TWO_KINDS, **ROPE, "in_channels": 16, "joint_attention_dim": WIDTH, "approximator_hidden_dim": 16},
-        {},
-    ),
     "AuraFlowPipeline": (
         "AuraFlowTransformer2DModel",
         {**HEADS, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "joint_attention_dim": WIDTH}

@@ -148,8 +148,8 @@ def test_our_presets_and_a_sweep_of_the_target(bench):
 
 def test_fixed_schedules_of_a_family_that_has_no_preset_of_its_own():
     """Level layer by facts runs under them; without facts there is no such level."""
-    series = {name: {method.series for method in fixed_schedules(tiny_pipeline(name))} for name in ("ltx", "mochi")}
-    assert series["ltx"] - series["mochi"] == {"TaylorSeer, our engine", "FORA, our engine"}
+    series = {name: {method.series for method in fixed_schedules(tiny_pipeline(name))} for name in ("ltx", "framepack")}
+    assert series["ltx"] - series["framepack"] == {"TaylorSeer, our engine", "FORA, our engine"}
 
 
 def test_a_digest_tells_what_a_preset_holds(bench):
