@@ -31,7 +31,7 @@ MISSED = (
     "attends by something else than torch's scaled_dot_product_attention: call "
     'transformer.set_attention_backend("native")'
 )
-
+PERTURBED = "all_perturbed"  # argument of attentions that by LTX-2's guidance give values as they are
 OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
 
 
@@ -57,7 +57,7 @@ class AttentionHook(Hook):
             return self.fn_ref.original_forward(*args, **kwargs)
         with Catching(tokens, self._attend) as catching:
             output = self.fn_ref.original_forward(*args, **kwargs)
-        if catching.missed is not None:
+        if catching.missed is not None and not kwargs.get(PERTURBED):
             self._missed(catching.missed)
         return output
 

@@ -343,6 +343,12 @@ def test_a_mask_that_hides_no_padding_is_left_alone():
     assert {(each["site"], each["reason"]) for each in report.fallbacks} == {("layers.1", "attends under a mask")}
 
 
+def test_attention_that_guidance_leaves_out_is_no_fallback():
+    """LTX-2's third branch has a block give values as they are, and the others leave tiles out there."""
+    _, report = run("ltx2", sparse("ltx2"), stg_scale=1.0)
+    assert report.fallbacks == [] and {each.layer for each in report.attentions} == set(report.layers)
+
+
 @pytest.mark.parametrize("keys, missed", [(4, None), (6, OTHER_KEYS), (None, MISSED)], ids=["own", "cached", "none"])
 def test_why_nothing_was_caught(keys, missed):
     """Attention over a cache has more keys than queries; none at all went elsewhere."""
