@@ -32,6 +32,8 @@ MISSED = (
     'transformer.set_attention_backend("native")'
 )
 PERTURBED = "all_perturbed"  # argument of attentions that by LTX-2's guidance give values as they are
+NABLA = "sparse_params"  # argument of Kandinsky's attentions in checkpoints that were trained to leave tiles out
+OWN_TILES = "leaves tiles out by itself, as the checkpoint was trained to"
 OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
 
 
@@ -58,7 +60,7 @@ class AttentionHook(Hook):
         with Catching(tokens, self._attend) as catching:
             output = self.fn_ref.original_forward(*args, **kwargs)
         if catching.missed is not None and not kwargs.get(PERTURBED):
-            self._missed(catching.missed)
+            self._missed(catching.missed if kwargs.get(NABLA) is None else OWN_TILES)
         return output
 
 

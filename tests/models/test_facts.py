@@ -14,8 +14,8 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
-from dit_accel.models.hooks import parameter_names
-from dit_accel.models.interceptor import MISSED, OTHER_KEYS, Catching
+from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hook
+from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, AttentionHook, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
@@ -357,6 +357,24 @@ def test_why_nothing_was_caught(keys, missed):
             k = torch.ones(1, 1, keys, 8)
             torch.nn.functional.scaled_dot_product_attention(torch.ones(1, 1, 4, 8), k, k)
     assert catching.missed == missed
+
+
+@pytest.mark.parametrize(
+    "arguments, reasons",
+    [({}, [MISSED]), ({"sparse_params": {"P": 0.9}}, [OWN_TILES]), ({"all_perturbed": True}, [])],
+    ids=["backend", "nabla", "perturbed"],
+)
+def test_arguments_of_an_attention_say_why_nothing_was_caught(arguments, reasons):
+    """Advice to change the backend is for those alone that could attend otherwise."""
+
+    class Elsewhere(torch.nn.Module):
+        def forward(self, x, **_):
+            return x
+
+    module, found = Elsewhere(), []
+    register_hook(module, AttentionHook(lambda: 4, lambda *_: None, found.append), ATTENTION_HOOK)
+    module(torch.ones(1, 4, 8), **arguments)
+    assert found == reasons
 
 
 @pytest.mark.parametrize("is_cuda, runs", [(False, True), (True, False)], ids=["cpu", "gpu"])
