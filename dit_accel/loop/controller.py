@@ -255,10 +255,10 @@ class Controller:
             self.reset()
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
-            self._why_plain = tick.plain
+            self._why_plain = None if self.preset.schedule.interval == 1 else tick.plain  # nothing is forecast there
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
-            if tick.plain is not None:
-                self.report.warn(f"every step computed: {tick.plain}")
+            if self._why_plain is not None:
+                self.report.warn(f"every step computed: {self._why_plain}")
             elif forecast.corrector and tick.moves is None:
                 self.report.note("nothing corrected: the scheduler is not known to add up a flow's outputs")
         if self._tick is None or tick.step != self._tick.step:

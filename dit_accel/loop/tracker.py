@@ -33,6 +33,9 @@ BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
 SIGMA_ROUNDING = 1e-4  # of a noise level that a sampler has computed anew
 EULER = "FlowMatchEulerDiscreteScheduler"
+CONSISTENCY = frozenset(  # schedulers that go from a clean picture to the next noise level with noise of its own
+    ["LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "CMStochasticIterativeScheduler"]
+)
 RESCALED_MAX = 1.0  # of timesteps as share of those that the model was trained with
 
 
@@ -282,9 +285,15 @@ def _why_plain(scheduler: Any) -> str | None:
     name, order = type(scheduler).__name__, getattr(scheduler, "order", 1)
     if order > 1:
         return f"{name} repeats timesteps (order {order})"
+    anew = f"{name} draws the noise of the latents anew at every step"
     if getattr(getattr(scheduler, "config", None), "stochastic_sampling", False):
-        return f"{name} draws the noise of the latents anew at every step (stochastic_sampling)"
-    return None
+        return f"{anew} (stochastic_sampling)"
+    return None if _names(scheduler).isdisjoint(CONSISTENCY) else anew
+
+
+def _names(scheduler: Any) -> set[str]:
+    """Of its class and those that it derives from."""
+    return {cls.__name__ for cls in type(scheduler).__mro__}
 
 
 def _flow_moves(scheduler: Any, first: int) -> Moves | None:
@@ -293,7 +302,7 @@ def _flow_moves(scheduler: Any, first: int) -> Moves | None:
     # Beyond a flow's sigmas the pipeline may make the velocity of something else that the transformer gives (Cosmos).
     if sigmas is None or float(sigmas.max()) > FLOW_SIGMA_MAX:
         return None
-    if any(cls.__name__ == EULER for cls in type(scheduler).__mro__):
+    if EULER in _names(scheduler):
         return euler_moves(sigmas.tolist()[first:])
     return linear_moves(scheduler, first)
 

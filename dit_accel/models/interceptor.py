@@ -32,9 +32,11 @@ MISSED = (
     "attends by something else than torch's scaled_dot_product_attention: call "
     'transformer.set_attention_backend("native")'
 )
-
 MASKED = "attends under a mask"
 WEIGHED = f"{MASKED} that adds to the scores; tiles are left out under one that hides padding, which is bool"
+PERTURBED = "all_perturbed"  # argument of attentions that by LTX-2's guidance give values as they are
+NABLA = "sparse_params"  # argument of Kandinsky's attentions in checkpoints that were trained to leave tiles out
+OWN_TILES = "leaves tiles out by itself, as the checkpoint was trained to"
 OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
 
 
@@ -60,8 +62,8 @@ class AttentionHook(Hook):
             return self.fn_ref.original_forward(*args, **kwargs)
         with Catching(tokens, self._attend) as catching:
             output = self.fn_ref.original_forward(*args, **kwargs)
-        if catching.missed is not None:
-            self._missed(catching.missed)
+        if catching.missed is not None and not kwargs.get(PERTURBED):
+            self._missed(catching.missed if kwargs.get(NABLA) is None else OWN_TILES)
         return output
 
 

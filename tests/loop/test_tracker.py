@@ -194,6 +194,16 @@ def test_scheduler_of_second_order_repeats(scheduler):
     assert {tick.plain for tick in ticks} == {f"{type(scheduler).__name__} repeats timesteps (order 2)"}
 
 
+@pytest.mark.parametrize("scheduler", [diffusers.LCMScheduler, diffusers.FlowMatchLCMScheduler, diffusers.SCMScheduler])
+def test_schedulers_of_consistency_models_draw_noise_anew(scheduler):
+    """So do those that derive from them."""
+    for kind in (scheduler, type("OfTheUsers", (scheduler,), {})):
+        made = kind()
+        made.set_timesteps(2)
+        plain = SchedulerClock(lambda made=made: made).read(made.timesteps[0]).plain
+        assert plain == f"{kind.__name__} draws the noise of the latents anew at every step"
+
+
 def test_call_after_the_last_step_stays_in_the_schedule():
     """The transformer may be called on its own after a run; that call has a timestep and a noise level too."""
     scheduler = SCHEDULERS["flow-match-euler"]()

@@ -15,8 +15,8 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
 from dit_accel.models.family import Tokens
-from dit_accel.models.hooks import parameter_names
-from dit_accel.models.interceptor import MISSED, OTHER_KEYS, WEIGHED, Catching
+from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hook
+from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, WEIGHED, AttentionHook, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
@@ -394,6 +394,12 @@ def test_masks_that_add_to_the_scores_are_left_alone():
     assert torch.equal(result, plain) and {each["reason"] for each in report.fallbacks} == {WEIGHED}
 
 
+def test_attention_that_guidance_leaves_out_is_no_fallback():
+    """LTX-2's third branch has a block give values as they are, and the others leave tiles out there."""
+    _, report = run("ltx2", sparse("ltx2"), stg_scale=1.0)
+    assert report.fallbacks == [] and {each.layer for each in report.attentions} == set(report.layers)
+
+
 @pytest.mark.parametrize("keys, missed", [(4, None), (6, OTHER_KEYS), (None, MISSED)], ids=["own", "cached", "none"])
 def test_why_nothing_was_caught(keys, missed):
     """Attention over a cache has more keys than queries; none at all went elsewhere."""
@@ -402,6 +408,24 @@ def test_why_nothing_was_caught(keys, missed):
             k = torch.ones(1, 1, keys, 8)
             torch.nn.functional.scaled_dot_product_attention(torch.ones(1, 1, 4, 8), k, k)
     assert catching.missed == missed
+
+
+@pytest.mark.parametrize(
+    "arguments, reasons",
+    [({}, [MISSED]), ({"sparse_params": {"P": 0.9}}, [OWN_TILES]), ({"all_perturbed": True}, [])],
+    ids=["backend", "nabla", "perturbed"],
+)
+def test_arguments_of_an_attention_say_why_nothing_was_caught(arguments, reasons):
+    """Advice to change the backend is for those alone that could attend otherwise."""
+
+    class Elsewhere(torch.nn.Module):
+        def forward(self, x, **_):
+            return x
+
+    module, found = Elsewhere(), []
+    register_hook(module, AttentionHook(lambda: Tokens(0, 4), lambda *_: None, found.append), ATTENTION_HOOK)
+    module(torch.ones(1, 4, 8), **arguments)
+    assert found == reasons
 
 
 @pytest.mark.parametrize("is_cuda, runs", [(False, True), (True, False)], ids=["cpu", "gpu"])

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
 
 from dit_accel import accelerate_pipeline, accelerated, restore_pipeline
 from dit_accel.loop.controller import STUCK
@@ -134,15 +135,35 @@ def test_diffusion_forcing_runs_plainly(kind):
         assert STUCK in report.notes and report.computed_fraction == 1.0 and len(report.notes) <= 3
 
 
+NEW_NOISE = {
+    "stochastic": lambda: flow(shift=3.0, stochastic_sampling=True),
+    "consistency": lambda: FlowMatchLCMScheduler(shift=3.0),
+}
+every_new_noise = pytest.mark.parametrize("scheduler", NEW_NOISE.values(), ids=NEW_NOISE)
+
+
 @pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
-def test_noise_drawn_anew_runs_plainly(changes):
+@every_new_noise
+def test_noise_drawn_anew_runs_plainly(changes, scheduler):
     """No output continues those before it where each step draws the latents' whole noise."""
     pipe = tiny_pipeline("sd3")
-    pipe.scheduler = flow(shift=3.0, stochastic_sampling=True)
+    pipe.scheduler = scheduler()
     plain = seeded(pipe)
-    with accelerated(pipe, "turbo", **changes), pytest.warns(UserWarning, match="stochastic_sampling"):
+    with accelerated(pipe, "turbo", **changes), pytest.warns(UserWarning, match="draws the noise of the latents anew"):
         assert torch.equal(seeded(pipe), plain)
-        assert "draws the noise of the latents anew" in str(pipe.dit_accel.report())
+
+
+@pytest.mark.parametrize("scheduler", [*NEW_NOISE.values(), FlowMatchHeunDiscreteScheduler], ids=[*NEW_NOISE, "heun"])
+def test_tiles_are_left_out_under_any_scheduler(scheduler):
+    """What forbids forecasts is nothing to a preset that computes every step, and the report has no remark."""
+    pipe = tiny_pipeline("sd3")
+    pipe.scheduler = scheduler()
+    plain = seeded(pipe)
+    sparse = {"skip": {"policy": "sparge", "steps": "all", "top_k": 0.5}, "blocks": {"size": 64}}
+    with accelerated(pipe, "exact", **sparse):
+        assert not torch.equal(seeded(pipe), plain)
+        report = pipe.dit_accel.report()
+        assert report.left_out > 0.1 and report.notes == [] and report.steps_by_mode == {"full": len(report.steps)}
 
 
 def seeded(pipe) -> torch.Tensor:

@@ -51,6 +51,7 @@ def ltx2():
         audio_cross_attention_dim=32,
         num_layers=2,
         caption_channels=WIDTH,
+        perturbed_attn=True,
     )
     connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
     connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
