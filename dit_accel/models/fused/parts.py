@@ -32,7 +32,8 @@ def why_not_plain(module: nn.Module, device: torch.device) -> str | None:
 def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
     """Why a projection's weight must not be used without calling the module, or None."""
     if type(module) is not nn.Linear:
-        return f"a projection is a {type(module).__name__}, not a plain linear layer"
+        package = type(module).__module__.partition(".")[0]  # LoRA's layers have torch's names
+        return f"a projection is a {type(module).__name__} of {package}, not a plain linear layer"
     reason = why_not_plain(module, device)
     return reason and f"a projection can't be sliced: {reason}"
 
