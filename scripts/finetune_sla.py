@@ -6,6 +6,7 @@
     python scripts/finetune_sla.py --output TUNED --model PATH --prompts PROMPTS.txt --call '{"num_frames": 81}'
     python scripts/finetune_sla.py --output TUNED --model PATH --prompts PROMPTS.txt --train lora --checkpoint
     accelerate launch scripts/finetune_sla.py --output TUNED ...                         # on several GPUs
+    python scripts/finetune_sla.py --output TUNED --model demo-wan --judge 24            # beside the dense model
     python scripts/finetune_sla.py --table --output docs/results/sla-demo-wan            # SLA's table 2, on one GPU
 
 Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
@@ -38,14 +39,16 @@ from demo_models.video_flow import PROMPT_DROPOUT
 from demo_models.wan import Wan
 from diffusers import DiffusionPipeline
 from finetuning.calls import Calls, clip_calls, record_calls
+from finetuning.judging import hold_out, judge, paint
 from finetuning.report import write_report
 from finetuning.table import FULL, PILOT, SMOKE, Experiment
-from finetuning.training import Training, fine_tune
+from finetuning.training import LOG, Training, fine_tune
 from peft import LoraConfig
 from torch import nn
 
 from dit_accel.models import denoisers
-from dit_accel.sla.swap import save_swapped, swap_attention
+from dit_accel.sla.swap import load_swapped, save_swapped, swap_attention
+from dit_accel.sparse.projections import PROJECTIONS, trained_with
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
 
@@ -62,6 +65,11 @@ def main() -> None:
         if options.model not in FAMILIES:
             parser.error(f"--table needs a demo video model: {', '.join(FAMILIES)}")
         make_table(options, device)
+        return
+    if options.judge:
+        if options.model not in FAMILIES:
+            parser.error(f"--judge needs a demo video model: {', '.join(FAMILIES)}")
+        judge_one(options, device)
         return
     if options.model not in FAMILIES and options.objective == "flow":
         parser.error(f"--objective flow needs a model that draws its own data: {', '.join(FAMILIES)}")
@@ -104,6 +112,23 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
     if PartialState().is_main_process:
         save_swapped(pipe, options.output)
         print(f"{log['steps']} of {options.steps} steps; wrote {options.output}", flush=True)
+
+
+def judge_one(options: argparse.Namespace, device: torch.device) -> None:
+    """A demo model with SLA in it beside the dense one, before and after its fine-tuning, on held-out prompts."""
+    family, folder = FAMILIES[options.model], demo_path(options.model)
+    call = {**demo_arguments(folder), **json.loads(options.call)}
+    pipe = family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    held_out = hold_out(family, pipe, options.judge, call)
+    settings = trained_with(options.output / PROJECTIONS)
+    figures = {"settings": settings, "call": call, "dense": judge(pipe, held_out.dense, held_out)}
+    swap_attention(pipe, **settings)
+    figures["before"] = judge(pipe, paint(family, pipe, held_out.prompts, call), held_out)
+    load_swapped(pipe, options.output)
+    figures["after"] = judge(pipe, paint(family, pipe, held_out.prompts, call), held_out)
+    log = options.output / LOG
+    figures |= {"training": json.loads(log.read_text())} if log.exists() else {}
+    (options.output / "judged.json").write_text(json.dumps(figures | describe_run(device)) + "\n")
 
 
 def add_lora(transformer: nn.Module, rank: int) -> None:
@@ -178,6 +203,7 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     training.add_argument("--rank", type=int, default=32, help="of the LoRA")
     training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")
     table = parser.add_argument_group("table")
+    table.add_argument("--judge", type=int, metavar="N", help="judge --output on N held-out prompts: judged.json there")
     table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
     table.add_argument("--table-steps", type=int, help="training steps of each variant")
     table.add_argument("--pilot", action="store_true", help="three variants for a few steps: does it run, how fast")

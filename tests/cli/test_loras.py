@@ -1,13 +1,18 @@
 """LoRAs on the command line: loaded with their weights, told of what is wrong, and SLA's file beside them used."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import save_file
 
+from dit_accel import accelerate_pipeline
 from dit_accel.cli.loras import load_loras, parse_loras, with_projections
 from dit_accel.cli.options import OptionError
+from dit_accel.tools.demo import demo_path
 from dit_accel.tools.testing import tiny_flux_lora, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--quiet")
@@ -79,6 +84,18 @@ def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
 def test_what_is_no_lora_is_told_before_any_work(lora, message):
     with pytest.raises(OptionError, match=message):
         parse_loras([lora])
+
+
+def test_the_demo_model_for_wan_ships_with_sla():
+    """Its LoRA and projections fit it, and the shipped preset takes the shares that they were trained with."""
+    loras = parse_loras(["demo-wan/sla"])
+    overrides = with_projections("wan21-sla", {}, loras)
+    assert (overrides["skip.critical"], overrides["blocks.size"]) == (0.1, 64)
+    pipe = DiffusionPipeline.from_pretrained(demo_path("demo-wan"))
+    load_loras(pipe, loras)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate_pipeline(pipe, "wan21-sla", **overrides)
 
 
 def test_one_lora_twice_is_told():
