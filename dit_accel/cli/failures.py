@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
+from dit_accel.cli.options import OptionError
 from dit_accel.errors import DitAccelError, UnsupportedError, shortened
 
 CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
@@ -33,6 +34,24 @@ def explained_failures(pipeline: type) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def explained_loading(option: str, what: str) -> Iterator[None]:
+    """Within, whatever fails is told of what is being loaded, but for memory that does not suffice.
+
+    diffusers checks little of what files hold, so wrong ones fail in any way.
+
+    Raises:
+        OptionError: it can't be loaded.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _lacks_memory(error):
+            raise
+        reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        raise OptionError(option, f"{shortened(what)} can't be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
 def explained_memory() -> Iterator[None]:
     """Within, memory that does not suffice, a device's or the host's, is told with advice.
 
@@ -42,14 +61,14 @@ def explained_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not _lacks_memory(error):
             raise
         advice = "try --offload model, or a smaller --batch-size, --num-images, --num-frames, --height or --width"
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
         raise OutOfMemoryError(f"out of memory: {advice} ({reason})") from None
 
 
-def lacks_memory(error: Exception) -> bool:
+def _lacks_memory(error: Exception) -> bool:
     import torch
 
     told = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it

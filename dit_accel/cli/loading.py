@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.failures import explained_memory, lacks_memory
+from dit_accel.cli.failures import explained_loading, explained_memory
 from dit_accel.cli.loras import load_loras
 from dit_accel.cli.options import OptionError
 from dit_accel.errors import shortened, shown
@@ -77,13 +77,8 @@ def load_pipeline(model: str, how: Loading, console: Console) -> Any:
     if console.quiet:
         diffusers.utils.logging.set_verbosity_error()
     with explained_memory(), console.status(f"loading {model}"):
-        try:
+        with explained_loading("--model", model):
             pipe = diffusers.DiffusionPipeline.from_pretrained(source, **dtype_argument(precision))
-        except Exception as error:  # diffusers checks little of what a folder holds: a wrong one fails in any way
-            if lacks_memory(error):
-                raise
-            reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
-            raise OptionError("--model", f"{shortened(model)} can't be loaded: {reason}") from error
         load_loras(pipe, how.loras)
         if how.quantize is not None:
             _quantize(pipe, how.quantize, place)

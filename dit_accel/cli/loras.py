@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dit_accel.cli.failures import explained_loading
 from dit_accel.cli.options import OptionError, choose_preset
 from dit_accel.errors import shortened, shown
 from dit_accel.tools.demo import demo_path
@@ -46,18 +47,15 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
     """
     from dit_accel.models import denoisers
 
-    if loras and not hasattr(pipe, "load_lora_weights"):
+    if not loras:
+        return
+    if not hasattr(pipe, "load_lora_weights"):
         raise OptionError("--lora", f"{type(pipe).__name__} takes no LoRA")
     names = [f"lora-{index}" for index in range(len(loras))]
     for name, source in zip(names, loras, strict=True):
         place, file = _repository(source)
-        try:
+        with explained_loading("--lora", source):
             pipe.load_lora_weights(place, adapter_name=name, weight_name=file)
-        except Exception as error:  # diffusers checks little of what a file holds: a wrong one fails in any way
-            reason = shortened(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
-            raise OptionError("--lora", f"{shortened(source)} can't be loaded: {reason}") from error
-    if not loras:
-        return
     pipe.set_adapters(names, list(loras.values()))
     for transformer in denoisers(pipe).values():
         if hasattr(transformer, "peft_config") and getattr(transformer, "hf_quantizer", None) is None:

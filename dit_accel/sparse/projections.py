@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Projections:
         for name, block in sites.items():
             settings = preset.skip.at(block)
             if settings.policy == "sla" and settings.projection is not None:
-                _compare(settings.projection, {**vars(settings), "block": preset.blocks.size})
                 wanted.setdefault(settings.projection, []).append(name)
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():
@@ -67,6 +66,8 @@ class Projections:
                         f"got {list(held[name].shape)} for {name}"
                     )
                 self._held[name] = held[name]
+            used = {id(settings): settings for settings in (preset.skip.at(sites[name]) for name in names)}
+            _compare(file, [{**vars(settings), "block": preset.blocks.size} for settings in used.values()])
 
     def of(self, site: str, like: torch.Tensor) -> torch.Tensor | None:
         """The site's projection ``[D, D]`` on the device and in the dtype of ``like``; None = it has none."""
@@ -112,10 +113,10 @@ def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
     return projections
 
 
-def _compare(path: str, used: Mapping[str, Any]) -> None:
-    """Warns of a preset with other settings than a file was trained with."""
-    trained = trained_with(path) if Path(path).is_file() else {}
-    others = {key: value for key, value in trained.items() if used[key] != value}
-    if others:
-        told = ", ".join(f"{key} {value} (the preset: {used[key]})" for key, value in others.items())
-        warnings.warn(f"dit-accel: {path} was trained with {told}, and works best so", stacklevel=2)
+def _compare(path: str, variants: Sequence[Mapping[str, Any]]) -> None:
+    """Warns of settings of a preset that are not those that a file was trained with."""
+    trained = trained_with(path)
+    for used in variants:
+        others = [f"{key} {value} (the preset: {used[key]})" for key, value in trained.items() if used[key] != value]
+        if others:
+            warnings.warn(f"dit-accel: {path} was trained with {', '.join(others)}, and works best so", stacklevel=2)
