@@ -24,6 +24,7 @@ from dit_accel.kernels.norm_modulate import add_gated, add_gated_norm_modulate, 
 from dit_accel.kernels.norm_rope import norm_rope, norm_rope_pair
 from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
+from dit_accel.kernels.quantized_linear import quantize_rows, quantized_linear
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.transpose import transpose_lists
@@ -52,6 +53,8 @@ __all__ = [
     "pack_bits",
     "plan_from_mask",
     "pooled_map",
+    "quantize_rows",
+    "quantized_linear",
     "select_keys",
     "select_rows",
     "select_tiles",

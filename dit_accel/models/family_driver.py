@@ -109,6 +109,7 @@ class FamilyDriver(TransformerDriver):
     # Putting hooks on, and taking them off.
 
     def prepare(self) -> None:
+        super().prepare()
         self._refuse_compiled()
         _, head_dim = self.family.heads(self.transformer)
         self._sites = {name: self.family.attentions_of(block, name) for name, block in self.blocks().items()}

@@ -23,7 +23,8 @@ from dit_accel.errors import UnsupportedError
 HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
-OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK)
+LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
+OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK, LINEAR_HOOK)
 
 
 class Hook(ModelHook):

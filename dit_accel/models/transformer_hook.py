@@ -22,9 +22,19 @@ from dit_accel.models.context_parallel import agreed, gathered, lift_split, spli
 from dit_accel.models.control_net import computed
 from dit_accel.models.family import latents_of
 from dit_accel.models.graphs import StepGraphs
-from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, lift_hook, parameter_names, register_hook, remove_hook
+from dit_accel.models.hooks import (
+    HOOK_NAME,
+    LINEAR_HOOK,
+    Hook,
+    find_hook,
+    lift_hook,
+    parameter_names,
+    register_hook,
+    remove_hook,
+)
 from dit_accel.models.other_caches import refuse_other_cache
 from dit_accel.models.parallel_branches import SharedBranches
+from dit_accel.models.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 
 GRADIENTS = (
@@ -61,6 +71,7 @@ class TransformerDriver:
         self._parameters = parameter_names(transformer)
         self._branches = SharedBranches(transformer, controller)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
+        self._linears: QuantizedLinears | None = None
         self.graphs = None if controller.preset.kernels.graphs == "never" else StepGraphs(self)
         if not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
@@ -74,11 +85,19 @@ class TransformerDriver:
 
     def prepare(self) -> None:
         """Reads what the preset names, before anything is hooked; what the transformer can't use is an error."""
+        if self.controller.preset.linear.dtype is not None:
+            self._linears = QuantizedLinears(self.transformer, self.controller.preset.linear, self._note)
 
     def attach(self, acceleration: Any) -> None:
         """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
         self.hook(self.transformer, TransformerHook(self, acceleration))
         self.compiled = compiled_entry(self.transformer, self.called())
+        if self._linears is not None:
+            for layer in self._linears.layers.values():
+                self.hook(layer, LinearHook(self._linears), LINEAR_HOOK)
+
+    def _note(self, remark: str) -> None:
+        self.controller.report.note(remark)
 
     def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
         """Hooks a module until :meth:`detach`."""
@@ -99,6 +118,14 @@ class TransformerDriver:
             self.compiled.put_back()
         if self.graphs is not None:
             self.graphs.clear()
+        if self._linears is not None:
+            self._linears.release()
+
+    def release(self) -> None:
+        """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
+        self.controller.release()
+        if self._linears is not None and self.graphs is None:
+            self._linears.release()
 
     def computing(self, forward: Callable) -> Callable:
         """What computes a call: the forward beneath our hook, or what was compiled of it, also since the last call."""
@@ -144,11 +171,17 @@ class TransformerDriver:
             else:
                 if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
                     args, kwargs = (), self.take_rows(arguments, call.computed_rows)
+                if self._linears is not None:
+                    self._linears.begin(self.controller.report)
                 args, kwargs = computed((args, kwargs))
                 compute = partial(original, *args, **kwargs)
                 if self.graphs is not None:
                     compute = partial(self.graphs.run, original, call, args, kwargs)
-                output = self._branches.run(call, shapes, compute, partial(self._observe, call, arguments))
+                try:
+                    output = self._branches.run(call, shapes, compute, partial(self._observe, call, arguments))
+                finally:
+                    if self._linears is not None:
+                        self._linears.end_call()
             self.account(call, arguments)
         return output
 
@@ -241,7 +274,7 @@ class TransformerHook(Hook):
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called by diffusers at the end of a pipeline call."""
-        self.driver.controller.release()
+        self.driver.release()
         self._is_first_call = True
         return module
 

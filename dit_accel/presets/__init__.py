@@ -9,7 +9,7 @@ from dit_accel.presets.loading import fitting_presets, load_preset, preset_names
 from dit_accel.presets.measured import Measured, Run, StepTime, measured
 from dit_accel.presets.names import ALIASES, default_preset, name_of_today
 from dit_accel.presets.preset import VIDEO_FAMILIES, Preset
-from dit_accel.presets.sections import Blocks, Forecast, Kernels, Memory, Reuse, Schedule
+from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule
 from dit_accel.presets.skip import Skip
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Blocks",
     "Forecast",
     "Kernels",
+    "Linear",
     "Measured",
     "Memory",
     "Preset",

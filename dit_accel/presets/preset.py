@@ -13,6 +13,7 @@ from dit_accel.presets.sections import (
     Blocks,
     Forecast,
     Kernels,
+    Linear,
     Memory,
     OutputForecast,
     Reuse,
@@ -67,6 +68,7 @@ class Preset(Section):
     skip: AnySkip = NoSkip()
     blocks: Blocks = Blocks()
     kernels: Kernels = Kernels()
+    linear: Linear = Linear()
     memory: Memory = Memory()
 
     def effective(self) -> dict[str, Any]:
@@ -84,6 +86,8 @@ class Preset(Section):
             del values["kernels"]
         for key in self._idle_memory_keys():
             del values["memory"][key]
+        if self.linear.dtype is None:
+            del values["linear"]
         if "blocks" in values and self.model not in ORDERED_FAMILIES:
             del values["blocks"]["token_order"]
         return values
@@ -158,6 +162,11 @@ class Preset(Section):
             raise ValueError(
                 f"section '{touched[0]}' has no effect at level '{self.forecast.level}', where a DISPATCH step "
                 f"runs no attention: remove it, or set forecast.level to head{skips}"
+            )
+        if self.forecast.level == "head" and self.linear.dtype is not None:
+            raise ValueError(
+                f"linear.dtype '{self.linear.dtype}' rounds whole layers, and level 'head' multiplies parts of them: "
+                "remove one of them"
             )
         if self.blocks.token_order != "raster" and self.model not in ORDERED_FAMILIES:
             raise ValueError(

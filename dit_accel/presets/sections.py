@@ -177,6 +177,22 @@ class Kernels(Section):
     host."""
 
 
+class Linear(Section):
+    """Linear layers of the blocks in 8 bits, on computed steps."""
+
+    dtype: Literal["int8", "float8"] | None = None
+    """What rows and weights are rounded to, with a scale each; null = as they are. int8 errs by a third of what float8
+    (e4m3) does where features are of a like size; float8 wants an RTX 4090, H100 or later."""
+    exclude: list[str] = Field(default_factory=list, examples=[["*.to_out.0"]])
+    """Layers that stay as they are, by their names in the transformer; `*` stands for anything: `*.to_out.0`."""
+
+    @model_validator(mode="after")
+    def _excludes_from_something(self) -> Linear:
+        if self.exclude and self.dtype is None:
+            raise ValueError("exclude has no effect without a dtype: set dtype to int8 or float8")
+        return self
+
+
 class Memory(Section):
     """How much the caches of a run may hold, and how they are kept."""
 

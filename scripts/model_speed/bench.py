@@ -169,6 +169,24 @@ class Bench:
         """
         if self.device.type == "cpu":
             return {}
+        busy, span = busy_and_span((start, end) for _, start, end in self._profiled(preset, tiles))
+        return {"gpu_idle": 1 - busy / span, "gpu_busy_ms": busy / PROFILED_STEPS / 1000}  # events are in us
+
+    def kernel_times(self, preset: Preset, *, tiles: float = 1.0) -> list[dict[str, Any]]:
+        """Launches and milliseconds of each kernel in a step, the longest first; nothing on a CPU."""
+        if self.device.type == "cpu":
+            return []
+        times: dict[str, list[float]] = {}
+        for name, start, end in self._profiled(preset, tiles):
+            times.setdefault(name, []).append((end - start) / 1000)
+        rows = [
+            {"kernel": name, "launches": len(each) / PROFILED_STEPS, "ms": sum(each) / PROFILED_STEPS}
+            for name, each in times.items()
+        ]
+        return sorted(rows, key=lambda row: -row["ms"])
+
+    def _profiled(self, preset: Preset, tiles: float) -> list[tuple[str, float, float]]:
+        """What runs on the GPU in consecutive steps: its name, start and end in microseconds."""
         with self._accelerated(preset, tiles=tiles):
             run = self.loop(UNPROFILED_STEPS + PROFILED_STEPS)
             self.timed(run, UNPROFILED_STEPS)
@@ -177,8 +195,7 @@ class Bench:
                     pass
                 torch.cuda.synchronize()
         on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-        busy, span = busy_and_span((event.time_range.start, event.time_range.end) for event in on_gpu)
-        return {"gpu_idle": 1 - busy / span, "gpu_busy_ms": busy / PROFILED_STEPS / 1000}  # events are in us
+        return [(event.name, event.time_range.start, event.time_range.end) for event in on_gpu]
 
     @contextmanager
     def _accelerated(
@@ -192,16 +209,31 @@ class Bench:
                 restore_pipeline(self)
 
     @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """The transformer's blocks compiled one by one, and as they were again."""
-        compiler = "inductor" if self.device.type == "cuda" else "eager"
-        self.transformer.compile_repeated_blocks(fullgraph=True, backend=compiler)
+    def compiled_whole(self) -> Iterator[None]:
+        """The transformer compiled as one, and as it was again."""
+        self.transformer.compile(fullgraph=True, backend=self._compiler)
         try:
             yield
         finally:
-            for module in self.transformer.modules():
-                module._compiled_call_impl = None  # torch has no public way back
-            torch._dynamo.reset()
+            self._forget_compiled()
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """The transformer's blocks compiled one by one, and as they were again."""
+        self.transformer.compile_repeated_blocks(fullgraph=True, backend=self._compiler)
+        try:
+            yield
+        finally:
+            self._forget_compiled()
+
+    @property
+    def _compiler(self) -> str:
+        return "inductor" if self.device.type == "cuda" else "eager"
+
+    def _forget_compiled(self) -> None:
+        for module in self.transformer.modules():
+            module._compiled_call_impl = None  # torch has no public way back
+        torch._dynamo.reset()
 
     def _seeded(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(0)

@@ -108,6 +108,33 @@ def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
     yield bench.accelerated("FlashOmni in 90 GiB", preset, 4, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES, warm=0)
 
 
+def kernel_times(bench: Bench) -> Iterator[dict[str, Any]]:
+    """What a computed step spends its time on, kernel by kernel."""
+    for run, preset, tiles in (
+        ("exact", load_preset("exact"), 1.0),
+        ("50% of tiles left out", _always_computing(bench.model.sparse), 0.5),
+    ):
+        row = bench.accelerated(run, preset, 4, tiles=tiles, warm=2)
+        yield row | {"kernels": bench.kernel_times(preset, tiles=tiles), **bench.occupancy(preset, tiles=tiles)}
+
+
+def linear_layers(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A step that computes everything, with linear layers in 8 bits."""
+    for dtype in ("int8", "float8"):
+        preset = load_preset("exact", linear={"dtype": dtype})
+        row = bench.accelerated(f"exact, {dtype} layers", preset, 6, warm=2)
+        yield row | {"relative_error": bench.relative_error(preset), **bench.occupancy(preset)}
+
+
+def compiled_whole(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The transformer compiled whole: its computed and its forecast steps, and whether decisions are those without."""
+    preset = load_preset("balanced")
+    with bench.compiled_whole():
+        yield bench.accelerated("compiled whole, exact", load_preset("exact"), 4, warm=2)
+        yield bench.accelerated("compiled whole, balanced", preset, 12, warm=0)
+    yield bench.accelerated("not compiled, balanced", preset, 12, warm=0)
+
+
 RUNS = {
     "baseline": baseline,
     "computed": computed_steps,
@@ -116,6 +143,9 @@ RUNS = {
     "flashomni": flashomni_steps,
     "papers": papers,
     "memory": memory_budget,
+    "kernels": kernel_times,
+    "linear": linear_layers,
+    "compiled": compiled_whole,
 }
 
 

@@ -19,6 +19,7 @@ ms: of a computed step, all branches; of a run of 50 steps, of its average step.
 ({attention} attention). GPU busy: with any kernel, in a computed step; idle: share of consecutive computed steps
 without one; both under the profiler, which slows launches. Relative error: ‖v − v_plain‖ / ‖v_plain‖, of one
 velocity."""
+LISTED_KERNELS = 16
 MEANING_ALONE = "ms: of a step, all branches."
 DISPATCH_MEANING = """\
 Transformer: its calls alone, by the GPU's clock. Step: with the scheduler, and with the control net, which runs where
@@ -61,10 +62,32 @@ def markdown(results: dict[str, Any]) -> str:
     lines += ["", MEANING.format(attention=baseline["attention"]) if baseline.get("attention") else MEANING_ALONE]
     if baseline.get("failed"):
         lines += ["", *(f"- {what} failed: {error}" for what, error in baseline["failed"].items())]
+    for row in rows:
+        lines += _kernel_table(row) if row.get("kernels") else []
     dispatched = [row for row in rows if "dispatch_share" in row]
     if dispatched:
         lines += ["", *_dispatch_table(dispatched), "", DISPATCH_MEANING]
     return "\n".join(lines) + "\n"
+
+
+def _kernel_table(row: dict[str, Any]) -> list[str]:
+    """The kernels that a step spends the most time in, and what all others take."""
+    kernels, busy = row["kernels"], sum(each["ms"] for each in row["kernels"])
+    lines = [
+        "",
+        f"{row['run']}: {busy:.1f} ms of kernels a step",
+        "",
+        "| kernel | launches | ms | share |",
+        "|---|---|---|---|",
+    ]
+    for each in kernels[:LISTED_KERNELS]:
+        name = each["kernel"] if len(each["kernel"]) <= 70 else f"{each['kernel'][:67]}..."
+        lines.append(f"| `{name}` | {each['launches']:g} | {each['ms']:.2f} | {each['ms'] / busy:.1%} |")
+    others = kernels[LISTED_KERNELS:]
+    if others:
+        launches, ms = (sum(each[key] for each in others) for key in ("launches", "ms"))
+        lines.append(f"| {len(others)} others | {launches:g} | {ms:.2f} | {ms / busy:.1%} |")
+    return lines
 
 
 def _dispatch_table(rows: list[dict[str, Any]]) -> list[str]:

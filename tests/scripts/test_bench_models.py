@@ -11,7 +11,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench_models  # noqa: E402
 from model_speed.bench import busy_and_span  # noqa: E402
-from model_speed.table import compare  # noqa: E402
+from model_speed.table import compare, markdown  # noqa: E402
 
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
 TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]
@@ -62,6 +62,24 @@ def test_the_other_papers_methods_run_at_their_densities(monkeypatch, tmp_path, 
     assert [row["run"] for row in (sparge, sla, fg_attn, flashomni)] == ["SpargeAttn", "SLA", "FG-Attn", "FlashOmni"]
     assert all(not row["fallbacks"] and row["computed_fraction"] < 1 for row in (sparge, sla, fg_attn, flashomni))
     assert fg_attn["key_density"] == 0.59 and flashomni["key_density"] == 1.0
+
+
+def test_layers_in_8_bits_and_compiled_whole(monkeypatch, tmp_path):
+    """What is compiled decides alike, and the transformer is left as it was."""
+    stem = tmp_path / "speed"
+    assert run(monkeypatch, stem, "--model", "flux", "--runs", "linear,compiled,kernels") == 0
+    _, int8, float8, _, compiled, plain, *profiled = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    assert 0 < int8["relative_error"] < float8["relative_error"] < 0.1
+    assert compiled["steps_by_mode"] == plain["steps_by_mode"]
+    assert [row["run"] for row in profiled] == ["exact", "50% of tiles left out"]
+
+
+def test_the_kernels_that_take_longest_are_listed():
+    kernels = [{"kernel": f"kernel {n}", "launches": 2.0, "ms": float(30 - n)} for n in range(20)]
+    results = {"model": "flux", "seconds": 1, "latents": [], "command": "", "device": "", "torch": "", "triton": ""}
+    table = markdown(results | {"rows": [{"run": "exact", "ms": 1.0, "kernels": kernels}]})
+    assert "| `kernel 0` | 2 | 30.00 | 7.3% |" in table
+    assert "| 4 others | 8 | 50.00 |" in table
 
 
 def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):

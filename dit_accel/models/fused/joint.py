@@ -20,7 +20,8 @@ from torch.nn import functional
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.fused.block_hook import BlockHook
-from dit_accel.models.fused.parts import Rotary, feed_forward, join_streams, project_gelu
+from dit_accel.models.fused.parts import Rotary, activating, feed_forward, join_streams, project_gelu
+from dit_accel.models.quantized_linears import QuantizedLinears
 from dit_accel.sparse.site import Inputs, SparseSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
@@ -166,12 +167,13 @@ class SingleBlockHook(JointBlockHook):
         residual = self._joined(given)
         first, (shift, scale, gate) = _modulations(block.norm, given, 3)
         norm_x = _by_frame(norm_modulate, (residual,), first, scale, shift)
-        mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x)
+        late = activating(block.proj_out, block.act_mlp, norm_x)
+        mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x) if late is None else block.proj_mlp(norm_x)
         if self.runs_attention(block, given):
-            out = self.attend(block, norm_x, mlp, given)
+            out = self.attend(block, norm_x, mlp, given, late)
         else:
             attended = self.attend_by_module(block.attn, given, norm_x, None)
-            out = block.proj_out(torch.cat([attended, mlp], dim=2))
+            out = _project_both(block.proj_out, attended, mlp, late)
         self.remember("attention and mlp", (out,))
         return self._parted(_by_frame(add_gated, (residual, out), first, gate), given)
 
@@ -181,13 +183,20 @@ class SingleBlockHook(JointBlockHook):
         first, (_, _, gate) = _modulations(block.norm, given, 3)
         return self._parted(_by_frame(add_gated, (self._joined(given), out), first, gate), given)
 
-    def attend(self, block: nn.Module, x: torch.Tensor, mlp: torch.Tensor, given: SimpleNamespace) -> torch.Tensor:
-        """Attention of the joint sequence ``x``, and ``proj_out`` of it and of the MLP."""
+    def attend(
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        mlp: torch.Tensor,
+        given: SimpleNamespace,
+        late: QuantizedLinears | None,
+    ) -> torch.Tensor:
+        """Attention of the joint sequence ``x``, and ``proj_out`` of it and of the MLP, which ``late`` activates."""
         site, attn, out, width = self.site(), block.attn, block.proj_out, x.shape[2]
         q, k, v = self.project(site, attn, x, None, getattr(given, self.rotary))
         o = self.attend_jointly(site, attn, q, k, v, given.encoder_hidden_states.shape[1])
         if not site.caches_bias:
-            return out(torch.cat([o.flatten(2), mlp], dim=2))
+            return _project_both(out, o.flatten(2), mlp, late)
         return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
 
     def _joined(self, given: SimpleNamespace) -> torch.Tensor:
@@ -197,6 +206,13 @@ class SingleBlockHook(JointBlockHook):
         start = self.in_order(given.hidden_states, given.encoder_hidden_states)[0].shape[1]
         joint = self.bounded(joint)
         return joint[:, :start], joint[:, start:]
+
+
+def _project_both(
+    linear: nn.Module, attended: torch.Tensor, mlp: torch.Tensor, late: QuantizedLinears | None
+) -> torch.Tensor:
+    """``linear`` of both, the MLP's behind the attention's; ``late`` activates the MLP's on the way."""
+    return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, attended, mlp)
 
 
 def _modulations(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, tuple[Any, ...]]:

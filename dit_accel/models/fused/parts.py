@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
 from dit_accel.models.hooks import ATTENTION_HOOK
+from dit_accel.models.quantized_linears import QuantizedLinears, in_8_bits
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -129,22 +130,37 @@ def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """``activation(linear(x))``; GELU's tanh approximation runs in the product's epilogue where the layer is plain."""
-    is_gelu = getattr(activation, "approximate", "none") == "tanh" and not _is_hooked(activation)
-    if x.is_cuda and is_gelu and why_not_sliceable(linear, x.device) is None:
+    if x.is_cuda and _is_tanh_gelu(activation) and why_not_sliceable(linear, x.device) is None:
         return linear_gelu(x, linear.weight, linear.bias)
     return activation(linear(x))
+
+
+def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
+    """What runs ``linear`` in 8 bits, and the activation before it on the way; None = each runs by itself.
+
+    Args:
+        x: of as many rows as the layer's input will have.
+    """
+    return in_8_bits(linear, x) if _is_tanh_gelu(activation) else None
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     """A block's MLP, its GELU in the epilogue of the first product where that layer is plain."""
     first, *rest = mlp.net
-    is_plain = type(first) is GELU and first.approximate == "tanh" and not any(map(_is_hooked, (mlp, first)))
+    is_plain = type(first) is GELU and _is_tanh_gelu(first) and not _is_hooked(mlp)
+    if is_plain and (linears := in_8_bits(rest[-1], x)) is not None:
+        hidden = first.proj(x)
+        return linears.project(rest[-1], hidden[..., :0], hidden)
     if not x.is_cuda or not is_plain or why_not_sliceable(first.proj, x.device) is not None:
         return mlp(x)
     x = linear_gelu(x, first.proj.weight, first.proj.bias)
     for module in rest:
         x = module(x)
     return x
+
+
+def _is_tanh_gelu(activation: nn.Module) -> bool:
+    return getattr(activation, "approximate", "none") == "tanh" and not _is_hooked(activation)
 
 
 def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:

@@ -1,0 +1,150 @@
+"""Plain linear layers of a transformer's blocks, run in 8 bits while a pipeline is accelerated.
+
+Weights are rounded at the start of each run, which takes milliseconds, so whatever has changed them since is in; copies
+are dropped at its end. What else than a plain layer stands in a layer's place (LoRA's own, quantised or offloaded ones)
+runs as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.kernels import quantize_rows, quantized_linear
+from dit_accel.kernels.checks import FLOAT_DTYPES
+from dit_accel.kernels.quantize import FP8_CAPABILITY
+from dit_accel.kernels.quantized_linear import EVEN
+from dit_accel.models.graph_limits import PLAIN_TENSORS
+from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
+from dit_accel.presets import Linear
+
+LEAST_ROWS = 64  # tokens of a call, below which reading the weights is all that a layer takes
+
+Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
+
+
+def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Plain linear layers in a transformer's blocks, by name, whose sides matrix units can take in 8 bits."""
+    for name, layer in transformer.named_modules():
+        in_block = re.search(r"\.\d+\.", name) and "lora_" not in name
+        if in_block and type(layer) is nn.Linear and not any(side % EVEN for side in layer.weight.shape):
+            yield name, layer
+
+
+class QuantizedLinears:
+    """The layers of one transformer, and what they share.
+
+    Args:
+        transformer: whose layers they are.
+        section: of the preset.
+        note: takes remarks for the report of a run.
+
+    Raises:
+        UnsupportedError: the transformer's GPU can't multiply such values, or no layer is left.
+    """
+
+    def __init__(self, transformer: nn.Module, section: Linear, note: Callable[[str], None]) -> None:
+        assert section.dtype is not None
+        self.dtype = section.dtype
+        if any(is_compiled(module) for module in transformer.modules()):
+            raise UnsupportedError(
+                f"{type(transformer).__name__} is compiled, and linear.dtype {self.dtype!r} takes the place of layers "
+                "inside: leave it out, or load the pipeline anew, uncompiled"
+            )
+        found = {
+            name: layer
+            for name, layer in block_linears(transformer)
+            if "norm" not in name and type(layer.weight) in PLAIN_TENSORS and layer.weight.dtype in FLOAT_DTYPES
+        }
+        self.layers = {
+            name: layer
+            for name, layer in found.items()
+            if not any(fnmatchcase(name, pattern) for pattern in section.exclude) and not hasattr(layer, "_hf_hook")
+        }
+        if not self.layers:
+            raise UnsupportedError(
+                f"linear.dtype {self.dtype!r} finds no layer to round: of {len(found)} plain linear layers in the "
+                f"blocks of {type(transformer).__name__} all are excluded or offloaded"
+            )
+        device = next(iter(self.layers.values())).weight.device
+        if self.dtype == "float8" and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < FP8_CAPABILITY:
+                raise UnsupportedError(
+                    f"linear.dtype 'float8' needs a GPU of compute capability {FP8_CAPABILITY} or more, got "
+                    f"{capability}; use int8"
+                )
+        self._note = note
+        self._run: object = None
+        self._weights: dict[nn.Linear, Quantized] = {}
+        self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input, which q, k and v share
+
+    def begin(self, run: object) -> None:
+        """Called before each call of the transformer: what runs before have left is rounded anew."""
+        if run is self._run:
+            return
+        self._run = run
+        self._note(f"{len(self.layers)} linear layers in {self.dtype}")
+        for layer, (values, scales) in self._weights.items():
+            for held, new in zip((values, scales), quantize_rows(layer.weight, dtype=self.dtype), strict=True):
+                held.copy_(new)
+
+    def end_call(self) -> None:
+        """Lets go of the latest input."""
+        self._rows = None
+
+    def release(self) -> None:
+        """Drops the rounded weights, which the next run makes again."""
+        self._weights.clear()
+        self._run = None
+
+    def takes(self, layer: nn.Linear, x: torch.Tensor) -> bool:
+        """Whether such a call of a layer runs in 8 bits."""
+        weight = layer.weight
+        wants_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        return (
+            not wants_gradients
+            and not torch.is_autocast_enabled(x.device.type)
+            and type(weight) in PLAIN_TENSORS
+            and (weight.dtype, weight.device) == (x.dtype, x.device)
+            and x.shape[:-1].numel() >= LEAST_ROWS
+        )
+
+    def project(self, layer: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's output for ``x`` ``[..., C]``, with GELU of another tensor ``[..., M]`` behind it."""
+        if layer not in self._weights:
+            self._weights[layer] = quantize_rows(layer.weight, dtype=self.dtype)
+        name = str(x.dtype).removeprefix("torch.")
+        return quantized_linear(*self._rows_of(x, gelu), *self._weights[layer], layer.bias, out_dtype=name)
+
+    def _rows_of(self, x: torch.Tensor, gelu: torch.Tensor | None) -> Quantized:
+        if gelu is not None or x.is_inference():  # whose versions nobody counts
+            return quantize_rows(x, gelu, dtype=self.dtype)
+        if self._rows is None or self._rows[0] is not x or self._rows[1] != x._version:
+            self._rows = x, x._version, quantize_rows(x, dtype=self.dtype)
+        return self._rows[2]
+
+
+class LinearHook(Hook):
+    """Runs a plain linear layer in 8 bits."""
+
+    def __init__(self, linears: QuantizedLinears) -> None:
+        super().__init__()
+        self.linears = linears
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self.linears.takes(module, args[0]):
+            return self.fn_ref.original_forward(*args, **kwargs)
+        return self.linears.project(module, args[0])
+
+
+def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
+    """What runs a layer in 8 bits for inputs of as many rows as ``x`` has; None = it runs as it is."""
+    hook = find_hook(layer, LINEAR_HOOK)
+    return hook.linears if hook is not None and hook.linears.takes(layer, x) else None

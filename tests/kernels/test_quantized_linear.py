@@ -1,0 +1,86 @@
+"""Linear layers in 8 bits: rows with scales, GELU and a second tensor on the way, and the product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import quantize_rows, quantized_linear
+from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
+
+BACKENDS = ["reference", "triton"]
+STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # most error: of the largest value, and of each value
+
+
+def dequantized(values, scales):
+    return values.float() * scales[..., None]
+
+
+# The interpreter's conversion to e4m3 halves values whose rounding carries.
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", "int8"), ("reference", "float8"), ("triton", "int8")])
+@pytest.mark.parametrize("widths", [(96, None), (80, 144), (0, 64)], ids=["x", "x-and-gelu", "gelu"])
+def test_rows_come_back_within_a_step(backend, dtype, widths, make_tensor):
+    width, gelu_width = widths
+    x = make_tensor(2, 5, width)
+    gelu = None if gelu_width is None else make_tensor(2, 5, gelu_width)
+    rows = x if gelu is None else torch.cat([x, F.gelu(gelu, approximate="tanh")], dim=-1)
+    values, scales = quantize_rows(x, gelu, dtype=dtype, backend=backend)
+    assert values.dtype == LINEAR_DTYPES[dtype]
+    assert values.shape == rows.shape
+    assert scales.shape == rows.shape[:-1]
+    sizes = rows.abs().amax(-1, keepdim=True) if dtype == "int8" else rows.abs()
+    error = (dequantized(values, scales) - rows).abs()
+    assert (error <= STEP[dtype] * 1.001 * sizes + 2e-3 * scales[..., None]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_zeros_stay_zeros(backend):
+    values, scales = quantize_rows(torch.zeros(3, 32), dtype="int8", backend=backend)
+    assert not values.any()
+    assert scales.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_lie_apart(backend, make_tensor):
+    x = make_tensor(4, 6, 64)[:, 1:, 16:48]
+    values, scales = quantize_rows(x, dtype="int8", backend=backend)
+    expected = quantize_rows(x.contiguous(), dtype="int8", backend="reference")
+    assert torch.equal(scales, expected[1])
+    assert (values.int() - expected[0].int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", list(LINEAR_DTYPES))
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", [(2, 37, 64, 48), (1, 130, 144, 144)], ids=["small", "ragged-tiles"])
+def test_product_is_that_of_the_rounded(backend, dtype, biased, shape, make_tensor):
+    batch, tokens, channels, columns = shape
+    x, weight = make_tensor(batch, tokens, channels), make_tensor(columns, channels)
+    bias = make_tensor(columns) if biased else None
+    rows, weights = (quantize_rows(each, dtype=dtype, backend="reference") for each in (x, weight))
+    exact = F.linear(dequantized(*rows).double(), dequantized(*weights).double())
+    exact = exact if bias is None else exact + bias.double()
+    product = quantized_linear(*rows, *weights, bias, out_dtype="float32", backend=backend)
+    assert torch.allclose(product.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.02), ("float8", 0.06)])
+def test_error_of_a_layer(dtype, most, make_tensor):
+    x, weight = make_tensor(64, 512), make_tensor(256, 512)
+    product = quantized_linear(*quantize_rows(x, dtype=dtype), *quantize_rows(weight, dtype=dtype), out_dtype="float32")
+    exact = F.linear(x, weight)
+    assert (product - exact).norm() / exact.norm() < most
+
+
+def test_errors_name_the_argument(make_tensor):
+    x = make_tensor(4, 32)
+    with pytest.raises(ShapeError, match=r"dtype must be one of \('int8', 'float8'\), got 'int4'"):
+        quantize_rows(x, dtype="int4")
+    with pytest.raises(ShapeError, match=r"gelu must have shape \[4, M\], got \[3, 32\]"):
+        quantize_rows(x, make_tensor(3, 32), dtype="int8")
+    values, scales = quantize_rows(x, dtype="int8")
+    weight, weight_scales = quantize_rows(make_tensor(24, 32), dtype="int8")
+    with pytest.raises(ShapeError, match=r"multiples of 16, got \[24, 32\]"):
+        quantized_linear(values, scales, weight, weight_scales, out_dtype="float32")
+    with pytest.raises(ShapeError, match="out_dtype must be one of"):
+        quantized_linear(values, scales, weight, weight_scales, out_dtype="int8")

@@ -1,0 +1,112 @@
+"""Linear layers of blocks in 8 bits: which run so, that nothing of it stays, and what is refused."""
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.models.hooks import OUR_HOOKS, find_hook
+from dit_accel.models.quantized_linears import QuantizedLinears
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+STEPS = 4
+INT8 = {"linear.dtype": "int8"}
+
+
+def distance(made, plain):
+    return ((made - plain).norm() / plain.norm()).item()
+
+
+def hooked(pipe):
+    return [module for module in pipe.transformer.modules() if any(find_hook(module, name) for name in OUR_HOOKS)]
+
+
+def linears_of(pipe):
+    return pipe.transformer._diffusers_hook.hooks["dit_accel"].driver._linears
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan", "sd3", "ltx", "qwen-image", "wan22"])
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.05), ("float8", 0.2)])
+def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
+    """Families with blocks of our own, with facts, and without."""
+    pipe = tiny_pipeline(name)
+    plain = tiny_output(pipe, name, steps=STEPS)
+    accelerate_pipeline(pipe, "exact", **{"linear.dtype": dtype})
+    made = tiny_output(pipe, name, steps=STEPS)
+    assert 0 < distance(made, plain) < most
+    assert any(f"linear layers in {dtype}" in note for note in pipe.dit_accel.report().notes)
+    restore_pipeline(pipe)
+    assert torch.equal(tiny_output(pipe, name, steps=STEPS), plain)
+    assert not hooked(pipe)
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan", "wan"])
+def test_blocks_of_our_own_give_what_the_layers_give(name):
+    """There GELU is applied, and attention and MLP are put side by side, where rows are rounded."""
+    model = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}[name]
+    pipe = tiny_pipeline(name)
+    called = tiny_output(accelerate_pipeline(pipe, "exact", **INT8), name, steps=STEPS)
+    every_tile = {"policy": "sparge", "steps": "all", "top_k": 1.0}
+    accelerate_pipeline(pipe, load_preset("exact", model=model, skip=every_tile), **INT8)
+    assert distance(tiny_output(pipe, name, steps=STEPS), called) < 0.01
+
+
+def test_weights_that_change_between_runs_are_rounded_anew():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    before = tiny_output(pipe, "flux", steps=STEPS)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_v
+    layer.weight.data.mul_(-1.0)
+    changed = tiny_output(pipe, "flux", steps=STEPS)
+    layer.weight.data.mul_(-1.0)
+    assert distance(changed, before) > 0.01
+    assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), before)
+
+
+def test_copies_go_with_the_run():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    tiny_output(pipe, "flux", steps=STEPS)
+    linears = linears_of(pipe)
+    assert linears.layers and not linears._weights and linears._rows is None
+
+
+def test_inputs_are_rounded_once_for_layers_that_share_them(monkeypatch):
+    counted = []
+    rounded = QuantizedLinears._rows_of
+
+    def count(self, x, gelu):
+        found = rounded(self, x, gelu)
+        counted.append(id(found[0]))
+        return found
+
+    monkeypatch.setattr(QuantizedLinears, "_rows_of", count)
+    pipe = accelerate_pipeline(tiny_pipeline("sd3"), "exact", **INT8)
+    tiny_output(pipe, "sd3", steps=1)
+    assert len(set(counted)) < len(counted)
+
+
+def test_excluded_layers_run_as_they_are():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8, **{"linear.exclude": ["*.to_?", "single_*"]})
+    names = list(linears_of(pipe).layers)
+    assert "transformer_blocks.0.attn.to_out.0" in names
+    assert not any(name.startswith("single_") or name.endswith(("to_q", "to_k", "to_v")) for name in names)
+
+
+def test_gradients_flow_past():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    x = torch.randn(100, layer.in_features, requires_grad=True)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
+    pipe = tiny_pipeline("flux")
+    with pytest.raises(UnsupportedError, match=r"finds no layer to round: of \d+ plain linear layers"):
+        accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*"]})
+    with pytest.raises(PresetError, match="level 'head' multiplies parts of them"):
+        accelerate_pipeline(pipe, "flux-flashomni", **INT8)
+    with pytest.raises(PresetError, match="exclude has no effect without a dtype"):
+        accelerate_pipeline(pipe, "exact", **{"linear.exclude": ["*"]})
+    pipe.transformer.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"is compiled, and linear\.dtype 'int8' takes the place of layers"):
+        accelerate_pipeline(pipe, "exact", **INT8)
+    assert not hooked(pipe)
