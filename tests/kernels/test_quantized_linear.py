@@ -6,19 +6,21 @@ import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import quantize_rows, quantized_linear
-from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
+from dit_accel.kernels.quantized_linear import LINEAR_DTYPES, hadamard, turned_features
 
 BACKENDS = ["reference", "triton"]
-STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # most error: of the largest value, and of each value
+MOST = {"int8": 0.012, "float8": 0.045}  # relative error of a row
 
 
 def dequantized(values, scales):
-    return values.float() * scales[..., None]
+    """What the rows were, up to rounding: turned back."""
+    turned = turned_features(values.shape[-1], "int8" if values.dtype == torch.int8 else "float8")
+    return ((values.float() * scales[..., None]).unflatten(-1, (-1, turned)) @ hadamard(turned)).flatten(-2)
 
 
 # The interpreter's conversion to e4m3 halves values whose rounding carries.
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "int8"), ("reference", "float8"), ("triton", "int8")])
-@pytest.mark.parametrize("widths", [(96, None), (80, 144), (0, 64)], ids=["x", "x-and-gelu", "gelu"])
+@pytest.mark.parametrize("widths", [(96, None), (64, 128), (0, 64)], ids=["x", "x-and-gelu", "gelu"])
 def test_rows_come_back_within_a_step(backend, dtype, widths, make_tensor):
     width, gelu_width = widths
     x = make_tensor(2, 5, width)
@@ -28,9 +30,8 @@ def test_rows_come_back_within_a_step(backend, dtype, widths, make_tensor):
     assert values.dtype == LINEAR_DTYPES[dtype]
     assert values.shape == rows.shape
     assert scales.shape == rows.shape[:-1]
-    sizes = rows.abs().amax(-1, keepdim=True) if dtype == "int8" else rows.abs()
-    error = (dequantized(values, scales) - rows).abs()
-    assert (error <= STEP[dtype] * 1.001 * sizes + 2e-3 * scales[..., None]).all()
+    error = (dequantized(values, scales) - rows).norm(dim=-1) / rows.norm(dim=-1)
+    assert (error < MOST[dtype]).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,8 +46,19 @@ def test_rows_that_lie_apart(backend, make_tensor):
     x = make_tensor(4, 6, 64)[:, 1:, 16:48]
     values, scales = quantize_rows(x, dtype="int8", backend=backend)
     expected = quantize_rows(x.contiguous(), dtype="int8", backend="reference")
-    assert torch.equal(scales, expected[1])
+    assert torch.allclose(scales, expected[1])
     assert (values.int() - expected[0].int()).abs().max() <= 1
+
+
+def test_turning_spreads_what_is_large():
+    """A layer whose inputs have a feature of 30 times the size errs no more than others."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 512), torch.randn(256, 512)
+    x[:, 7] *= 30
+    exact = F.linear(x, weight)
+    rows, weights = quantize_rows(x, dtype="int8"), quantize_rows(weight, dtype="int8")
+    error = quantized_linear(*rows, *weights, out_dtype="float32") - exact
+    assert error.norm() / exact.norm() < 0.02
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,6 +88,8 @@ def test_errors_name_the_argument(make_tensor):
     x = make_tensor(4, 32)
     with pytest.raises(ShapeError, match=r"dtype must be one of \('int8', 'float8'\), got 'int4'"):
         quantize_rows(x, dtype="int4")
+    with pytest.raises(ShapeError, match="x must have a multiple of 64 features before those of gelu, got 32"):
+        quantize_rows(x, make_tensor(4, 96), dtype="int8")
     with pytest.raises(ShapeError, match=r"gelu must have shape \[4, M\], got \[3, 32\]"):
         quantize_rows(x, make_tensor(3, 32), dtype="int8")
     values, scales = quantize_rows(x, dtype="int8")

@@ -1,4 +1,4 @@
-"""Quantised rows, one program each, which holds it in registers; and their product with quantised weights.
+"""Quantised rows, one program each, which holds and turns it in registers; and their product with quantised weights.
 
 The product is a plain tiled one: tiles of both sides through the copy engine on Hopper, several stages ahead, sums in
 registers, scales and bias on the way out.
@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2, on_device
+from dit_accel.kernels._triton.launch import (
+    is_hopper_or_later,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    on_device,
+    precision,
+)
 from dit_accel.kernels.quantized_linear import LARGEST, SMALLEST_SCALE
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -25,6 +32,24 @@ def _gelu(x):
 
 
 @triton.jit
+def _features(COUNT: tl.constexpr, TURNED: tl.constexpr):
+    return tl.arange(0, COUNT // TURNED)[:, None] * TURNED + tl.arange(0, TURNED)[None, :]
+
+
+@triton.jit
+def _turn(groups, norm, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """Each row of ``[groups, TURNED]`` times the Hadamard matrix, whose signs are the parities of i & j; float32."""
+    if TURNED == 1:
+        return groups.to(tl.float32)
+    common = tl.arange(0, TURNED)[:, None] & tl.arange(0, TURNED)[None, :]
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    signs = (1 - 2 * (common & 1)).to(groups.dtype)
+    return tl.dot(groups, signs, input_precision=PRECISION) * norm
+
+
+@triton.jit
 def _store(values, units, inside):
     if values.dtype.element_ty == tl.int8:
         tl.store(values, tl.floor(units + 0.5).to(tl.int8), inside)
@@ -34,22 +59,25 @@ def _store(values, units, inside):
 
 @triton.jit
 def _quantize_rows(
-    x, gelu, values, scales, x_row, gelu_row, width, gelu_width, largest, smallest,
+    x, gelu, values, scales, x_row, gelu_row, width, gelu_width, largest, smallest, norm,
     HAS_X: tl.constexpr, HAS_GELU: tl.constexpr, FEATURES: tl.constexpr, GELU_FEATURES: tl.constexpr,
+    TURNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Features of a row lie as ``[groups, TURNED]``; a group is turned by one product."""
     row = tl.program_id(0).to(tl.int64)
     values += row * (width + gelu_width)
     maximum = 0.0
     if HAS_X:
-        feature = tl.arange(0, FEATURES)
+        feature = _features(FEATURES, TURNED)
         inside = feature < width
-        own = tl.load(x + row * x_row + feature, inside, other=0.0).to(tl.float32)
-        maximum = tl.max(tl.abs(own), 0)
+        own = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), norm, TURNED, PRECISION)
+        maximum = tl.max(tl.abs(own))
     if HAS_GELU:
-        gelu_feature = tl.arange(0, GELU_FEATURES)
+        gelu_feature = _features(GELU_FEATURES, TURNED)
         gelu_inside = gelu_feature < gelu_width
-        active = _gelu(tl.load(gelu + row * gelu_row + gelu_feature, gelu_inside, other=0.0).to(tl.float32))
-        maximum = tl.maximum(maximum, tl.max(tl.abs(active), 0))
+        active = tl.load(gelu + row * gelu_row + gelu_feature, gelu_inside, other=0.0)
+        active = _turn(_gelu(active.to(tl.float32)).to(active.dtype), norm, TURNED, PRECISION)
+        maximum = tl.maximum(maximum, tl.max(tl.abs(active)))
     scale = tl.maximum(maximum / largest, smallest)
     if HAS_X:
         _store(values + feature, own * (1.0 / scale), inside)
@@ -58,19 +86,22 @@ def _quantize_rows(
     tl.store(scales + row, scale)
 
 
-def rows_into(x: torch.Tensor, gelu: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """``x`` ``[R, C]`` and ``gelu`` ``[R, M]`` into ``values``, C + M of a row, and ``scales``, R of them."""
+def rows_into(
+    x: torch.Tensor, gelu: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor, turned: int
+) -> None:
+    """``x`` ``[R, C]`` and ``gelu`` ``[R, M]``, turned, into ``values``, C + M of a row, and ``scales``, R of them."""
     rows, width = x.shape
     gelu_width = 0 if gelu is None else gelu.shape[1]
     x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))
-    features, gelu_features = next_power_of_2(max(width, 1)), next_power_of_2(max(gelu_width, 1))
+    least = turned if turned == 1 else 16 * turned  # rows that a product of matrix units has
+    features, gelu_features = (max(next_power_of_2(max(count, 1)), least) for count in (width, gelu_width))
     with on_device(x):
         launch(
             _quantize_rows, rows, (x, gelu, values, scales),
             (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width,
-             LARGEST[values.dtype], SMALLEST_SCALE),
+             LARGEST[values.dtype], SMALLEST_SCALE, turned**-0.5),
             HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
-            num_warps=min(max((features + gelu_features) // 1024, 1), 8),
+            TURNED=turned, PRECISION=precision(x), num_warps=min(max((features + gelu_features) // 1024, 1), 8),
         )  # fmt: skip
 
 

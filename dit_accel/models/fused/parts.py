@@ -139,9 +139,10 @@ def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> Qua
     """What runs ``linear`` in 8 bits, and the activation before it on the way; None = each runs by itself.
 
     Args:
-        x: of as many rows as the layer's input will have.
+        x: like what comes before the activated features in the layer's input.
     """
-    return in_8_bits(linear, x) if _is_tanh_gelu(activation) else None
+    linears = in_8_bits(linear, x) if _is_tanh_gelu(activation) else None
+    return linears if linears is not None and linears.divides(linear, x.shape[-1]) else None
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
