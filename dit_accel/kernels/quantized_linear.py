@@ -86,7 +86,8 @@ def quantize_rows(
         from dit_accel.kernels._triton.quantized_linear import rows_into
 
         values, scales = _empty_rows(x, gelu, dtype)
-        rows_into(*(part if part is None else part.flatten(0, -2) for part in (x, gelu)), values, scales, turned)
+        flat = (part if part is None else part.flatten(0, -2) for part in (x, gelu))
+        rows_into(*flat, values, scales, turned, LARGEST[values.dtype], SMALLEST_SCALE)
         return values, scales
     rows = x.float()
     if gelu is not None:

@@ -45,6 +45,7 @@ SLICED = replace(
 PLAN, SLICED_PLAN = kernels.lower(SYMBOLS), kernels.lower(SLICED)
 SLA_PLAN = SparseLinearAttention(HEAD_DIM, 0.2, 0.3).plan(Q, K)
 ATTENDED, LSE = kernels.attention(Q, K, V, SLA_PLAN, return_lse=True)
+ROWS8, WEIGHT8 = (kernels.quantize_rows(each, dtype="int8") for each in (X, WEIGHT))
 _, STACK = kernels.gemm_o_update(Q, WEIGHT, BIAS, PLAN, history=(K,))
 
 CALLS = {  # an op with arguments: what is reused keeps zeros
@@ -80,6 +81,9 @@ CALLS = {  # an op with arguments: what is reused keeps zeros
     "norm_rope_pair": (kernels.norm_rope_pair, (Q, K, (WEIGHT[0], None), None), {}),
     "pack_bits": (kernels.pack_bits, (MAP > 0.2,), {}),
     "pooled_map": (kernels.pooled_map, (Q, K, BLOCK), {"kv_len": KV_LEN}),
+    "quantize_rows": (kernels.quantize_rows, (X,), {"dtype": "int8"}),
+    "quantize_rows-gelu": (kernels.quantize_rows, (X, UPDATE), {"dtype": "float8"}),
+    "quantized_linear": (kernels.quantized_linear, (*ROWS8, *WEIGHT8, BIAS), {"out_dtype": "float32"}),
     "select_keys": (kernels.select_keys, (Q, K, 0.5), {"group": 64, "block": BLOCK}),
     "select_rows": (kernels.select_rows, (MAP, 0.3), {"text": LAST, "vision": slice(0, BLOCKS - 1)}),
     "select_tiles": (kernels.select_tiles, (MAP, 0.3), {"rows": MAP[..., 0] > 0.2}),

@@ -29,6 +29,7 @@ CASES = {
     "control-net": ("flux-controlnet", load_preset("balanced"), 1),
     "two-transformers": ("wan22", load_preset("video-balanced"), 4),
     "no-facts": ("ltx", load_preset("balanced"), 1),
+    "8-bits": ("flux", load_preset("turbo", linear={"dtype": "int8"}), 1),
 }
 
 

@@ -19,7 +19,6 @@ from dit_accel.kernels._triton.launch import (
     on_device,
     precision,
 )
-from dit_accel.kernels.quantized_linear import LARGEST, SMALLEST_SCALE
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 GROUP = 8  # row tiles that share weight tiles in L2
@@ -87,9 +86,19 @@ def _quantize_rows(
 
 
 def rows_into(
-    x: torch.Tensor, gelu: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor, turned: int
+    x: torch.Tensor,
+    gelu: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    turned: int,
+    largest: float,
+    smallest_scale: float,
 ) -> None:
-    """``x`` ``[R, C]`` and ``gelu`` ``[R, M]``, turned, into ``values``, C + M of a row, and ``scales``, R of them."""
+    """``x`` ``[R, C]`` and ``gelu`` ``[R, M]``, turned, into ``values``, C + M of a row, and ``scales``, R of them.
+
+    Args:
+        largest: value that ``values`` can hold.
+    """
     rows, width = x.shape
     gelu_width = 0 if gelu is None else gelu.shape[1]
     x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))
@@ -99,7 +108,7 @@ def rows_into(
         launch(
             _quantize_rows, rows, (x, gelu, values, scales),
             (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width,
-             LARGEST[values.dtype], SMALLEST_SCALE, turned**-0.5),
+             largest, smallest_scale, turned**-0.5),
             HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
             TURNED=turned, PRECISION=precision(x), num_warps=min(max((features + gelu_features) // 1024, 1), 8),
         )  # fmt: skip

@@ -18,6 +18,7 @@ import torch
 
 from dit_accel import kernels
 from dit_accel.errors import BackendError, UnsupportedError
+from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
 from dit_accel.kernels.selection import select_rows, select_tiles
 from dit_accel.tools.bench import verify
 from dit_accel.tools.bench.cases import Case, Inputs, causal, documents, make_inputs, masked_inputs
@@ -181,6 +182,26 @@ def check_forecast(inputs: Inputs, backend: str) -> Checks:
     yield "weighted_sum plan", verify.verify_weighted_sum(out, history, WEIGHTS, inputs)
 
 
+def check_quantized_linear(inputs: Inputs, backend: str) -> Checks:
+    """Rounded rows beside the reference's, and their product, also that of ``auto``, beside float64."""
+    case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
+    x, hidden = (inputs.normal(case.batch, case.tokens, features) for features in (width, 4 * width))
+    weight, bias = inputs.normal(2 * width, 5 * width, scale=width**-0.5), inputs.normal(2 * width)
+    for dtype in LINEAR_DTYPES:
+        (values, scales), expected = (
+            kernels.quantize_rows(x, hidden, dtype=dtype, backend=name) for name in (backend, "reference")
+        )
+        differing = (values.float() != expected[0].float()).double().mean().item()  # where rounding was close
+        yield f"quantize_rows {dtype}", Verdict(differing, 0.01)
+        weights = kernels.quantize_rows(weight, dtype=dtype)
+        rows, columns = (each.double() * by[..., None].double() for each, by in ((values, scales), weights))
+        exact = torch.nn.functional.linear(rows, columns, bias.double())
+        for name in (backend, "auto"):
+            product = kernels.quantized_linear(values, scales, *weights, bias, out_dtype="bfloat16", backend=name)
+            error = ((product.double() - exact).norm() / exact.norm()).item()
+            yield f"quantized_linear {dtype}, {name}", Verdict(error, 0.004)
+
+
 def check_selection(inputs: Inputs, backend: str) -> Checks:
     blocks = inputs.plan.blocks
     probabilities = inputs.normal(*inputs.tiles.shape, dtype=torch.float32, scale=2.0).softmax(-1)
@@ -203,6 +224,7 @@ ALL_CHECKS = (
     check_selection,
     check_forecast,
     check_linear_attention,
+    check_quantized_linear,
 )
 
 

@@ -25,6 +25,7 @@ from dit_accel.tools.bench import gate
 from dit_accel.tools.bench.attention import bench_attention, bench_quantised
 from dit_accel.tools.bench.cases import Case, make_inputs
 from dit_accel.tools.bench.gemm import bench_gemm_o, bench_gemm_q
+from dit_accel.tools.bench.linear import bench_linear
 from dit_accel.tools.bench.masks import bench_masks
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.bench.recorder import Recorder
@@ -44,6 +45,7 @@ OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (what measures
     "quantised": (bench_quantised, _ATTENTION),
     "gemm_q": (bench_gemm_q, (gate.check_symbols, gate.check_gemm_q)),
     "gemm_o": (bench_gemm_o, (gate.check_symbols, gate.check_gemm_o)),
+    "linear": (bench_linear, (gate.check_quantized_linear,)),
     "lowering": (bench_lowering, (gate.check_symbols,)),
     "pooling": (bench_pooling, (gate.check_pooling,)),
     "symbols": (bench_symbols, (gate.check_symbols, gate.check_pooling, gate.check_selection)),

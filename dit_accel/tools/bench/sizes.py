@@ -51,6 +51,7 @@ FULL = Sizes(
         "quantised": (Case(33024),),
         "gemm_q": _PROJECTIONS,
         "gemm_o": _PROJECTIONS,
+        "linear": _PROJECTIONS,
         "lowering": _MODELS,
         "pooling": (Case(4608), Case(8192), Case(33024)),
         "symbols": (Case(8192), Case(33024)),
@@ -69,7 +70,7 @@ QUICK = Sizes(
     cases={
         **dict.fromkeys(FULL.cases, (Case(4608),)),
         "masks": (Case(512, 8, 64, 64, dtype=torch.float16), Case(512, 8, 64, dtype=torch.float16)),
-        **dict.fromkeys(("gemm_q", "gemm_o"), (Projection(4608),)),
+        **dict.fromkeys(("gemm_q", "gemm_o", "linear"), (Projection(4608),)),
         "sla": (Case(4608, heads=12, block=64),),
     },
     sparsities=(0.0, 0.8),
@@ -82,7 +83,7 @@ _TINY = {"heads": 2, "head_dim": 32, "block": 64, "dtype": torch.float32}
 TINY = Sizes(
     cases={
         **dict.fromkeys(FULL.cases, (Case(300, **_TINY),)),
-        **dict.fromkeys(("gemm_q", "gemm_o"), (Projection(300, width=64, **_TINY),)),
+        **dict.fromkeys(("gemm_q", "gemm_o", "linear"), (Projection(300, width=64, **_TINY),)),
     },
     sparsities=(0.0, 0.5),
     window_lengths=(4,),
