@@ -23,7 +23,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported
 
 from compile_study.compiling import GPUS, compiled
-from compile_study.ops import OPS
+from compile_study.ops import OPS, SINCE
 from compile_study.report import fits, table
 
 from dit_accel.tools.bench.origin import describe_run
@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for name in options.gpus:
-        for op in options.ops:
+        for op in (op for op in options.ops if GPUS[name].capability >= SINCE.get(op, 0)):
             rows += [{"gpu": name, "op": op, **each} for each in compiled(GPUS[name], OPS[op])]
             print(f"{name}, {op}: {sum(row['gpu'] == name and row['op'] == op for row in rows)} kernels", flush=True)
     document = {**describe_run("cpu"), "kernels": rows}

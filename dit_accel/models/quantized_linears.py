@@ -19,7 +19,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import quantize_rows, quantized_linear
 from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.quantize import FP8_CAPABILITY
-from dit_accel.kernels.quantized_linear import EVEN, turned_features
+from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.models.graph_limits import PLAIN_TENSORS
 from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
@@ -115,10 +115,6 @@ class QuantizedLinears:
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and x.shape[:-1].numel() >= LEAST_ROWS
         )
-
-    def divides(self, layer: nn.Linear, width: int) -> bool:
-        """Whether features that are turned together lie on one side of the first ``width`` of a layer's input."""
-        return width % turned_features(layer.in_features, self.dtype) == 0
 
     def project(self, layer: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's output for ``x`` ``[..., C]``, with GELU of another tensor ``[..., M]`` behind it."""

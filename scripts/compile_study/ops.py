@@ -68,6 +68,15 @@ def _gemm_o() -> None:
     kernels.gemm_o_dispatch(o, weight, inputs.plan, stack, (1.5, -0.5), backend="triton")
 
 
+def _quantized_linear(dtype: str) -> None:
+    """Layers as wide as FLUX's: what comes from a block's norm, and attention with the MLP behind it."""
+    inputs = make_inputs(DENSE, "cpu")
+    x, hidden, bias = inputs.normal(128, 3072), inputs.normal(128, 12288), inputs.normal(128)
+    for gelu in (None, hidden):
+        values, scales = kernels.quantize_rows(x, gelu, dtype=dtype, backend="triton")
+        kernels.quantized_linear(values, scales, values, scales, bias, out_dtype="bfloat16", backend="triton")
+
+
 def _block() -> None:
     """What a fused block has beside its products: norms, modulation, gates, RoPE."""
     inputs = make_inputs(DENSE, "cpu")
@@ -107,6 +116,9 @@ OPS: dict[str, Callable[[], None]] = {
     "SLA, backward": _sla_backward,
     "GEMM-Q": _gemm_q,
     "GEMM-O": _gemm_o,
+    "linear layers, int8": partial(_quantized_linear, "int8"),
+    "linear layers, float8": partial(_quantized_linear, "float8"),
     "norms and gates": _block,
     "symbols": _symbols,
 }
+SINCE = {"linear layers, float8": 89}  # compute capability, times ten, of GPUs that run an op

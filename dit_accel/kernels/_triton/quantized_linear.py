@@ -17,8 +17,8 @@ from dit_accel.kernels._triton.launch import (
     multiprocessors,
     next_power_of_2,
     on_device,
-    precision,
 )
+from dit_accel.kernels.backends import hopper_limit
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 GROUP = 8  # row tiles that share weight tiles in L2
@@ -31,21 +31,18 @@ def _gelu(x):
 
 
 @triton.jit
-def _features(COUNT: tl.constexpr, TURNED: tl.constexpr):
-    return tl.arange(0, COUNT // TURNED)[:, None] * TURNED + tl.arange(0, TURNED)[None, :]
-
-
-@triton.jit
-def _turn(groups, norm, TURNED: tl.constexpr, PRECISION: tl.constexpr):
-    """Each row of ``[groups, TURNED]`` times the Hadamard matrix, whose signs are the parities of i & j; float32."""
-    if TURNED == 1:
-        return groups.to(tl.float32)
-    common = tl.arange(0, TURNED)[:, None] & tl.arange(0, TURNED)[None, :]
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    signs = (1 - 2 * (common & 1)).to(groups.dtype)
-    return tl.dot(groups, signs, input_precision=PRECISION) * norm
+def _turn(row, COUNT: tl.constexpr, TURNED: tl.constexpr):
+    """Each 8 features of a row ``[COUNT]`` times the Hadamard matrix of 8, which a thread holds: sums and differences
+    along each of three axes of 2, which have gone round once at the end.
+    """
+    row = row.to(tl.float32)
+    if TURNED:
+        for _ in tl.static_range(3):
+            first, second = tl.split(tl.reshape(row, (COUNT // 2, 2)))
+            pairs = tl.reshape(tl.join(first + second, first - second), (COUNT // 8, 2, 2, 2))
+            row = tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (COUNT,))
+        row *= 0.3535533905932738  # 1 / sqrt(8)
+    return row
 
 
 @triton.jit
@@ -58,25 +55,24 @@ def _store(values, units, inside):
 
 @triton.jit
 def _quantize_rows(
-    x, gelu, values, scales, x_row, gelu_row, width, gelu_width, largest, smallest, norm,
+    x, gelu, values, scales, x_row, gelu_row, width, gelu_width, largest, smallest,
     HAS_X: tl.constexpr, HAS_GELU: tl.constexpr, FEATURES: tl.constexpr, GELU_FEATURES: tl.constexpr,
-    TURNED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Features of a row lie as ``[groups, TURNED]``; a group is turned by one product."""
     row = tl.program_id(0).to(tl.int64)
     values += row * (width + gelu_width)
     maximum = 0.0
     if HAS_X:
-        feature = _features(FEATURES, TURNED)
+        feature = tl.arange(0, FEATURES)
         inside = feature < width
-        own = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), norm, TURNED, PRECISION)
-        maximum = tl.max(tl.abs(own))
+        own = _turn(tl.load(x + row * x_row + feature, inside, other=0.0), FEATURES, TURNED)
+        maximum = tl.max(tl.abs(own), 0)
     if HAS_GELU:
-        gelu_feature = _features(GELU_FEATURES, TURNED)
+        gelu_feature = tl.arange(0, GELU_FEATURES)
         gelu_inside = gelu_feature < gelu_width
         active = tl.load(gelu + row * gelu_row + gelu_feature, gelu_inside, other=0.0)
-        active = _turn(_gelu(active.to(tl.float32)).to(active.dtype), norm, TURNED, PRECISION)
-        maximum = tl.maximum(maximum, tl.max(tl.abs(active)))
+        active = _turn(_gelu(active.to(tl.float32)).to(active.dtype), GELU_FEATURES, TURNED)
+        maximum = tl.maximum(maximum, tl.max(tl.abs(active), 0))
     scale = tl.maximum(maximum / largest, smallest)
     if HAS_X:
         _store(values + feature, own * (1.0 / scale), inside)
@@ -90,7 +86,7 @@ def rows_into(
     gelu: torch.Tensor | None,
     values: torch.Tensor,
     scales: torch.Tensor,
-    turned: int,
+    turned: bool,
     largest: float,
     smallest_scale: float,
 ) -> None:
@@ -102,15 +98,14 @@ def rows_into(
     rows, width = x.shape
     gelu_width = 0 if gelu is None else gelu.shape[1]
     x, gelu = (part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (x, gelu))
-    least = turned if turned == 1 else 16 * turned  # rows that a product of matrix units has
-    features, gelu_features = (max(next_power_of_2(max(count, 1)), least) for count in (width, gelu_width))
+    features, gelu_features = (next_power_of_2(max(count, 8)) for count in (width, gelu_width))
     with on_device(x):
         launch(
             _quantize_rows, rows, (x, gelu, values, scales),
             (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width,
-             largest, smallest_scale, turned**-0.5),
+             largest, smallest_scale),
             HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
-            TURNED=turned, PRECISION=precision(x), num_warps=min(max((features + gelu_features) // 1024, 1), 8),
+            TURNED=turned, num_warps=min(max((features + gelu_features) // 1024, 1), 8),
         )  # fmt: skip
 
 
@@ -121,9 +116,9 @@ def _load(
     """``[ROWS, COLUMNS]`` of a matrix, 0 beyond it."""
     if BY_DESCRIPTOR:
         return tiles.load([row, column])
-    own_row, own_column = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    pointers = base + own_row.to(tl.int64)[:, None] * columns + own_column[None, :]
-    return tl.load(pointers, (own_row < rows)[:, None] & (own_column < columns)[None, :], other=0.0)
+    own_row, own_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    pointers = base + row.to(tl.int64) * columns + column + (own_row[:, None] * columns + own_column[None, :])
+    return tl.load(pointers, (own_row < rows - row)[:, None] & (own_column < columns - column)[None, :], other=0)
 
 
 @triton.jit
@@ -172,7 +167,7 @@ def product_into(values, scales, weight, weight_scales, bias, out, **config: int
     rows = len(values)
     config = _config(values) | config
     tile = config["ROWS"], config["COLUMNS"], config["CHANNELS"]
-    by_descriptor = is_hopper_or_later(values) or not values.is_cuda
+    by_descriptor = hopper_limit(values) is None  # the interpreter, which is on no GPU, takes Hopper's way
     value_tiles = weight_tiles = None
     if by_descriptor:
         value_tiles = TensorDescriptor(values, [rows, channels], [channels, 1], [tile[0], tile[2]])

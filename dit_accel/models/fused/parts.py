@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
+from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.models.hooks import ATTENTION_HOOK
 from dit_accel.models.quantized_linears import QuantizedLinears, in_8_bits
 
@@ -141,8 +142,7 @@ def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> Qua
     Args:
         x: like what comes before the activated features in the layer's input.
     """
-    linears = in_8_bits(linear, x) if _is_tanh_gelu(activation) else None
-    return linears if linears is not None and linears.divides(linear, x.shape[-1]) else None
+    return in_8_bits(linear, x) if _is_tanh_gelu(activation) and x.shape[-1] % EVEN == 0 else None
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
