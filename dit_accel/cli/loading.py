@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,6 @@ from dit_accel.tools.extras import require_extra
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-
-EVEN = 16  # divides the sides of matrices that products of float8 take
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ def _require_float8(place: torch.device, precision: torch.dtype) -> None:
 
 def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
     """Has torchao quantise the linear layers in the blocks of each transformer, a layer at a time on ``place``."""
-    import torch
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int8WeightOnlyConfig,
@@ -117,19 +113,17 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
     )
 
     from dit_accel.models import denoisers
+    from dit_accel.models.quantized_linears import block_linears
 
     config = Int8WeightOnlyConfig()
     if kind == "float8":
         config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
 
-    def is_wanted(layer: torch.nn.Module, name: str) -> bool:
-        in_block = re.search(r"\.\d+\.", name)
-        return bool(in_block) and type(layer) is torch.nn.Linear and not any(side % EVEN for side in layer.weight.shape)
-
     for name, transformer in denoisers(pipe).items():
         if getattr(transformer, "hf_quantizer", None) is not None:
             raise OptionError("--quantize", f"the model's {name} is quantised already; leave it out")
-        quantize_(transformer, config, is_wanted, device=place)
+        names = {each for each, _ in block_linears(transformer)}
+        quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
 
 
 def _resolve_model(model: str) -> str:

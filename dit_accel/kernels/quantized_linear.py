@@ -98,9 +98,7 @@ def _float8_limit(tensor: torch.Tensor, dtype: str) -> str | None:
     if dtype != "float8" or not tensor.is_cuda:
         return None
     capability = torch.cuda.get_device_capability(tensor.device)
-    return (
-        None if capability >= FP8_CAPABILITY else f"float8 needs a capability of {FP8_CAPABILITY}, got {capability}"
-    )
+    return None if capability >= FP8_CAPABILITY else f"float8 needs a capability of {FP8_CAPABILITY}, got {capability}"
 
 
 def _empty_product(values: torch.Tensor, weight: torch.Tensor, out_dtype: str, **_) -> torch.Tensor:

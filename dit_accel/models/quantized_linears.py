@@ -8,7 +8,7 @@ runs as ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,6 +37,12 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, layer
 
 
+def example_names(layers: Iterable[str]) -> str:
+    """A layer of each kind, by name."""
+    kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in layers}
+    return ", ".join(sorted(kinds.values()))
+
+
 class QuantizedLinears:
     """The layers of one transformer, and what they share.
 
@@ -46,7 +52,8 @@ class QuantizedLinears:
         note: takes remarks for the report of a run.
 
     Raises:
-        UnsupportedError: the transformer's GPU can't multiply such values, or no layer is left.
+        UnsupportedError: the transformer is compiled, or its GPU can't multiply such values; a pattern of excluded
+            layers matches none, or all are excluded.
     """
 
     def __init__(self, transformer: nn.Module, section: Linear, note: Callable[[str], None]) -> None:
@@ -62,10 +69,16 @@ class QuantizedLinears:
             for name, layer in block_linears(transformer)
             if "norm" not in name and type(layer.weight) in PLAIN_TENSORS and layer.weight.dtype in FLOAT_DTYPES
         }
+        excluded: set[str] = set()
+        for pattern in section.exclude:
+            matching = {name for name in found if fnmatchcase(name, pattern)}
+            if not matching:
+                raise UnsupportedError(
+                    f"linear.exclude names {pattern!r}, which no layer is called; layers are {example_names(found)}"
+                )
+            excluded |= matching
         self.layers = {
-            name: layer
-            for name, layer in found.items()
-            if not any(fnmatchcase(name, pattern) for pattern in section.exclude) and not hasattr(layer, "_hf_hook")
+            name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")
         }
         if not self.layers:
             raise UnsupportedError(
@@ -91,9 +104,12 @@ class QuantizedLinears:
             return
         self._run = run
         self._note(f"{len(self.layers)} linear layers in {self.dtype}")
-        for layer, (values, scales) in self._weights.items():
-            for held, new in zip((values, scales), quantize_rows(layer.weight, dtype=self.dtype), strict=True):
-                held.copy_(new)
+        for layer, held in list(self._weights.items()):
+            if layer.weight.device != held[0].device:  # offloaded since
+                del self._weights[layer]
+                continue
+            for each, new in zip(held, quantize_rows(layer.weight, dtype=self.dtype), strict=True):
+                each.copy_(new)
 
     def end_call(self) -> None:
         """Lets go of the latest input."""

@@ -102,6 +102,8 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
     pipe = tiny_pipeline("flux")
     with pytest.raises(UnsupportedError, match=r"finds no layer to round: of \d+ plain linear layers"):
         accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*"]})
+    with pytest.raises(UnsupportedError, match=r"names '\*\.to_outt', which no layer is called; layers are .*to_out"):
+        accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*.to_outt"]})
     with pytest.raises(PresetError, match="level 'head' multiplies parts of them"):
         accelerate_pipeline(pipe, "flux-flashomni", **INT8)
     with pytest.raises(PresetError, match="exclude has no effect without a dtype"):
