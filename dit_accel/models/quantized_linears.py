@@ -37,6 +37,28 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, layer
 
 
+def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
+    """Those of them, by name, that a preset's section has run in 8 bits; modulations, with a token a prompt, never do.
+
+    Raises:
+        UnsupportedError: a pattern of excluded layers matches none.
+    """
+    found = {
+        name: layer
+        for name, layer in block_linears(transformer)
+        if "norm" not in name and type(layer.weight) in PLAIN_TENSORS and layer.weight.dtype in FLOAT_DTYPES
+    }
+    excluded: set[str] = set()
+    for pattern in section.exclude:
+        matching = {name for name in found if fnmatchcase(name, pattern)}
+        if not matching:
+            raise UnsupportedError(
+                f"linear.exclude names {pattern!r}, which no layer is called; layers are {example_names(found)}"
+            )
+        excluded |= matching
+    return {name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")}
+
+
 def example_names(layers: Iterable[str]) -> str:
     """A layer of each kind, by name."""
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in layers}
@@ -64,26 +86,11 @@ class QuantizedLinears:
                 f"{type(transformer).__name__} is compiled, and linear.dtype {self.dtype!r} takes the place of layers "
                 "inside: leave it out, or load the pipeline anew, uncompiled"
             )
-        found = {
-            name: layer
-            for name, layer in block_linears(transformer)
-            if "norm" not in name and type(layer.weight) in PLAIN_TENSORS and layer.weight.dtype in FLOAT_DTYPES
-        }
-        excluded: set[str] = set()
-        for pattern in section.exclude:
-            matching = {name for name in found if fnmatchcase(name, pattern)}
-            if not matching:
-                raise UnsupportedError(
-                    f"linear.exclude names {pattern!r}, which no layer is called; layers are {example_names(found)}"
-                )
-            excluded |= matching
-        self.layers = {
-            name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")
-        }
+        self.layers = roundable(transformer, section)
         if not self.layers:
             raise UnsupportedError(
-                f"linear.dtype {self.dtype!r} finds no layer to round: of {len(found)} plain linear layers in the "
-                f"blocks of {type(transformer).__name__} all are excluded or offloaded"
+                f"linear.dtype {self.dtype!r} finds no layer to round: in the blocks of {type(transformer).__name__} "
+                "every plain linear layer is excluded or offloaded"
             )
         device = next(iter(self.layers.values())).weight.device
         if self.dtype == "float8" and device.type == "cuda":

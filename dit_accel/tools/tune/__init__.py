@@ -27,9 +27,10 @@ from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, re
 from dit_accel.presets import Preset, default_preset, load_preset
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.tune import calibration
-from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, Axis, Setting, axes_of, overrides_of
+from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of
+from dit_accel.tools.tune.linears import Kind, LinearTap, excluded, work_left
 from dit_accel.tools.tune.result import Evaluation, Target, TuneResult, computed_fraction
-from dit_accel.tools.tune.runs import Runs, Store
+from dit_accel.tools.tune.runs import Figures, Runs, Store
 from dit_accel.tools.tune.search import Score, Search
 
 __all__ = ["Target", "TuneResult", "split_prompts", "tune"]
@@ -133,6 +134,7 @@ class _Tuner:
     seed: int
     by_layer: bool
     curves: calibration.Curves = field(default_factory=dict)
+    linears: list[Kind] = field(default_factory=list)  # layers in 8 bits, those that err most first
 
     def run(self, axes: Sequence[Axis], evaluations: int, folder: Path | None, progress: Progress | None) -> TuneResult:
         """Plain runs, layers, then searches and confirmations until one of these meets the target."""
@@ -142,6 +144,8 @@ class _Tuner:
         runs = Runs(self.pipe, self.arguments, prompts, self.seed, store, told.begin_run)
         if self.by_layer:
             self._calibrate(runs, store, told)
+        if self.preset.linear.dtype is not None:
+            self._measure_linears(runs, store)
         for index in range(len(prompts)):
             runs.plain(index)
 
@@ -155,14 +159,14 @@ class _Tuner:
                 evaluation = Evaluation(setting, runs.figures(self._preset_of(setting), range(count)))
                 tried[str(setting)] = evaluation
                 slack = self.target.slack(evaluation.figures, cautious=True)
-                return Score(slack - caution, computed_fraction(evaluation.figures))
+                return Score(slack - caution, self._cost(evaluation.figures, setting))
 
             search = Search(axes, evaluate, evaluations)
             found = search.run()
             setting = search.setting(found.places)
             told.phase = "confirmation"
             confirmed = runs.figures(self._preset_of(setting), range(count, len(prompts)))
-            scores.append(Score(self.target.slack(confirmed), computed_fraction(confirmed)))
+            scores.append(Score(self.target.slack(confirmed), self._cost(confirmed, setting)))
             if scores[-1].meets or not found.score.meets:
                 break
             caution += self.target.least - scores[-1].slack
@@ -199,6 +203,19 @@ class _Tuner:
             store.put("layers", stored)
         self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
 
+    def _measure_linears(self, runs: Runs, store: Store) -> None:
+        """What linear layers lose in 8 bits, on one plain run."""
+        if (stored := store.get("linears")) is None:
+            tap = LinearTap(self.pipe, self.preset.linear)
+            runs.plain(0, tap)
+            stored = [asdict(each) for each in tap.kinds()]
+            store.put("linears", stored)
+        self.linears = [Kind(**each) for each in stored]
+
+    def _cost(self, figures: list[Figures], setting: Setting) -> float:
+        """The computed fraction, of which layers in 8 bits take half."""
+        return computed_fraction(figures) * work_left(self.linears, setting.get(LINEAR_BOUND, 0.0))
+
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))
 
@@ -207,6 +224,12 @@ class _Tuner:
         changes = overrides_of(setting)
         if self.by_layer:
             changes["skip.layers"] = calibration.layers_of(self._chosen(setting))
+        if LINEAR_BOUND in setting:
+            kept = excluded(self.linears, setting[LINEAR_BOUND])
+            if len(kept) == len(self.linears):
+                changes |= {"linear.dtype": None, "linear.exclude": []}
+            else:
+                changes["linear.exclude"] = [*self.preset.linear.exclude, *kept]
         return changes
 
     def _chosen(self, setting: Setting) -> dict[str, calibration.Candidate | None]:

@@ -19,14 +19,17 @@ DEGRADE_BELOW = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 ORDERS = (1, 2, 3)
 WARMUPS = (10, 8, 6, 5, 4, 3, 2)
 
-BOUND, BOUND_RATIO = "l1", "l2 / l1"  # not keys of a preset: they choose the thresholds of single layers
+LINEAR_BOUNDS = (0.0, 0.003, 0.005, 0.007, 0.009, 0.011, 0.014, 0.018, 0.025, 0.04, 1.0)
+
+# Not keys of a preset: they choose the thresholds of single layers, and which linear layers run in 8 bits.
+BOUND, BOUND_RATIO, LINEAR_BOUND = "l1", "l2 / l1", "error of 8 bits"
 
 
 @dataclass(frozen=True)
 class Axis:
     """One threshold and its values."""
 
-    key: str  # dotted key of a preset, or one of `BOUND` and `BOUND_RATIO`
+    key: str  # dotted key of a preset, or one of the three above
     values: tuple[float, ...]  # from the closest to the cheapest, where they have such an order
     start: int  # index of the value to begin with
     closest_first: bool = True  # whether they have
@@ -60,6 +63,8 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
         axes.append(_axis(BOUND, BOUNDS, 0.05))  # 0.05 and 0.06 are SpargeAttn's for video models
         if any(variant.pv_threshold is not None for variant in preset.skip.variants):
             axes.append(_axis(BOUND_RATIO, BOUND_RATIOS, 1.2))
+    if preset.linear.dtype is not None:
+        axes.append(_axis(LINEAR_BOUND, LINEAR_BOUNDS, LINEAR_BOUNDS[-1]))
     if forecasts and forecast.level == "head":
         axes.append(_axis("reuse.tau_q", TAU_Q, reuse.tau_q))
         axes.append(_axis("reuse.degrade_below", DEGRADE_BELOW, reuse.degrade_below))
@@ -74,7 +79,7 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
 
 def overrides_of(setting: Setting) -> dict[str, Any]:
     """The part of a setting that is keys of a preset, as ``load_preset`` takes them."""
-    return {key: value for key, value in setting.items() if key not in (BOUND, BOUND_RATIO)}
+    return {key: value for key, value in setting.items() if key not in (BOUND, BOUND_RATIO, LINEAR_BOUND)}
 
 
 def _axis(key: str, values: tuple[float, ...], near: float) -> Axis:

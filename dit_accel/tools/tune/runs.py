@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
-from dit_accel.tools.capture import AttentionTap
 from dit_accel.tools.metrics import latent_error, psnr
 
 IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
@@ -111,7 +110,7 @@ class Runs:
     begin: Callable[[], None]  # called before each run that is made
     _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
-    def plain(self, index: int, tap: AttentionTap | None = None) -> dict[str, torch.Tensor]:
+    def plain(self, index: int, tap: AbstractContextManager | None = None) -> dict[str, torch.Tensor]:
         """``latents`` float32 and ``frames`` uint8 ``[frames, 3, height, width]`` of the plain run.
 
         Args:
