@@ -8,9 +8,9 @@ runs as ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,14 @@ from dit_accel.presets import Linear
 LEAST_ROWS = 64  # tokens of a call, below which reading the weights is all that a layer takes
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
+
+
+class Rounded(NamedTuple):
+    """Weights of layers one below the other: values ``[N, C]``, scales ``[N]``, and biases ``[N]`` if they have any."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -102,7 +110,7 @@ class QuantizedLinears:
                 )
         self._note = note
         self._run: object = None
-        self._weights: dict[nn.Linear, Quantized] = {}
+        self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that multiply together
         self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input, which q, k and v share
 
     def begin(self, run: object) -> None:
@@ -111,12 +119,13 @@ class QuantizedLinears:
             return
         self._run = run
         self._note(f"{len(self.layers)} linear layers in {self.dtype}")
-        for layer, held in list(self._weights.items()):
-            if layer.weight.device != held[0].device:  # offloaded since
-                del self._weights[layer]
+        for layers, held in list(self._weights.items()):
+            if layers[0].weight.device != held.values.device:  # offloaded since
+                del self._weights[layers]
                 continue
-            for each, new in zip(held, quantize_rows(layer.weight, dtype=self.dtype), strict=True):
-                each.copy_(new)
+            for each, new in zip(held, self._rounded(layers), strict=True):
+                if each is not None:
+                    each.copy_(new)
 
     def end_call(self) -> None:
         """Lets go of the latest input."""
@@ -139,12 +148,22 @@ class QuantizedLinears:
             and x.shape[:-1].numel() >= LEAST_ROWS
         )
 
-    def project(self, layer: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
-        """The layer's output for ``x`` ``[..., C]``, with GELU of another tensor ``[..., M]`` behind it."""
-        if layer not in self._weights:
-            self._weights[layer] = quantize_rows(layer.weight, dtype=self.dtype)
+    def project(self, *layers: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs of layers side by side, ``[..., N]``, for ``x`` ``[..., C]`` with GELU of another tensor behind it.
+
+        Args:
+            layers: all of them with a bias, or none.
+            gelu: ``[..., M]``, before GELU; None = nothing.
+        """
+        if layers not in self._weights:
+            self._weights[layers] = self._rounded(layers)
         name = str(x.dtype).removeprefix("torch.")
-        return quantized_linear(*self._rows_of(x, gelu), *self._weights[layer], layer.bias, out_dtype=name)
+        return quantized_linear(*self._rows_of(x, gelu), *self._weights[layers], out_dtype=name)
+
+    def _rounded(self, layers: tuple[nn.Linear, ...]) -> Rounded:
+        weights = (quantize_rows(layer.weight, dtype=self.dtype) for layer in layers)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return Rounded(*map(torch.cat, zip(*weights, strict=True)), torch.cat(biases) if biases else None)
 
     def _rows_of(self, x: torch.Tensor, gelu: torch.Tensor | None) -> Quantized:
         if gelu is not None or x.is_inference():  # whose versions nobody counts
@@ -164,10 +183,27 @@ class LinearHook(Hook):
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not self.linears.takes(module, args[0]):
             return self.fn_ref.original_forward(*args, **kwargs)
-        return self.linears.project(module, args[0])
+        return self.linears.project(module, x=args[0])
 
 
 def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
-    """What runs a layer in 8 bits for inputs of as many rows as ``x`` has; None = it runs as it is."""
+    """What runs a layer in 8 bits for inputs of as many rows as ``x`` has, and without calling it; None = it is called:
+    it runs as it is, or carries hooks of others.
+    """
     hook = find_hook(layer, LINEAR_HOOK)
-    return hook.linears if hook is not None and hook.linears.takes(layer, x) else None
+    if hook is None or not hook.linears.takes(layer, x):
+        return None
+    is_alone = layer._diffusers_hook._hook_order == [LINEAR_HOOK] and not hasattr(layer, "_hf_hook")
+    return hook.linears if is_alone and not layer._forward_hooks and not layer._forward_pre_hooks else None
+
+
+def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The outputs of layers as wide as each other, of one product where they run in 8 bits."""
+    linears, *others = (in_8_bits(layer, x) for layer in layers)
+    if linears is None or any(each is not linears for each in others) or not _are_alike(layers):
+        return [layer(x) for layer in layers]
+    return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
+
+
+def _are_alike(layers: Sequence[Any]) -> bool:
+    return len({(layer.out_features, layer.bias is None) for layer in layers}) == 1

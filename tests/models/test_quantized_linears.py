@@ -6,7 +6,7 @@ import torch
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models.hooks import OUR_HOOKS, find_hook
-from dit_accel.models.quantized_linears import QuantizedLinears
+from dit_accel.models.quantized_linears import QuantizedLinears, project_together
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 4
@@ -82,6 +82,21 @@ def test_inputs_are_rounded_once_for_layers_that_share_them(monkeypatch):
     pipe = accelerate_pipeline(tiny_pipeline("sd3"), "exact", **INT8)
     tiny_output(pipe, "sd3", steps=1)
     assert len(set(counted)) < len(counted)
+
+
+def test_queries_keys_and_values_multiply_together():
+    """Blocks of our own ask for them at once; a layer with a hook of the user's is called."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    attn = pipe.transformer.single_transformer_blocks[0].attn
+    layers, x = (attn.to_q, attn.to_k, attn.to_v), torch.randn(1, 80, attn.to_q.in_features)
+    with torch.no_grad():
+        together, apart = project_together(layers, x), [layer(x) for layer in layers]
+        assert all(map(torch.equal, together, apart))
+        assert layers in linears_of(pipe)._weights
+        calls = []
+        attn.to_k.register_forward_hook(lambda *_: calls.append(1))
+        assert all(map(torch.equal, project_together(layers, x), apart))
+    assert calls == [1]
 
 
 def test_excluded_layers_run_as_they_are():

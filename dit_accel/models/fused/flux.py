@@ -23,6 +23,7 @@ from dit_accel.models.fused.parts import (
     query_projection,
     query_weight,
 )
+from dit_accel.models.quantized_linears import project_together
 from dit_accel.sparse.site import SparseSite
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
@@ -89,7 +90,7 @@ def _context_query_key_value(attn: FluxAttention, x: torch.Tensor) -> list[torch
     if attn.fused_projections:
         parts = attn.to_added_qkv(x).chunk(3, dim=-1)
     else:
-        parts = attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
+        parts = project_together((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), x)
     return [heads_of(attn, part) for part in parts]
 
 

@@ -212,7 +212,7 @@ def _project_both(
     linear: nn.Module, attended: torch.Tensor, mlp: torch.Tensor, late: QuantizedLinears | None
 ) -> torch.Tensor:
     """``linear`` of both, the MLP's behind the attention's; ``late`` activates the MLP's on the way."""
-    return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, attended, mlp)
+    return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, gelu=mlp)
 
 
 def _modulations(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, tuple[Any, ...]]:

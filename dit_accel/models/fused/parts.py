@@ -16,7 +16,7 @@ from torch.nn import functional
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
 from dit_accel.kernels.quantized_linear import EVEN
 from dit_accel.models.hooks import ATTENTION_HOOK
-from dit_accel.models.quantized_linears import QuantizedLinears, in_8_bits
+from dit_accel.models.quantized_linears import QuantizedLinears, in_8_bits, project_together
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 
@@ -55,7 +55,7 @@ def heads_of(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values ``[B, S, H, D]``, before their norms."""
     fused = attn.fused_projections
-    parts = attn.to_qkv(x).chunk(3, dim=-1) if fused else (attn.to_q(x), attn.to_k(x), attn.to_v(x))
+    parts = attn.to_qkv(x).chunk(3, dim=-1) if fused else project_together((attn.to_q, attn.to_k, attn.to_v), x)
     return [heads_of(attn, part) for part in parts]
 
 
@@ -151,7 +151,7 @@ def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     is_plain = type(first) is GELU and _is_tanh_gelu(first) and not _is_hooked(mlp)
     if is_plain and (linears := in_8_bits(rest[-1], x)) is not None:
         hidden = first.proj(x)
-        return linears.project(rest[-1], hidden[..., :0], hidden)
+        return linears.project(rest[-1], x=hidden[..., :0], gelu=hidden)
     if not x.is_cuda or not is_plain or why_not_sliceable(first.proj, x.device) is not None:
         return mlp(x)
     x = linear_gelu(x, first.proj.weight, first.proj.bias)
