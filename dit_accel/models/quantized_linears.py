@@ -149,7 +149,7 @@ class QuantizedLinears:
         )
 
     def project(self, *layers: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs of layers side by side, ``[..., N]``, for ``x`` ``[..., C]`` with GELU of another tensor behind it.
+        """What layers give side by side, ``[..., N]``, for ``x`` ``[..., C]`` and GELU of another tensor behind it.
 
         Args:
             layers: all of them with a bias, or none.
