@@ -11,13 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dit_accel.kernels._triton.launch import (
-    is_hopper_or_later,
-    launch,
-    multiprocessors,
-    next_power_of_2,
-    on_device,
-)
+from dit_accel.kernels._triton.launch import is_hopper_or_later, launch, multiprocessors, next_power_of_2, on_device
 from dit_accel.kernels.backends import hopper_limit
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -102,10 +96,9 @@ def rows_into(
     with on_device(x):
         launch(
             _quantize_rows, rows, (x, gelu, values, scales),
-            (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width,
-             largest, smallest_scale),
+            (x.stride(0), 0 if gelu is None else gelu.stride(0), width, gelu_width, largest, smallest_scale),
             HAS_X=width > 0, HAS_GELU=gelu is not None, FEATURES=features, GELU_FEATURES=gelu_features,
-            TURNED=turned, num_warps=min(max((features + gelu_features) // 1024, 1), 8),
+            TURNED=turned, num_warps=min(max(features // 1024, gelu_features // 1024, 1), 8),
         )  # fmt: skip
 
 
@@ -160,12 +153,12 @@ def _config(values: torch.Tensor) -> dict[str, int]:
     return {"ROWS": 128, "COLUMNS": 128, "CHANNELS": 64, "STAGES": 3, "num_warps": 8}
 
 
-def product_into(values, scales, weight, weight_scales, bias, out, **config: int) -> None:
+def product_into(values, scales, weight, weight_scales, bias, out) -> None:
     """``out``: as many rows as ``values`` has, each of as many columns as ``weight`` has rows."""
     columns, channels = weight.shape
     values = values.reshape(-1, channels)
     rows = len(values)
-    config = _config(values) | config
+    config = _config(values)
     tile = config["ROWS"], config["COLUMNS"], config["CHANNELS"]
     by_descriptor = hopper_limit(values) is None  # the interpreter, which is on no GPU, takes Hopper's way
     value_tiles = weight_tiles = None
