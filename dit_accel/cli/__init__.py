@@ -6,6 +6,7 @@ when they run, so that help and completion are quick.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,6 +31,9 @@ from dit_accel.errors import (
 )
 
 HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same picture."
+
+# Where torchao is installed, what it is imported by warns of binaries and types that nothing here uses.
+TALKATIVE = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao")
 
 MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
 
@@ -100,4 +104,6 @@ def _options(
 
 def main() -> None:
     """Entry point of the ``dit-accel`` script."""
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     run_to_end(app)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,14 +57,12 @@ class Loading:
 def load_pipeline(model: str, how: Loading, console: Console) -> Any:
     """The pipeline, in place and ready to call; silent where the console is."""
     source = _resolve_model(model)
-    with console.status("importing diffusers"), _without_warnings():
+    with console.status("importing diffusers"):
         import torch
         import transformers
 
         transformers.utils.logging.set_verbosity_error()  # it warns of image processors that no pipeline here uses
         import diffusers
-
-        diffusers.DiffusionPipeline  # noqa: B018  it is imported when it is first asked for
     place = _resolve_device(how.device)
     if how.offload != "none" and place.type != "cuda":
         raise OptionError("--offload", f"needs a CUDA device, and the device is {place}")
@@ -91,16 +87,6 @@ def load_pipeline(model: str, how: Loading, console: Console) -> Any:
             pipe.to(place)
     pipe.set_progress_bar_config(disable=console.quiet)
     return pipe
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Within, nothing is logged below an error: torchao, where it is installed, warns of what it does not need here."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
