@@ -31,7 +31,7 @@ def test_every_row_is_a_preset(model):
 
 
 def test_keys_that_come_to_matter_are_counted():
-    """Of two keys that no query wants at first one is wanted by all of them five steps later."""
+    """Of three keys that no query wants at first one is wanted by all of them five steps later."""
     flips, keys = Flips(), torch.eye(4).repeat(32, 1)[None, :, None]  # [1, 128, 1, 4]
     for step, wanted in ((0, 0), (3, 2), (5, 1)):
         queries = 40 * torch.eye(4)[wanted].expand(1, 128, 1, 4)
@@ -39,6 +39,15 @@ def test_keys_that_come_to_matter_are_counted():
     results = flips.results()
     assert [each["slice"] for each in results] == list(SLICES)
     assert all(each["steps"] == "0 to 5" and each["flipped"] == pytest.approx(1 / 3) for each in results)
+
+
+def test_branches_are_not_compared_with_each_other():
+    flips, keys = Flips(), torch.eye(4).repeat(32, 1)[None, :, None]
+    for step in (0, 5):
+        for wanted in (0, 1):  # two branches that want two keys, the same ones in every step
+            queries = 40 * torch.eye(4)[wanted].expand(1, 128, 1, 4)
+            flips.visit(SimpleNamespace(block="a", step=step), queries, keys, keys)
+    assert all(each["steps"] == "0 to 5" and each["flipped"] == 0 for each in flips.results())
 
 
 def test_a_small_run_writes_tables(tmp_path, monkeypatch):
