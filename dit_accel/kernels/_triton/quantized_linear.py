@@ -111,7 +111,7 @@ def _load(
         return tiles.load([row, column])
     own_row, own_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     pointers = base + row.to(tl.int64) * columns + column + (own_row[:, None] * columns + own_column[None, :])
-    return tl.load(pointers, (own_row < rows - row)[:, None] & (own_column < columns - column)[None, :], other=0)
+    return tl.load(pointers, (own_row < rows - row)[:, None] & (own_column < columns - column)[None, :], other=0.0)
 
 
 @triton.jit
