@@ -8,6 +8,7 @@
     accelerate launch scripts/finetune_sla.py --output TUNED ...                         # on several GPUs
     python scripts/finetune_sla.py --output TUNED --model demo-wan --judge 24            # beside the dense model
     python scripts/finetune_sla.py --table --output docs/results/sla-demo-wan            # SLA's table 2, on one GPU
+    python scripts/finetune_sla.py --table --model demo-flux --output docs/results/sla-demo-flux           # and table 3
 
 Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
 
@@ -31,18 +32,16 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from demo_models import clips
-from demo_models.drawing import draw_bank
-from demo_models.hunyuan import Hunyuan
 from demo_models.training import configure_torch
 from demo_models.video_flow import PROMPT_DROPOUT
-from demo_models.wan import Wan
 from diffusers import DiffusionPipeline
 from finetuning.calls import Calls, clip_calls, record_calls
 from finetuning.judging import hold_out, judge, paint
 from finetuning.report import write_report
+from finetuning.subjects import SUBJECTS, Clips
 from finetuning.table import FULL, PILOT, SMOKE, Experiment
 from finetuning.training import LOG, Training, fine_tune
+from finetuning.variants import VARIANTS
 from peft import LoraConfig
 from torch import nn
 
@@ -52,7 +51,7 @@ from dit_accel.sparse.projections import PROJECTIONS, trained_with
 from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
 
-FAMILIES = {"demo-wan": Wan(), "demo-hunyuan": Hunyuan()}
+DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # their clips can be trained on
 
 
 def main() -> None:
@@ -61,20 +60,19 @@ def main() -> None:
     if device.type == "cuda":
         configure_torch()
         torch.backends.cudnn.benchmark = False  # hardly a shape comes often enough to pay for it
+    for wanted in ("table", "judge"):
+        if getattr(options, wanted) and options.model not in SUBJECTS:
+            parser.error(f"--{wanted} needs a demo model: {', '.join(SUBJECTS)}")
     if options.table:
-        if options.model not in FAMILIES:
-            parser.error(f"--table needs a demo video model: {', '.join(FAMILIES)}")
         make_table(options, device)
         return
     if options.judge:
-        if options.model not in FAMILIES:
-            parser.error(f"--judge needs a demo video model: {', '.join(FAMILIES)}")
         judge_one(options, device)
         return
-    if options.model not in FAMILIES and options.objective == "flow":
-        parser.error(f"--objective flow needs a model that draws its own data: {', '.join(FAMILIES)}")
-    if options.model not in FAMILIES and options.prompts is None:
-        parser.error(f"--prompts is needed for a model that draws none itself, as {', '.join(FAMILIES)} do")
+    if options.model not in DRAWN and options.objective == "flow":
+        parser.error(f"--objective flow needs a model whose clips can be drawn: {', '.join(DRAWN)}")
+    if options.model not in SUBJECTS and options.prompts is None:
+        parser.error(f"--prompts is needed for a model that draws none itself, as {', '.join(SUBJECTS)} do")
     train_one(options, device)
 
 
@@ -116,16 +114,16 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
 
 def judge_one(options: argparse.Namespace, device: torch.device) -> None:
     """A demo model with SLA in it beside the dense one, before and after its fine-tuning, on held-out prompts."""
-    family, folder = FAMILIES[options.model], demo_path(options.model)
+    subject, folder = SUBJECTS[options.model], demo_path(options.model)
     call = {**demo_arguments(folder), **json.loads(options.call)}
-    pipe = family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
-    held_out = hold_out(family, pipe, options.judge, call)
+    pipe = subject.family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    held_out = hold_out(subject, pipe, options.judge, call)
     settings = trained_with(options.output / PROJECTIONS)
     figures = {"settings": settings, "call": call, "dense": judge(pipe, held_out.dense, held_out)}
     swap_attention(pipe, **settings)
-    figures["before"] = judge(pipe, paint(family, pipe, held_out.prompts, call), held_out)
+    figures["before"] = judge(pipe, paint(subject, pipe, held_out.prompts, call), held_out)
     load_swapped(pipe, options.output)
-    figures["after"] = judge(pipe, paint(family, pipe, held_out.prompts, call), held_out)
+    figures["after"] = judge(pipe, paint(subject, pipe, held_out.prompts, call), held_out)
     log = options.output / LOG
     figures |= {"training": json.loads(log.read_text())} if log.exists() else {}
     (options.output / "judged.json").write_text(json.dumps(figures | describe_run(device)) + "\n")
@@ -143,24 +141,27 @@ def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
     """What the objective trains on."""
     folder = demo_path(options.model)
     call = {**(demo_arguments(folder) if folder else {}), **json.loads(options.call)}
-    prompts, numbers = draw_bank(clips.draw_clip, clips.pack, options.clips, options.seed, parallel=False)
     if options.objective == "flow":
+        prompts, numbers = SUBJECTS[options.model].draw(options.clips, options.seed)
         dropped = ["" if index % round(1 / PROMPT_DROPOUT) == 0 else prompt for index, prompt in enumerate(prompts)]
-        return clip_calls(FAMILIES[options.model], pipe, dropped, numbers, call)
+        return clip_calls(SUBJECTS[options.model].family, pipe, dropped, numbers, call)
     if options.prompts:
         prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        prompts, _ = SUBJECTS[options.model].draw(options.clips, options.seed)
     return record_calls(pipe, prompts, call, share=options.share, batch=options.paint_batch, seed=options.seed)
 
 
 def make_table(options: argparse.Namespace, device: torch.device) -> None:
     """All variants, or one of them in the work folder of an experiment that another process began."""
     sizes = SMOKE if options.smoke else PILOT if options.pilot else FULL
+    sizes = replace(sizes, variants=tuple(options.variants)) if options.variants else sizes
     if options.table_steps is not None:
         sizes = replace(sizes, training=replace(sizes.training, steps=options.table_steps))
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
-        experiment = Experiment(FAMILIES[options.model], demo_path(options.model), sizes, device, work)
+        experiment = Experiment(SUBJECTS[options.model], demo_path(options.model), sizes, device, work)
         if options.variant:
             experiment.run(options.variant)
             return
@@ -169,7 +170,7 @@ def make_table(options: argparse.Namespace, device: torch.device) -> None:
         rows += experiment.run_all(options.jobs)
         seconds = round(time.monotonic() - started, 1)
         write_report(options.output, rows, experiment, {"seconds": seconds, **describe_run(device)})
-    if len(rows) <= len(sizes.variants):
+    if len(rows) <= len(experiment.variants):
         raise SystemExit("some variants failed, see above")
 
 
@@ -186,8 +187,8 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     sla.add_argument("--block", type=int, choices=[64, 128], default=64)
     data = parser.add_argument_group("data")
     data.add_argument("--objective", choices=["teacher", "flow"], default="teacher")
-    data.add_argument("--prompts", type=Path, help="text file of prompts, one a line; demo video models draw theirs")
-    data.add_argument("--clips", type=int, default=256, help="prompts or clips that a demo video model draws")
+    data.add_argument("--prompts", type=Path, help="text file of prompts, one a line; demo models draw theirs")
+    data.add_argument("--clips", type=int, default=256, help="prompts or clips that a demo model draws")
     data.add_argument("--call", default="{}", help="JSON of arguments of the pipeline's call")
     data.add_argument("--share", type=float, default=0.25, help="of the teacher's calls that is kept")
     data.add_argument("--paint-batch", type=int, default=16, help="prompts that the teacher paints at once")
@@ -205,6 +206,7 @@ def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     table = parser.add_argument_group("table")
     table.add_argument("--judge", type=int, metavar="N", help="judge --output on N held-out prompts: judged.json there")
     table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
+    table.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="of the table")
     table.add_argument("--table-steps", type=int, help="training steps of each variant")
     table.add_argument("--pilot", action="store_true", help="three variants for a few steps: does it run, how fast")
     table.add_argument("--smoke", action="store_true", help="two variants for two steps, on any CPU")

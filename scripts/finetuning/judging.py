@@ -1,28 +1,24 @@
-"""What a demo video pipeline is worth beside the dense one, on prompts and clips that no training sees."""
+"""What a demo pipeline is worth beside the dense one, on prompts, pictures and clips that no training sees."""
 
 from __future__ import annotations
 
-import random
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_models import clips
-from demo_models.clip_reading import agreement, read_clips
 from demo_models.prompts import HeldOutPrompt
-from demo_models.video_exporting import paint_clips
-from demo_models.video_family import VideoFamily
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from dit_accel.tools.metrics import psnr
 
-from .calls import CallRecorder, Calls, clip_calls, velocity_error
+from .calls import CallRecorder, Calls, velocity_error
+from .subjects import AT_ONCE, Subject
 
-AT_ONCE = 32  # clips or calls
 SHARE = 0.05  # of the dense pipeline's calls, on which velocities are compared
+TEACHER, DRAWN = "held-out-calls.safetensors", "drawn-calls.safetensors"
 
 
 @dataclass(frozen=True)
@@ -30,50 +26,49 @@ class HeldOut:
     """What pipelines are judged on.
 
     Args:
+        subject: of the model.
         prompts: with the seed of each.
-        dense: the dense pipeline's clips of them, uint8 [N, 3, F, H, W].
+        dense: what the dense pipeline made of them, uint8 [N, 3, F, H, W].
         teacher: some of its calls as it painted them.
-        drawn: calls for flow matching on clips drawn of the same scenes.
+        drawn: calls for flow matching on drawings of the same scenes; None where the subject has none.
     """
 
+    subject: Subject
     prompts: list[HeldOutPrompt]
     dense: torch.Tensor
     teacher: Calls
-    drawn: Calls
+    drawn: Calls | None
 
     def save(self, folder: Path) -> None:
-        save_file({"clips": self.dense}, folder / "dense.safetensors")
-        self.teacher.save(folder / "held-out-calls.safetensors")
-        self.drawn.save(folder / "drawn-calls.safetensors")
+        save_file({"painted": self.dense}, folder / "dense.safetensors")
+        self.teacher.save(folder / TEACHER)
+        if self.drawn is not None:
+            self.drawn.save(folder / DRAWN)
 
     @classmethod
-    def load(cls, folder: Path) -> HeldOut:
-        dense = load_file(folder / "dense.safetensors")["clips"]
-        calls = (Calls.load(folder / f"{name}-calls.safetensors") for name in ("held-out", "drawn"))
-        return cls(clips.held_out_prompts(len(dense), "reporting"), dense, *calls)
+    def load(cls, subject: Subject, folder: Path) -> HeldOut:
+        dense = load_file(folder / "dense.safetensors")["painted"]
+        drawn = Calls.load(folder / DRAWN) if (folder / DRAWN).exists() else None
+        return cls(subject, subject.held_out(len(dense)), dense, Calls.load(folder / TEACHER), drawn)
 
 
-def hold_out(family: VideoFamily, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:
+def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:
     """Paint, record and draw for the first `count` prompts of the reporting list.
 
     Args:
         call: arguments of the pipeline's call, without prompt and generator.
     """
-    prompts = clips.held_out_prompts(count, "reporting")
+    prompts = subject.held_out(count)
     with CallRecorder(pipe.transformer, SHARE) as recorder:
-        dense = paint(family, pipe, prompts, call)
-    rng = random.Random(7)
-    numbers = clips.pack([clips.draw_clip(rng, item.scene) for item in prompts])
-    drawn = clip_calls(family, pipe, [item.prompt for item in prompts], numbers, call)
-    return HeldOut(prompts, dense, recorder.calls(), drawn)
+        dense = paint(subject, pipe, prompts, call)
+    return HeldOut(subject, prompts, dense, recorder.calls(), subject.drawn_calls(pipe, prompts, call))
 
 
 def paint(
-    family: VideoFamily, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt], call: dict[str, Any]
+    subject: Subject, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt], call: dict[str, Any]
 ) -> torch.Tensor:
-    """The pipeline's clips, uint8 [N, 3, F, H, W] on the CPU."""
-    shape = {"frames": call["num_frames"], "size": call["height"], "steps": call["num_inference_steps"]}
-    painted = paint_clips(family, pipe, prompts, **shape, batch=AT_ONCE)
+    """What the pipeline makes of prompts, uint8 [N, 3, F, H, W] on the CPU."""
+    painted = subject.paint(pipe, prompts, call)
     if not painted.isfinite().all():
         raise FloatingPointError("the pipeline paints values that are not finite")
     return (painted * 255).round().to(torch.uint8)
@@ -81,25 +76,25 @@ def paint(
 
 @torch.no_grad()
 def judge(pipe: DiffusionPipeline, painted: torch.Tensor, held_out: HeldOut) -> dict[str, Any]:
-    """Figures of a pipeline and its clips.
+    """Figures of a pipeline and of what it painted.
 
-    ``psnr_db``: of the clips against the dense pipeline's from the same noise, None where they are these.
-    ``velocity_mse``: of its velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on drawn
-    clips at random noise levels. ``agreement``: fraction of clips in which what the prompt says can be read.
+    ``psnr_db``: against what the dense pipeline made of the same noise, None where it is this. ``velocity_mse``: of its
+    velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on drawings at random noise
+    levels, None where there are none. ``agreement``: fraction in which what the prompt says can be read.
 
     Args:
         pipe: as it painted.
-        painted: its clips of the held-out prompts, uint8 [N, 3, F, H, W].
+        painted: what it made of the held-out prompts, uint8 [N, 3, F, H, W].
     """
     pairs = zip(painted.transpose(1, 2), held_out.dense.transpose(1, 2), strict=True)
     decibels = None if painted is held_out.dense else [psnr(ours, dense) for ours, dense in pairs]
-    scenes = [item.scene for item in held_out.prompts]
+    drawn = held_out.drawn
     return {
         "psnr_db": decibels and statistics.fmean(decibels),
         "psnr_db_each": decibels,
         "velocity_mse": mean_error(pipe, held_out.teacher),
-        "flow_loss": mean_error(pipe, held_out.drawn),
-        "agreement": agreement(read_clips(painted.to(pipe.device) / 255), scenes),
+        "flow_loss": None if drawn is None else mean_error(pipe, drawn),
+        "agreement": held_out.subject.agreement(painted.to(pipe.device) / 255, held_out.prompts),
     }
 
 

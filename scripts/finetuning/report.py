@@ -1,4 +1,4 @@
-"""The experiment's results as JSON, as a Markdown table and as a sheet of frames."""
+"""The experiment's results as JSON, as a Markdown table and as a sheet of pictures."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _decibels(value: float | None) -> str:
     return "∞" if value is None else f"{value:.1f}"
 
 
-def _error(value: float) -> str:
-    return f"{value:.5f}"
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}"
 
 
 def _share(value: dict[str, float]) -> str:

@@ -1,16 +1,60 @@
-"""What SLA is compared with: attention with one of its parts missing, each a setting of the same module."""
+"""What SLA is compared with: attention with one of its parts missing or another one, most of them settings of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from dit_accel.sla.swap import swap_attention
+from dit_accel.kernels.attention_backward import differentiable_attention
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention
+from dit_accel.sla.module import SparseLinearAttention
+from dit_accel.sla.swap import SlaProcessor, swap_attention, swapped_attention
 
 NEGLIGIBLE = 0.10  # of the tiles, SLA's default
+HEDGEHOG = "hedgehog"
+
+
+class HedgehogAttention(SparseLinearAttention):
+    """SLA with Hedgehog's features: ``phi(x) = softmax([2 W x, -2 W x])``, 2 D of them, W learned and at first the
+    identity (Zhang et al. 2024, *The Hedgehog & the Porcupine*, equation 6).
+
+    Queries and keys of an attention share W. Features are made before the kernels, whose "relu" leaves them as they
+    are, and values are padded to as many channels.
+
+    Args:
+        attention: with "relu", whose place it takes.
+    """
+
+    def __init__(self, attention: SparseLinearAttention) -> None:
+        super().__init__(**asdict(attention.settings))
+        self.features = nn.Linear(attention.settings.head_dim, attention.settings.head_dim, bias=False)
+        nn.init.eye_(self.features.weight)
+        self.to(attention.projection.weight)  # its device and dtype
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layout: TokenLayout | None = None,
+        kv_len: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan = self.plan(q, k, layout, kv_len)
+        sparse = differentiable_attention(q, k, v, plan, kv_len=kv_len)
+        wide = nn.functional.pad(v, (0, v.shape[-1]))
+        marginal = differentiable_linear_attention(
+            self._map(q), self._map(k), wide, plan, feature_map="relu", kv_len=kv_len
+        )
+        return sparse + self.projection(marginal[..., : v.shape[-1]])
+
+    def _map(self, x: torch.Tensor) -> torch.Tensor:
+        mapped = 2 * self.features(x)
+        return torch.cat((mapped, -mapped), dim=-1).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -23,16 +67,26 @@ class Variant:
         projection: what linear attention goes through. learned: SLA. identity: it is added as it is. zero: it is left
             out, and only critical tiles count.
         negligible: share of the tiles that take no part.
+        feature_map: of linear attention, or HEDGEHOG.
     """
 
     name: str
     critical: float
     projection: Literal["learned", "identity", "zero"]
     negligible: float = NEGLIGIBLE
+    feature_map: str = "softmax"
 
     def swap_in(self, pipe: Any) -> None:
         """Make the pipeline, or a transformer, attend so."""
-        for attention in swap_attention(pipe, critical=self.critical, negligible=self.negligible).values():
+        shares = {"critical": self.critical, "negligible": self.negligible}
+        if self.feature_map == HEDGEHOG:
+            swap_attention(pipe, **shares, feature_map="relu")
+            for processor in getattr(pipe, "transformer", pipe).modules():
+                if isinstance(processor, SlaProcessor):
+                    processor.attention = HedgehogAttention(processor.attention)
+        else:
+            swap_attention(pipe, **shares, feature_map=self.feature_map)
+        for attention in swapped_attention(pipe).values():
             if self.projection == "identity":
                 with torch.no_grad():
                     nn.init.eye_(attention.projection.weight)
@@ -49,5 +103,11 @@ VARIANTS = {
         Variant("sparse-95", 0.05, "zero"),
         Variant("sum-95", 0.05, "identity"),
         Variant("sla-95", 0.05, "learned"),
+        Variant("sla-95-elu", 0.05, "learned", feature_map="elu"),
+        Variant("sla-95-hedgehog", 0.05, "learned", feature_map=HEDGEHOG),
+        Variant("sla-80", 0.20, "learned"),
+        Variant("sparse-87", 0.125, "zero"),
+        Variant("sum-87", 0.125, "identity"),
+        Variant("sla-87", 0.125, "learned"),
     )
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dit_accel.sla import SparseLinearAttention
 from dit_accel.sla.swap import swap_attention, swapped_attention
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 
@@ -15,16 +16,14 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import finetune_sla  # noqa: E402
-from demo_models.clip_prompts import vocabulary  # noqa: E402
-from demo_models.video_exporting import save_pipeline  # noqa: E402
-from demo_models.video_family import Shape  # noqa: E402
-from demo_models.wan import Wan  # noqa: E402
+from demo_models.exporting import write_folder  # noqa: E402
 from finetuning import training  # noqa: E402
 from finetuning.calls import Calls, record_calls, velocity_error  # noqa: E402
 from finetuning.report import table, write_report  # noqa: E402
+from finetuning.subjects import SUBJECTS, Clips  # noqa: E402
 from finetuning.table import SMOKE, Experiment  # noqa: E402
 from finetuning.training import Training, fine_tune  # noqa: E402
-from finetuning.variants import VARIANTS  # noqa: E402
+from finetuning.variants import VARIANTS, HedgehogAttention  # noqa: E402
 
 FAMILIES = pytest.mark.parametrize("name", ["wan", "flux", "hunyuan"])
 TRAINING = Training(steps=4, batch=4, rate=3e-5)
@@ -165,20 +164,25 @@ def test_the_script_fine_tunes_a_pipeline_folder(tmp_path, monkeypatch, train):
     assert json.loads((tmp_path / "tuned" / "training.json").read_text())["steps"] == 2
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
+@pytest.fixture(scope="module", params=["demo-wan", "demo-flux"])
+def experiment(request, tmp_path_factory):
     """The table's experiment on a toy model that is not trained."""
     torch.manual_seed(0)
-    family, folder = Wan(), tmp_path_factory.mktemp("experiment")
-    tokenizers = family.make_tokenizers(vocabulary())
+    subject, folder = SUBJECTS[request.param], tmp_path_factory.mktemp("experiment")
+    family, (prompts, _) = subject.family, subject.draw(1, seed=0)
+    tokenizers = family.make_tokenizers(prompts[0].split())
     flow = family.make_flow(tokenizers, small=True)
     for weight in flow.transformer.parameters():
         torch.nn.init.normal_(weight, std=0.1)  # some start at zero
     vae = family.make_vae(small=True)
-    family.set_statistics(vae, torch.zeros(16), torch.ones(16))
-    pipe = family.assemble(vae, flow, tokenizers)
-    save_pipeline(family, pipe, folder / "model", Shape(5, 128), [], steps=2, words=["a"])
-    made = Experiment(family, folder / "model", SMOKE, torch.device("cpu"), folder / "work")
+    call = {"max_sequence_length": 64}
+    if isinstance(subject, Clips):
+        family.set_statistics(vae, torch.zeros(16), torch.ones(16))
+        call = {**family.call, "num_frames": 5}
+    else:
+        vae.register_to_config(shift_factor=0.0, scaling_factor=1.0)
+    write_folder(family.assemble(vae, flow, tokenizers), folder / "model", "", {**call, "words": ["a"]})
+    made = Experiment(subject, folder / "model", SMOKE, torch.device("cpu"), folder / "work")
     return made, made.prepare()
 
 
@@ -190,7 +194,9 @@ def test_variants_train_and_are_judged(experiment, tmp_path, monkeypatch):
     rows = [dense, *made.run_all(jobs=1)]
     sparse, sla = rows[1:]
     assert (sparse["variant"], sla["variant"]) == SMOKE.variants
-    for key in ("psnr_db", "velocity_mse", "flow_loss"):
+    is_clip = isinstance(made.subject, Clips)
+    assert (sla["after"]["flow_loss"] is not None) == is_clip
+    for key in ("psnr_db", "velocity_mse", "flow_loss")[: 3 if is_clip else 2]:
         assert sparse["before"][key] == sla["before"][key]
         assert sparse["after"][key] != sla["after"][key]
     assert sla["before"]["velocity_mse"] > 1e-6
@@ -220,3 +226,19 @@ def test_variants_differ_in_one_part_each():
             expected = torch.eye(len(matrix)) if variant.projection == "identity" else torch.zeros_like(matrix)
             assert torch.equal(matrix.detach(), expected)
             assert attention.settings.critical == variant.critical
+
+
+def test_hedgehogs_features_are_two_softmaxes():
+    """Linear attention alone, of features ``softmax([2 W x, -2 W x])``, with gradients for W."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 100, 3, 16).unbind()
+    attention = HedgehogAttention(SparseLinearAttention(16, 0.0, 0.0, "relu"))
+    torch.nn.init.eye_(attention.projection.weight)
+    torch.nn.init.normal_(attention.features.weight, std=0.2)
+    phi_q, phi_k = (torch.cat((2 * x, -2 * x), -1).softmax(-1) for x in (attention.features(y) for y in (q, k)))
+    weights = torch.einsum("bqhf,bkhf->bhqk", phi_q, phi_k)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), v)
+    output = attention(q, k, v)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    assert attention.features.weight.grad.abs().max() > 0
