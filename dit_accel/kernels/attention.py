@@ -67,7 +67,7 @@ def attention(
         out: ``[B, S, H, D]`` like q, written in place. Reused rows keep what it holds; with None it is allocated
             **uninitialised**, so its reused rows hold garbage.
         backend: "auto", "reference", or one of these; "auto" takes the first that can:
-            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128.
+            "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128; masks without ``kv_len``.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128; ``pv_threshold`` in half precision,
             ``qk_dtype``, masks.
 
@@ -107,7 +107,7 @@ def _attention(
     require_qk_dtype(qk_dtype)
     if tile_means:
         require_whole_tiles(plan)
-    chosen = resolve_backend(backend, q, _limits(q, k, v, plan, pv_threshold, qk_dtype, out))
+    chosen = resolve_backend(backend, q, _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_len = None if kv_len is None else kv_len.contiguous()  # kernels read it by address
     has_slices = plan.slices is not None
@@ -139,12 +139,12 @@ def _attention(
     return out
 
 
-def _limits(q, k, v, plan, pv_threshold, qk_dtype, out) -> dict[str, str | None]:
+def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> dict[str, str | None]:
     """What keeps each backend from the arguments, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
 
     return {
-        "cuda": cuda_limit(q, k, v, plan, pv_threshold, qk_dtype, out),
+        "cuda": cuda_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out),
         "triton": checks.triton_limit(q.shape[-1], plan)
         or _threshold_limit(q, pv_threshold)
         or qk_dtype_limit(q, plan, qk_dtype),

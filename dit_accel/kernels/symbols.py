@@ -218,6 +218,15 @@ class AttentionPlan(_Tensors):
         return self.kv_count.shape[2]
 
 
+def masks_of(plan: AttentionPlan) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, ...]]:
+    """Codes and pool of a plan's masks, and the codes' strides of batch and head: 0 along axes that broadcast."""
+    if plan.masks is None:
+        return None, None, (0, 0)
+    codes = plan.masks.codes.contiguous()
+    strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
+    return codes, plan.masks.pool.contiguous(), strides
+
+
 def _require_bits(name: str, bits: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if bits.device != device:
         raise ShapeError(f"{name} must be on the device {device} of the other lists, got {bits.device}")

@@ -14,6 +14,7 @@ from dit_accel.kernels import attention
 from dit_accel.kernels._cuda.attention import limit
 from dit_accel.kernels.backends import backend_status, hopper_limit
 from dit_accel.kernels.symbols import TileMasks
+from tests.kernels.naive_attention import check as check_masked
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or hopper_limit(torch.zeros(1, device="cuda")) is not None, reason="needs Hopper"
@@ -104,6 +105,26 @@ def test_large_scores_do_not_overflow(make_tensor, make_sparsity):
     check(q, k, make_tensor(1, 700, 2, 128, dtype=torch.bfloat16), make_sparsity(1, 2, 700, block=128))
 
 
+MASKED = {
+    "ragged": {"batch": 2, "heads": 5, "tokens": 1000, "masked": 0.5},
+    "all-masked": {"batch": 1, "heads": 3, "tokens": 700, "rows": 1.1, "tiles": 1.1, "masked": 1.1},
+    "few-tiles": {"batch": 1, "heads": 40, "tokens": 700, "rows": 0.7, "tiles": 0.1, "masked": 0.8},
+    "long-rows-in-parts": {"batch": 1, "heads": 3, "tokens": 9000, "rows": 0.2, "tiles": 1.1, "masked": 0.3},
+    "rows-by-ticket": {"batch": 2, "heads": 24, "tokens": 2500, "rows": 1.1, "tiles": 0.3, "masked": 0.5},
+}
+
+
+@on_hopper
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED.keys())
+def test_masks_inside_tiles(case, head_dim, dtype, make_tensor, make_sparsity, assert_no_worse):
+    """Queries without a key in a tile, or in any, among them."""
+    sparsity = make_sparsity(**case, block=128)
+    q, k, v = (make_tensor(case["batch"], case["tokens"], case["heads"], head_dim, dtype=dtype) for _ in range(3))
+    check_masked(q, k, v, sparsity, "cuda", assert_no_worse)
+
+
 @on_hopper
 def test_auto_takes_it_and_the_host_never_waits(make_tensor, make_sparsity):
     assert backend_status()["cuda"] == "ok"
@@ -128,15 +149,15 @@ def test_limits(make_sparsity, device):
     masked = dataclasses.replace(plan, masks=masks, full_count=plan.kv_count)
     wide = torch.zeros(1, 300, 2, 132, dtype=torch.float16, device=device)[..., :128]  # rows of 264 bytes
 
-    def judged(q=q, plan=plan, pv_threshold=None, qk_dtype=None, k=q):
-        return limit(q, k, q, plan, pv_threshold, qk_dtype, None) or ""
+    def judged(q=q, plan=plan, kv_len=None, pv_threshold=None, qk_dtype=None, k=q):
+        return limit(q, k, q, plan, kv_len, pv_threshold, qk_dtype, None) or ""
 
     if not q.is_cuda or hopper_limit(q) is None:
-        assert judged() == ""
+        assert judged() == judged(plan=masked) == ""
     assert "float16 or bfloat16, got torch.float32" in judged(q.float())
     assert "head_dim must be one of (64, 128), got 32" in judged(q[..., :32])
     assert "block must be 128, got 64" in judged(plan=make_sparsity(1, 2, 300, block=64).plan)
-    assert "no masks" in judged(plan=masked)
+    assert "kv_len must be None where the plan has masks" in judged(plan=masked, kv_len=torch.zeros(1))
     assert "pv_threshold and qk_dtype must be None, got -4.0 and None" in judged(pv_threshold=-4.0)
     assert "k must begin at and have strides in positive multiples of 16 bytes" in judged(k=wide)
 

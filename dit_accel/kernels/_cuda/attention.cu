@@ -11,6 +11,9 @@
 // in 16-bit floats or float32 sums), so acc is hardly ever rescaled. Within a warpgroup the product with the values of
 // one tile runs beside the softmax of the next, across the seams of rows too; between the warpgroups a pair of barriers
 // makes one multiply while the other is in its softmax.
+//
+// With HAS_MASKS the loader tells which kind of tile it loads, and consumers take pairs that do not attend out of the
+// scores: by their position, or by the bits of the tile's entry in the pool. A row's list then ends in its masked tiles.
 #include "attention_consumers.cuh"
 
 // Fills the rings, a step ahead of the consumers' order: the keys of tile j + 1 before the values of tile j, and the next
@@ -25,11 +28,15 @@ struct Loader {
     Ring<KEY_STAGES> key;
     Ring<VALUE_STAGES> value;
 
-    __device__ __forceinline__ void load_keys(const Piece& piece, int token) {
+    __device__ __forceinline__ void load_keys(const Piece& piece, KeyTile tile) {
         barrier_wait(shared_address(&shared.key_empty[key.slot]), key.parity ^ 1);
-        if (lane == 0)
-            load_tile(tiles.keys + key.slot * TILE_BYTES, k_map, shared.key_full[key.slot], token, piece.key_head,
+        if (lane == 0) {
+#if HAS_MASKS
+            shared.key_tile[key.slot] = tile;
+#endif
+            load_tile(tiles.keys + key.slot * TILE_BYTES, k_map, shared.key_full[key.slot], tile.token, piece.key_head,
                       piece.batch);
+        }
         key.advance();
     }
 
@@ -42,30 +49,42 @@ struct Loader {
     }
 
     // 32 entries of the piece's key list, one a lane, from tile `done` on; tiles are counted from the last one down.
-    __device__ __forceinline__ int list(const Piece& piece, int done) {
+    __device__ __forceinline__ KeyTile list(const Piece& piece, int done) {
         const int entry = piece.end - 1 - done - lane;
-        return entry >= piece.begin ? problem.kv_index[(long long)piece.row * problem.blocks + entry] : 0;
+        if (entry < piece.begin) return {FULL, 0};
+        const int block = problem.kv_index[(long long)piece.row * problem.blocks + entry];
+        int code = FULL;
+#if HAS_MASKS
+        const int* of_head = problem.codes + (long long)piece.batch * problem.codes_batch +
+                             (long long)piece.head * problem.codes_head;
+        code = of_head[piece.token / BLOCK * problem.blocks + block];
+#endif
+        return {code, block * BLOCK};
+    }
+
+    __device__ __forceinline__ KeyTile tile_of(KeyTile listed, int lane) {
+        return {__shfl_sync(~0u, listed.code, lane), __shfl_sync(~0u, listed.token, lane)};
     }
 
     // Tells the others which piece comes next, and loads its queries and first keys; returns their first token.
-    __device__ __forceinline__ int take_up(Piece piece, int listed) {
+    __device__ __forceinline__ int take_up(Piece piece, KeyTile listed) {
         const bool has_tiles = piece.begin < piece.end;
-        const int token = __shfl_sync(~0u, listed, 0) * BLOCK;
-        if (has_tiles) piece.valid = key_end_of(problem, piece.row) - token;
+        const KeyTile tile = tile_of(listed, 0);
+        if (has_tiles) piece.valid = key_end_of(problem, piece.row) - tile.token;
         publish(piece, has_tiles, tiles, q_map, shared, row);
-        if (has_tiles) load_keys(piece, token);
-        return token;
+        if (has_tiles) load_keys(piece, tile);
+        return tile.token;
     }
 
     __device__ __forceinline__ void run(int rows) {
         Pieces pieces(problem, rows, shared);
         Piece piece = pieces.next();
-        int listed = list(piece, 0);
+        KeyTile listed = list(piece, 0);
         int token = take_up(piece, listed);
         while (piece.row >= 0) {
             const int count = piece.end - piece.begin;
             Piece next;
-            int next_listed;
+            KeyTile next_listed;
             if (count == 0) {
                 next = pieces.next();
                 next_listed = list(next, 0);
@@ -79,8 +98,9 @@ struct Loader {
                 const int value_token = token;
                 if (done + 1 < count) {
                     if ((done + 1) % 32 == 0) listed = list(piece, done + 1);
-                    token = __shfl_sync(~0u, listed, (done + 1) % 32) * BLOCK;
-                    load_keys(piece, token);
+                    const KeyTile tile = tile_of(listed, (done + 1) % 32);
+                    token = tile.token;
+                    load_keys(piece, tile);
                 } else {
                     token = take_up(next, next_listed);
                 }
@@ -97,11 +117,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const int* work,
               const int* work_count, const int* kv_count, const int* kv_index, const int* kv_len, int* counters,
-              float* parts, float* lse, int heads, int group, int blocks, int tokens, float scale_log2) {
+              float* parts, float* lse,
+#if HAS_MASKS
+              const int* codes, const uint4* pool, int codes_batch, int codes_head,
+#endif
+              int heads, int group, int blocks, int tokens, float scale_log2) {
     extern __shared__ __align__(1024) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory + TILES_BYTES);
     const Problem problem = {work,  work_count, kv_count, kv_index, kv_len, counters, counters + 2,
-                             parts, lse,        heads,    group,    blocks, tokens,   scale_log2};
+                             parts, lse,        heads,    group,    blocks, tokens,   scale_log2,
+#if HAS_MASKS
+                             codes, pool,       codes_batch, codes_head
+#endif
+    };
     if (threadIdx.x == 0) {
         prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map), prefetch_map(&out_map);
         init_barriers(shared, 1);

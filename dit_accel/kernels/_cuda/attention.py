@@ -10,6 +10,7 @@ from dit_accel.kernels._cuda.common import BLOCK, THREADS, element_defines, hopp
 from dit_accel.kernels._cuda.runtime import kernel, multiprocessors, resting_counters, why_not
 from dit_accel.kernels._cuda.tensor_map import tensor_map
 from dit_accel.kernels.constants import LOG2_E
+from dit_accel.kernels.symbols import masks_of
 
 TILES = 7  # 2 of queries, 3 of keys and 2 of values
 SHARED_BEYOND_TILES = 3072
@@ -18,10 +19,10 @@ SHARED_ROWS = 4 * MAX_PROGRAMS  # at most, where rows are cut into shares; each 
 CONSUMER_THREADS = 256
 
 
-def limit(q, k, v, plan, pv_threshold, qk_dtype, out) -> str | None:
+def limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> str | None:
     """What keeps the kernel from these arguments, or None."""
-    if plan.masks is not None:
-        return "the plan must have no masks"
+    if plan.masks is not None and kv_len is not None:
+        return "kv_len must be None where the plan has masks"
     if pv_threshold is not None or qk_dtype is not None:
         return f"pv_threshold and qk_dtype must be None, got {pv_threshold} and {qk_dtype}"
     return _tensor_limit(q, k, v, plan, out)
@@ -44,7 +45,9 @@ def attention_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
     counters = resting_counters("attention", 2 + 2 * SHARED_ROWS, q.device)
     maps = [tensor_map(x, (1, BLOCK, 1, 64)) for x in (q, k, v)] + [tensor_map(out, (1, BLOCK // 2, 1, 64))]
     arguments = *maps, plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len, counters, parts, lse
-    _launch("attention", q, k, plan, scale, kv_len, arguments)
+    codes, pool, codes_strides = masks_of(plan)
+    masks = () if codes is None else (codes, pool, *codes_strides)
+    _launch("attention", q, k, plan, scale, kv_len, (*arguments, *masks), has_masks=codes is not None)
 
 
 def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
@@ -58,10 +61,10 @@ def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
     _launch("slices", q, k, plan, scale, kv_len, arguments)
 
 
-def _launch(name, q, k, plan, scale, kv_len, arguments) -> None:
+def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None:
     """``arguments``: those that come before the sizes, which both kernels take last."""
     tokens, heads, head_dim = q.shape[1:]
-    defines = *element_defines(q, head_dim), ("HAS_KV_LEN", int(kv_len is not None))
+    defines = *element_defines(q, head_dim), ("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))
     kernel(f"{name}.cu", name, q.device, defines).launch(
         min(multiprocessors(q.device), MAX_PROGRAMS),
         THREADS,

@@ -108,6 +108,9 @@ struct Softmax {  // of two rows a thread: lane / 4 and eight below
             float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+#if HAS_MASKS
+            top = fmaxf(top, LOWEST);  // of a query that has no key in the tile
+#endif
             const float before = maximum[r];
             // false at the first tile, where before is -inf
             if (!((top - before) * scale_log2 <= MAXIMUM_GROWTH)) maximum[r] = top;
@@ -161,13 +164,15 @@ __device__ __forceinline__ void rescale(float (&acc)[DIMS], const float (&decay)
     }
 }
 
-// Keys from `valid` on take no part.
-__device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid) {
+// Keys from `valid` on take no part; the second of them holds for the rows eight below.
+__device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid, int valid_below) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < SCORES; ++i)
-        if (i / 4 * 8 + column + i % 2 >= valid) scores[i] = NEGATIVE_INFINITY;
+        if (i / 4 * 8 + column + i % 2 >= (i / 2 % 2 ? valid_below : valid)) scores[i] = NEGATIVE_INFINITY;
 }
+
+__device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid) { mask_tail(scores, valid, valid); }
 
 __device__ __forceinline__ void release(u64& empty) {  // one arrival a warp
     __syncwarp();
@@ -285,7 +290,11 @@ __device__ __forceinline__ void finish_row(const Problem& problem, const Piece& 
         float sum = softmax.sum[r];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
+#if HAS_MASKS
+        inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+#else
         inverse[r] = 1.0f / sum;
+#endif
         float lse_log2 = softmax.maximum[r] * problem.scale_log2 + log2f(sum);
         const int query = first_query + 8 * r;
 #if SLICES
@@ -334,6 +343,9 @@ struct Consumer {
     Ring<KEY_STAGES> key;
     Ring<VALUE_STAGES> value;
     u32 queries;  // of the piece that was taken last, both consumers'
+#if HAS_MASKS
+    KeyTile tile;    // whose scores began last
+#endif
 
     // Waits for the next piece and tells whether it has tiles; only then it is taken.
     __device__ __forceinline__ bool take_piece(Piece& next) {
@@ -352,6 +364,9 @@ struct Consumer {
 #if SLICES
         fence_async_proxy();
 #endif
+#if HAS_MASKS
+        tile = shared.key_tile[key.slot];
+#endif
         named_sync(TURN + consumer, CONSUMERS * WARPGROUP);
         multiply_keys(scores, queries + consumer * HALF_BYTES, tiles.keys + key.slot * TILE_BYTES);
     }
@@ -360,6 +375,37 @@ struct Consumer {
         touch(scores);
         release(shared.key_empty[key.slot]);
         key.advance();
+    }
+
+    // The first of this thread's two rows among the tile's queries.
+    __device__ __forceinline__ int row_in_tile() {
+        return consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+    }
+
+    // Pairs that do not attend, in the piece's first tile or in another one.
+    __device__ __forceinline__ void mask(float (&scores)[SCORES], const Piece& piece, bool is_first_tile) {
+#if HAS_MASKS
+        if (tile.code == CAUSAL) {
+            const int seen = piece.token + row_in_tile() - tile.token + 1;
+            mask_tail(scores, seen, seen + 8);
+        } else if (tile.code >= FIRST_PARTIAL) {
+            const int column = threadIdx.x % 4 * 2;
+            const uint4* of_row = problem.pool + (tile.code - FIRST_PARTIAL) * BLOCK + row_in_tile();
+            const uint4 words[2] = {__ldg(of_row), __ldg(of_row + 8)};
+            u32 bits[2][4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                bits[r][0] = words[r].x >> column, bits[r][1] = words[r].y >> column;
+                bits[r][2] = words[r].z >> column, bits[r][3] = words[r].w >> column;
+            }
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                if (!(bits[i / 2 % 2][i / 16] & 1u << (i / 4 % 4 * 8 + i % 2))) scores[i] = NEGATIVE_INFINITY;
+        }
+        if (problem.tokens - tile.token < BLOCK) mask_tail(scores, problem.tokens - tile.token);
+#else
+        if (is_first_tile && piece.valid < BLOCK) mask_tail(scores, piece.valid);
+#endif
     }
 
     __device__ __forceinline__ void begin_values(float (&acc)[DIMS], const u32 (&probabilities)[SCORES / 2],
@@ -404,7 +450,7 @@ struct Consumer {
         pass_turn();
         wgmma_wait<0>();
         end_scores(scores);
-        if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
+        mask(scores, piece, true);
         Softmax softmax;
         softmax.add(scores, problem.scale_log2, decay);
         round_probabilities(probabilities, scores);
@@ -417,6 +463,7 @@ struct Consumer {
                 is_first = false;
                 wgmma_wait<1>();
                 end_scores(scores);
+                mask(scores, piece, false);
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);
                 rescale(acc, decay);
@@ -432,7 +479,7 @@ struct Consumer {
                 begin_values(acc, probabilities, is_first, ended.valid);
                 wgmma_wait<1>();
                 end_scores(scores);
-                if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
+                mask(scores, piece, true);
                 softmax = Softmax();
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);

@@ -10,6 +10,9 @@
 #ifndef HAS_KV_LEN
 #define HAS_KV_LEN 1
 #endif
+#ifndef HAS_MASKS
+#define HAS_MASKS 0
+#endif
 #include "hopper.cuh"
 
 constexpr int BLOCK = 128;    // queries of a row, keys of a tile
@@ -30,6 +33,8 @@ constexpr int ROWS_A_THREAD = (SHARED_WAVES * MAX_PROGRAMS + THREADS - 1) / THRE
 constexpr int SMALLEST_SHARE = 4;       // tiles; parts of fewer cost more to add up than to compute
 constexpr int OWN = 1, TURN = 3;        // named barriers: each consumer's own (1, 2), whose turn it is (3, 4)
 constexpr float MAXIMUM_GROWTH = 8.0f;  // base-2 exponent that the maximum may grow by before acc is rescaled
+constexpr float LOWEST = -1e30f;        // stands for -inf where a difference of two -inf would be NaN
+constexpr int FULL = 0, CAUSAL = 1, FIRST_PARTIAL = 2;  // codes of masked tiles
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 struct Piece {
@@ -43,10 +48,17 @@ struct Piece {
 };
 constexpr Piece NO_PIECE = {-1, 0, 0, 0, 0, 0, 0, BLOCK, 1, 0, 0};
 
+struct KeyTile {  // what a mask needs to know of a tile
+    int code, token;
+};
+
 struct Shared {  // behind the tiles
     u64 row_full[ROW_SLOTS], row_done[ROW_SLOTS], row_empty[ROW_SLOTS];
     u64 key_full[KEY_STAGES], key_empty[KEY_STAGES];
     u64 value_full[VALUE_STAGES], value_empty[VALUE_STAGES];
+#if HAS_MASKS
+    KeyTile key_tile[KEY_STAGES];
+#endif
     Piece pieces[ROW_SLOTS];
     int is_stored[ROW_SLOTS][CONSUMERS];  // whether the consumer left finished output in the row's slot
     int is_last[CONSUMERS];
@@ -68,6 +80,11 @@ struct Problem {
     float* lse;
     int heads, group, blocks, tokens;
     float scale_log2;
+#if HAS_MASKS
+    const int* codes;  // [B or 1, H or 1, blocks, blocks], axes of size 1 with stride 0
+    const uint4* pool;  // of partial tiles: bits of a query's keys, [entries, BLOCK]
+    int codes_batch, codes_head;
+#endif
 #if SLICES
     const element* out;  // what it goes on from, with lse, in rows whose kv_count is not 0
     long long out_batch, out_token, out_head;

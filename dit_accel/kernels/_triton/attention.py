@@ -26,7 +26,6 @@ from dit_accel.kernels._triton.attention_steps import (
     FULL,
     LN_2,
     is_negligible,
-    masks_of,
     pairs_that_attend,
     softmax_step,
     visits_of_row,
@@ -35,7 +34,7 @@ from dit_accel.kernels._triton.launch import key_end_of, launch, on_device, prec
 from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_descriptor
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
-from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.kernels.symbols import AttentionPlan, masks_of
 
 SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 

@@ -8,11 +8,10 @@ or ``kv_len``) cuts at most one of each, so a row visits, in this order,
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, AttentionPlan
+from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 
 LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where a difference of two -inf would be NaN
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -113,12 +112,3 @@ def is_negligible(scores, running_max, query_valid, scale_log2, threshold_log2):
     behind = best - tl.maximum(tl.maximum(running_max, best), LOWEST)  # -inf where the tile masks all of a query
     behind = tl.where(query_valid, behind, float("-inf"))
     return tl.max(behind, 0) < threshold_log2
-
-
-def masks_of(plan: AttentionPlan) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, ...]]:
-    """Codes and pool of a plan's masks, and the codes' strides of batch and head: 0 along axes that broadcast."""
-    if plan.masks is None:
-        return None, None, (0, 0)
-    codes = plan.masks.codes.contiguous()
-    strides = tuple(codes.stride(axis) if codes.shape[axis] > 1 else 0 for axis in (0, 1))
-    return codes, plan.masks.pool.contiguous(), strides
