@@ -143,12 +143,14 @@ def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> dict[str, str
     """What keeps each backend from the arguments, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
 
-    return {
+    limits = {
         "cuda": cuda_limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out),
         "triton": checks.triton_limit(q.shape[-1], plan)
         or _threshold_limit(q, pv_threshold)
         or qk_dtype_limit(q, plan, qk_dtype),
     }
+    # one H200, 512 to 2048 tokens with masks, 8 heads of 64: Triton takes 6 to 28 us, the Hopper kernel 13 to 32
+    return dict(reversed(limits.items())) if plan.masks is not None and plan.is_short else limits
 
 
 def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:

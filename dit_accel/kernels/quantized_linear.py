@@ -149,6 +149,7 @@ def quantized_linear(
         raise ShapeError(f"weight must have sides that are multiples of {EVEN}, got {list(weight.shape)}")
     if backend == "auto" and values.is_cuda and values.dtype == torch.float8_e4m3fn and out_dtype == "bfloat16":
         rows = values.flatten(0, -2), weight.t(), scales.view(-1, 1), weight_scales[None]
+        bias = None if bias is None else bias.bfloat16()
         product = torch._scaled_mm(*rows, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
         return product.view(*values.shape[:-1], -1)
     if resolve_backend(backend, values) == "triton":

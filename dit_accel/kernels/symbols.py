@@ -17,6 +17,7 @@ from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import block_count
 
 MAX_HEADS = 64  # a row-block's heads fit one 64-bit word
+SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 FULL_TILE = 0  # codes of TileMasks
 CAUSAL_TILE = 1
@@ -216,6 +217,11 @@ class AttentionPlan(_Tensors):
     @property
     def blocks(self) -> int:
         return self.kv_count.shape[2]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether attention under the plan takes no longer than its launch by Python."""
+        return self.work.numel() * self.blocks * self.block**2 <= SHORT_PAIRS
 
 
 def masks_of(plan: AttentionPlan) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, ...]]:

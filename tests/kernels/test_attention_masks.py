@@ -32,7 +32,7 @@ def test_masks_inside_tiles(case, implementation, make_tensor, make_sparsity, as
 def either_backend(request, monkeypatch):
     """Backends, and Triton as it is for long sequences, whose tiles come through descriptors on a Hopper GPU."""
     if request.param == "triton-long":
-        monkeypatch.setattr("dit_accel.kernels._triton.attention.SHORT_PAIRS", 0)
+        monkeypatch.setattr("dit_accel.kernels.symbols.SHORT_PAIRS", 0)
     return request.param.removesuffix("-long")
 
 

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const int* work_count, const int* kv_count, const int* kv_index, const int* kv_len, int* counters,
               float* parts, float* lse,
 #if HAS_MASKS
-              const int* codes, const uint4* pool, int codes_batch, int codes_head,
+              const int* full_count, const int* codes, const uint4* pool, int codes_batch, int codes_head,
 #endif
               int heads, int group, int blocks, int tokens, float scale_log2) {
     extern __shared__ __align__(1024) char memory[];
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Problem problem = {work,  work_count, kv_count, kv_index, kv_len, counters, counters + 2,
                              parts, lse,        heads,    group,    blocks, tokens,   scale_log2,
 #if HAS_MASKS
-                             codes, pool,       codes_batch, codes_head
+                             full_count, codes, pool,     codes_batch, codes_head
 #endif
     };
     if (threadIdx.x == 0) {

@@ -46,7 +46,7 @@ def attention_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
     maps = [tensor_map(x, (1, BLOCK, 1, 64)) for x in (q, k, v)] + [tensor_map(out, (1, BLOCK // 2, 1, 64))]
     arguments = *maps, plan.work, plan.work_count, plan.kv_count, plan.kv_index, kv_len, counters, parts, lse
     codes, pool, codes_strides = masks_of(plan)
-    masks = () if codes is None else (codes, pool, *codes_strides)
+    masks = () if codes is None else (plan.full_count, codes, pool, *codes_strides)
     _launch("attention", q, k, plan, scale, kv_len, (*arguments, *masks), has_masks=codes is not None)
 
 

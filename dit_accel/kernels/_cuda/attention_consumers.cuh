@@ -343,9 +343,6 @@ struct Consumer {
     Ring<KEY_STAGES> key;
     Ring<VALUE_STAGES> value;
     u32 queries;  // of the piece that was taken last, both consumers'
-#if HAS_MASKS
-    KeyTile tile;    // whose scores began last
-#endif
 
     // Waits for the next piece and tells whether it has tiles; only then it is taken.
     __device__ __forceinline__ bool take_piece(Piece& next) {
@@ -364,9 +361,6 @@ struct Consumer {
 #if SLICES
         fence_async_proxy();
 #endif
-#if HAS_MASKS
-        tile = shared.key_tile[key.slot];
-#endif
         named_sync(TURN + consumer, CONSUMERS * WARPGROUP);
         multiply_keys(scores, queries + consumer * HALF_BYTES, tiles.keys + key.slot * TILE_BYTES);
     }
@@ -377,20 +371,20 @@ struct Consumer {
         key.advance();
     }
 
-    // The first of this thread's two rows among the tile's queries.
-    __device__ __forceinline__ int row_in_tile() {
-        return consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
-    }
-
-    // Pairs that do not attend, in the piece's first tile or in another one.
-    __device__ __forceinline__ void mask(float (&scores)[SCORES], const Piece& piece, bool is_first_tile) {
 #if HAS_MASKS
+    // The tile whose scores have begun: read before end_scores gives up its slot.
+    __device__ __forceinline__ KeyTile tile_begun() { return shared.key_tile[key.slot]; }
+
+    // Pairs that do not attend.
+    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], KeyTile tile, const Piece& piece) {
+        // the first of this thread's two rows, among the tile's queries
+        const int row = consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
         if (tile.code == CAUSAL) {
-            const int seen = piece.token + row_in_tile() - tile.token + 1;
+            const int seen = piece.token + row - tile.token + 1;
             mask_tail(scores, seen, seen + 8);
         } else if (tile.code >= FIRST_PARTIAL) {
             const int column = threadIdx.x % 4 * 2;
-            const uint4* of_row = problem.pool + (tile.code - FIRST_PARTIAL) * BLOCK + row_in_tile();
+            const uint4* of_row = problem.pool + (tile.code - FIRST_PARTIAL) * BLOCK + row;
             const uint4 words[2] = {__ldg(of_row), __ldg(of_row + 8)};
             u32 bits[2][4];
 #pragma unroll
@@ -403,10 +397,13 @@ struct Consumer {
                 if (!(bits[i / 2 % 2][i / 16] & 1u << (i / 4 % 4 * 8 + i % 2))) scores[i] = NEGATIVE_INFINITY;
         }
         if (problem.tokens - tile.token < BLOCK) mask_tail(scores, problem.tokens - tile.token);
-#else
-        if (is_first_tile && piece.valid < BLOCK) mask_tail(scores, piece.valid);
-#endif
     }
+#else
+    __device__ __forceinline__ KeyTile tile_begun() { return {}; }
+    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], KeyTile, const Piece& piece) {
+        if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
+    }
+#endif
 
     __device__ __forceinline__ void begin_values(float (&acc)[DIMS], const u32 (&probabilities)[SCORES / 2],
                                                  bool is_first, int valid, bool passes_turn = true) {
@@ -447,23 +444,40 @@ struct Consumer {
         float acc[DIMS], scores[SCORES], decay[2];
         u32 probabilities[SCORES / 2];
         begin_scores(scores);
+        KeyTile begun = tile_begun();
         pass_turn();
         wgmma_wait<0>();
         end_scores(scores);
-        mask(scores, piece, true);
+        leave_out(scores, begun, piece);
         Softmax softmax;
         softmax.add(scores, problem.scale_log2, decay);
         round_probabilities(probabilities, scores);
         for (bool goes_on = true; goes_on;) {
             bool is_first = true;
+            int tile = piece.end - 2;  // the first has been begun
+#if HAS_MASKS
 #pragma unroll 1
-            for (int left = piece.end - piece.begin - 1; left > 0; --left) {
+            for (const int whole = max(piece.whole, piece.begin); tile >= whole; --tile) {
+                begin_scores(scores);
+                begun = tile_begun();
+                begin_values(acc, probabilities, is_first, piece.valid);
+                is_first = false;
+                wgmma_wait<1>();
+                end_scores(scores);
+                leave_out(scores, begun, piece);
+                softmax.add(scores, problem.scale_log2, decay);
+                end_values(acc);
+                rescale(acc, decay);
+                round_probabilities(probabilities, scores);
+            }
+#endif
+#pragma unroll 1
+            for (; tile >= piece.begin; --tile) {
                 begin_scores(scores);
                 begin_values(acc, probabilities, is_first, piece.valid);
                 is_first = false;
                 wgmma_wait<1>();
                 end_scores(scores);
-                mask(scores, piece, false);
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);
                 rescale(acc, decay);
@@ -476,10 +490,11 @@ struct Consumer {
             goes_on = take_piece(piece);
             if (goes_on) {
                 begin_scores(scores);
+                begun = tile_begun();
                 begin_values(acc, probabilities, is_first, ended.valid);
                 wgmma_wait<1>();
                 end_scores(scores);
-                mask(scores, piece, true);
+                leave_out(scores, begun, piece);
                 softmax = Softmax();
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);

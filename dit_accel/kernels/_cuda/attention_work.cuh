@@ -45,6 +45,9 @@ struct Piece {
     int parts;                         // pieces that the row is cut into
     int first_share;                   // of a cut row: the thread block that holds its begin
     int item;                          // the row's place in the work list
+#if HAS_MASKS
+    int whole;                         // entries at the begin of the row's list that need no mask
+#endif
 };
 constexpr Piece NO_PIECE = {-1, 0, 0, 0, 0, 0, 0, BLOCK, 1, 0, 0};
 
@@ -81,7 +84,8 @@ struct Problem {
     int heads, group, blocks, tokens;
     float scale_log2;
 #if HAS_MASKS
-    const int* codes;  // [B or 1, H or 1, blocks, blocks], axes of size 1 with stride 0
+    const int* full_count;
+    const int* codes;   // [B or 1, H or 1, blocks, blocks], axes of size 1 with stride 0
     const uint4* pool;  // of partial tiles: bits of a query's keys, [entries, BLOCK]
     int codes_batch, codes_head;
 #endif
@@ -117,6 +121,15 @@ __device__ __forceinline__ int tiles_of(const Problem& problem, int row) {
 #endif
     return count;
 }
+
+#if HAS_MASKS
+// Entries at the begin of a row's list that need no mask: its FULL tiles, but for one that the sequence's end cuts.
+__device__ __forceinline__ int whole_of(const Problem& problem, int row) {
+    const int full = problem.full_count[row];
+    if (problem.tokens % BLOCK == 0 || full == 0) return full;
+    return full - (problem.kv_index[(long long)row * problem.blocks + full - 1] == problem.blocks - 1);
+}
+#endif
 
 // What a row counts for when work is shared out: one without a tile must be in some share too.
 __device__ __forceinline__ int length_of(const Problem& problem, int item) {
@@ -162,6 +175,9 @@ __device__ __forceinline__ void place(const Problem& problem, Piece& piece, int 
     piece.batch = head_row / problem.heads, piece.head = head_row % problem.heads;
     piece.key_head = piece.head / problem.group;
     piece.token = row % problem.blocks * BLOCK;
+#if HAS_MASKS
+    piece.whole = whole_of(problem, row);
+#endif
 }
 
 // Called by one thread of each block: the last one leaves the tickets as it found them.

@@ -36,8 +36,6 @@ from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan, masks_of
 
-SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
-
 
 @triton.jit
 def _slot(visit, full, visible_full):
@@ -219,7 +217,7 @@ def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None
     is_hopper = hopper_limit(q) is None
     heads, blocks, tokens = plan.heads, plan.blocks, plan.tokens
     # to the launch of a short call, which bounds it, two descriptors would add a third
-    wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not _is_short(plan))
+    wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not plan.is_short)
     by_descriptor = wants_descriptor and fits_descriptor(k) and fits_descriptor(v)
     config = _config(q, plan, pv_threshold is not None, by_descriptor, is_hopper)
     codes, pool, codes_strides = masks_of(plan)
@@ -241,8 +239,3 @@ def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None
             HAS_PV_THRESHOLD=pv_threshold is not None, HAS_LSE=lse is not None, BY_DESCRIPTOR=by_descriptor,
             PRECISION=precision(q), **config,
         )  # fmt: skip
-
-
-def _is_short(plan: AttentionPlan) -> bool:
-    """Whether attention under the plan takes no longer than its launch by Python."""
-    return plan.work.numel() * plan.blocks * plan.block**2 <= SHORT_PAIRS
