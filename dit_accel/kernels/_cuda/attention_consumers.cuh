@@ -372,25 +372,38 @@ struct Consumer {
     }
 
 #if HAS_MASKS
-    // The tile whose scores have begun: read before end_scores gives up its slot.
-    __device__ __forceinline__ KeyTile tile_begun() { return shared.key_tile[key.slot]; }
+    // Which pairs attend of the tile whose scores have begun: read before end_scores gives up its slot.
+    struct Mask {
+        KeyTile tile;
+        uint4 words[2];  // of a partial tile: the keys of this thread's two rows
+    };
 
-    // Pairs that do not attend.
-    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], KeyTile tile, const Piece& piece) {
-        // the first of this thread's two rows, among the tile's queries
-        const int row = consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+    __device__ __forceinline__ int row_in_tile() {  // the first of the two, among the tile's queries
+        return consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+    }
+
+    __device__ __forceinline__ Mask mask_of_tile() {
+        Mask mask;
+        mask.tile = shared.key_tile[key.slot];
+        if (mask.tile.code >= FIRST_PARTIAL) {
+            const uint4* of_row = problem.pool + (mask.tile.code - FIRST_PARTIAL) * BLOCK + row_in_tile();
+            mask.words[0] = __ldg(of_row), mask.words[1] = __ldg(of_row + 8);
+        }
+        return mask;
+    }
+
+    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], const Mask& mask, const Piece& piece) {
+        const KeyTile tile = mask.tile;
         if (tile.code == CAUSAL) {
-            const int seen = piece.token + row - tile.token + 1;
+            const int seen = piece.token + row_in_tile() - tile.token + 1;
             mask_tail(scores, seen, seen + 8);
         } else if (tile.code >= FIRST_PARTIAL) {
             const int column = threadIdx.x % 4 * 2;
-            const uint4* of_row = problem.pool + (tile.code - FIRST_PARTIAL) * BLOCK + row;
-            const uint4 words[2] = {__ldg(of_row), __ldg(of_row + 8)};
             u32 bits[2][4];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                bits[r][0] = words[r].x >> column, bits[r][1] = words[r].y >> column;
-                bits[r][2] = words[r].z >> column, bits[r][3] = words[r].w >> column;
+                bits[r][0] = mask.words[r].x >> column, bits[r][1] = mask.words[r].y >> column;
+                bits[r][2] = mask.words[r].z >> column, bits[r][3] = mask.words[r].w >> column;
             }
 #pragma unroll
             for (int i = 0; i < SCORES; ++i)
@@ -399,8 +412,9 @@ struct Consumer {
         if (problem.tokens - tile.token < BLOCK) mask_tail(scores, problem.tokens - tile.token);
     }
 #else
-    __device__ __forceinline__ KeyTile tile_begun() { return {}; }
-    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], KeyTile, const Piece& piece) {
+    struct Mask {};
+    __device__ __forceinline__ Mask mask_of_tile() { return Mask(); }
+    __device__ __forceinline__ void leave_out(float (&scores)[SCORES], Mask, const Piece& piece) {
         if (piece.valid < BLOCK) mask_tail(scores, piece.valid);
     }
 #endif
@@ -444,11 +458,11 @@ struct Consumer {
         float acc[DIMS], scores[SCORES], decay[2];
         u32 probabilities[SCORES / 2];
         begin_scores(scores);
-        KeyTile begun = tile_begun();
+        Mask mask = mask_of_tile();
         pass_turn();
         wgmma_wait<0>();
         end_scores(scores);
-        leave_out(scores, begun, piece);
+        leave_out(scores, mask, piece);
         Softmax softmax;
         softmax.add(scores, problem.scale_log2, decay);
         round_probabilities(probabilities, scores);
@@ -459,12 +473,12 @@ struct Consumer {
 #pragma unroll 1
             for (const int whole = max(piece.whole, piece.begin); tile >= whole; --tile) {
                 begin_scores(scores);
-                begun = tile_begun();
+                mask = mask_of_tile();
                 begin_values(acc, probabilities, is_first, piece.valid);
                 is_first = false;
                 wgmma_wait<1>();
                 end_scores(scores);
-                leave_out(scores, begun, piece);
+                leave_out(scores, mask, piece);
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);
                 rescale(acc, decay);
@@ -490,11 +504,11 @@ struct Consumer {
             goes_on = take_piece(piece);
             if (goes_on) {
                 begin_scores(scores);
-                begun = tile_begun();
+                mask = mask_of_tile();
                 begin_values(acc, probabilities, is_first, ended.valid);
                 wgmma_wait<1>();
                 end_scores(scores);
-                leave_out(scores, begun, piece);
+                leave_out(scores, mask, piece);
                 softmax = Softmax();
                 softmax.add(scores, problem.scale_log2, decay);
                 end_values(acc);
