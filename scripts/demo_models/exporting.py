@@ -21,7 +21,17 @@ def write_folder(pipe: DiffusionPipeline, folder: Path, card: str, call: dict[st
     (folder / "demo.json").write_text(json.dumps(call) + "\n")
     for weights in folder.rglob("*.safetensors"):
         weights.chmod(0o644)  # safetensors writes them for their owner alone, and a wheel keeps modes
+    for config in folder.rglob("*config.json"):
+        _forget_origin(config)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _forget_origin(config: Path) -> None:
+    """Take out where a part was loaded from, which a training that goes on leaves there."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "local_files_only")}
+    if kept != values:
+        config.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
