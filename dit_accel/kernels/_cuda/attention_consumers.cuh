@@ -74,6 +74,7 @@ __device__ __forceinline__ void store(const Problem& problem, const TensorMap& o
             __syncwarp();
         }
         barrier_wait(shared_address(&shared.row_done[row.slot]), row.parity);
+        __syncwarp();  // all lanes have read the piece, whose slot lane 0 gives up
         if (lane == 0) {
             for (int consumer = 0; consumer < CONSUMERS; ++consumer)
                 if (piece.begin == piece.end || shared.is_stored[row.slot][consumer])
