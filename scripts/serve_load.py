@@ -80,9 +80,7 @@ class Load:
         wanted = {"prompt": prompt, "seed": seed, "steps": self.steps, "height": side, "width": side}
         started = time.monotonic()
         try:
-            async with self.session.post(
-                f"{self.url}/generate", json=wanted | {"height": side, "width": side}
-            ) as reply:
+            async with self.session.post(f"{self.url}/generate", json=wanted) as reply:
                 body = await reply.read()
                 answer = str(reply.status)
         except (aiohttp.ClientError, TimeoutError):
