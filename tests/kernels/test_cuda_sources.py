@@ -33,13 +33,11 @@ def targets() -> list:
     ]
 
 
+@pytest.mark.parametrize("debug", [(), ("-DEVERY_LANE_ARRIVES=1",)], ids=["", "racecheck"])
 @pytest.mark.parametrize(("source", "architecture"), targets())
-def test_source_compiles_without_a_warning(source, architecture, tmp_path):
+def test_source_compiles_without_a_warning(source, architecture, debug, tmp_path):
     target = f"arch=compute_{architecture},code=sm_{architecture}"
-    run = subprocess.run(
-        ["nvcc", "-cubin", "-std=c++17", "-Werror", "all-warnings", "-gencode", target, "-o", tmp_path / "out", source],
-        capture_output=True,
-        text=True,
-    )
+    flags = ["-cubin", "-std=c++17", "-Werror", "all-warnings", "-gencode", target, *debug]
+    run = subprocess.run(["nvcc", *flags, "-o", tmp_path / "out", source], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "out").stat().st_size

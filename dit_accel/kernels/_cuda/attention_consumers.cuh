@@ -49,10 +49,10 @@ __device__ __forceinline__ void init_ring(u64 (&full)[SLOTS], u64 (&empty)[SLOTS
 
 // Called by one thread; `arrivals`: of those that load a tile of keys or values.
 __device__ __forceinline__ void init_barriers(Shared& shared, int arrivals) {
-    init_ring(shared.row_full, shared.row_empty, 1, 1);
-    init_ring(shared.key_full, shared.key_empty, arrivals, CONSUMERS * 4);
-    init_ring(shared.value_full, shared.value_empty, arrivals, CONSUMERS * 4);
-    for (u64& done : shared.row_done) barrier_init(shared_address(&done), CONSUMERS * 4);
+    init_ring(shared.row_full, shared.row_empty, 1, WARP_ARRIVALS);
+    init_ring(shared.key_full, shared.key_empty, arrivals, CONSUMERS * 4 * WARP_ARRIVALS);
+    init_ring(shared.value_full, shared.value_empty, arrivals, CONSUMERS * 4 * WARP_ARRIVALS);
+    for (u64& done : shared.row_done) barrier_init(shared_address(&done), CONSUMERS * 4 * WARP_ARRIVALS);
 }
 
 // ---- the storing warp
@@ -74,7 +74,6 @@ __device__ __forceinline__ void store(const Problem& problem, const TensorMap& o
             __syncwarp();
         }
         barrier_wait(shared_address(&shared.row_done[row.slot]), row.parity);
-        __syncwarp();  // all lanes have read the piece, whose slot lane 0 gives up
         if (lane == 0) {
             for (int consumer = 0; consumer < CONSUMERS; ++consumer)
                 if (piece.begin == piece.end || shared.is_stored[row.slot][consumer])
@@ -83,9 +82,8 @@ __device__ __forceinline__ void store(const Problem& problem, const TensorMap& o
                                   piece.token + consumer * (BLOCK / CONSUMERS), piece.batch);
             store_commit();
             store_wait_read();
-            barrier_arrive(shared_address(&shared.row_empty[row.slot]));
         }
-        __syncwarp();
+        barrier_arrive_warp(shared_address(&shared.row_empty[row.slot]));
         row.advance();
     }
 }
@@ -175,10 +173,7 @@ __device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid, in
 
 __device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid) { mask_tail(scores, valid, valid); }
 
-__device__ __forceinline__ void release(u64& empty) {  // one arrival a warp
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty));
-}
+__device__ __forceinline__ void release(u64& empty) { barrier_arrive_warp(shared_address(&empty)); }
 
 #if HAS_KV_LEN && !SLICES
 // Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Each consumer clears them all, for itself: one that waited

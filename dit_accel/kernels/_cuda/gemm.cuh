@@ -33,7 +33,7 @@ struct Pipeline {
     __device__ __forceinline__ void init() const {
         for (u32 slot = 0; slot < SLOTS; ++slot) {
             barrier_init(base + BARRIERS + slot * 16, 1);
-            barrier_init(empty(slot), CONSUMERS * 4);
+            barrier_init(empty(slot), CONSUMERS * 4 * WARP_ARRIVALS);
         }
     }
 
@@ -51,10 +51,7 @@ struct Pipeline {
     }
 
     // Consumer: this warp has read the stage.
-    __device__ __forceinline__ void release(u32 slot) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(empty(slot));
-    }
+    __device__ __forceinline__ void release(u32 slot) const { barrier_arrive_warp(empty(slot)); }
 };
 
 // Goes through `steps` stages; `product(stage)` issues the products of one, beside those of the one before. The sums

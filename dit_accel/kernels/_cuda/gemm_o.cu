@@ -77,7 +77,7 @@ struct Mail {
     __device__ __forceinline__ void init() const {
         for (u32 slot = 0; slot < MAIL; ++slot) {
             barrier_init(base + slot * 32, 1);
-            barrier_init(base + slot * 32 + 8, CONSUMERS * 4);
+            barrier_init(base + slot * 32 + 8, CONSUMERS * 4 * WARP_ARRIVALS);
         }
     }
     __device__ __forceinline__ void send(int ticket, const Heads& heads) {
@@ -93,8 +93,7 @@ struct Mail {
         int ticket, counts;
         barrier_wait(slot, ring.parity);
         asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(ticket), "=r"(counts) : "r"(slot + 16) : "memory");
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(slot + 8);
+        barrier_arrive_warp(slot + 8);
         ring.advance();
         counts = __shfl_sync(~0u, counts, 0);
         before = counts >> 8, after = counts & 0xFF;

@@ -47,6 +47,18 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival for all lanes of a warp, after what each of them did. compute-sanitizer's racecheck loses track of the
+// other lanes there; for it each lane can arrive for itself.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+constexpr u32 WARP_ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
+
+__device__ __forceinline__ void barrier_arrive_warp(u32 barrier) {
+    __syncwarp();
+    if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
 __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -28,6 +28,7 @@ DEFAULT_SHARED_LIMIT = 48 * 1024
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Defines = tuple[tuple[str, str | int], ...]
+DEBUG_DEFINES: Defines = ()  # of every kernel; set before the first launch
 
 
 class Kernel:
@@ -147,7 +148,7 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
         f"--gpu-architecture={architecture}",
         "--std=c++17",
         f"--include-path={SOURCES}",
-        *(f"--define-macro={name}={value}" for name, value in defines),
+        *(f"--define-macro={name}={value}" for name, value in (*defines, *DEBUG_DEFINES)),
     ]
     digest = hashlib.sha256(repr((options[:2] + options[3:], _nvrtc_version())).encode())
     for file in (SOURCES / source, *sorted(SOURCES.glob("*.cuh"))):

@@ -121,13 +121,12 @@ struct Lister {
     }
 
     __device__ __forceinline__ void finish_tile(u32* positions, int count) {
-        __syncwarp();
         if (count < BLOCK) {
+            __syncwarp();
             const u32 padding = positions[0];
             for (int i = count + lane; i < BLOCK; i += 32) positions[i] = padding;
-            __syncwarp();
         }
-        if (lane == 0) barrier_arrive(shared_address(&listed.full[list.slot]));
+        barrier_arrive_warp(shared_address(&listed.full[list.slot]));
         list.advance();
     }
 };
@@ -194,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         prefetch_map(&q_map), prefetch_map(&out_map);
         init_barriers(shared, 32);
-        init_ring(listed.full, listed.empty, 1, READERS);
+        init_ring(listed.full, listed.empty, WARP_ARRIVALS, READERS * WARP_ARRIVALS);
         barrier_init_fence();
     }
     __syncthreads();
