@@ -96,7 +96,7 @@ def main() -> int:
         kernel_checks += check_no_host_wait(make_inputs(cases[0], "cuda"), backends)
     results = {"kernels": kernel_checks, "flux": []}
     print_table(results["kernels"])
-    if not (arguments.quick or arguments.small or arguments.checks):
+    if not (arguments.quick or arguments.small or arguments.checks or arguments.racecheck):
         from gpu_check_flux import check_flux
 
         results["flux"] = check_flux()
