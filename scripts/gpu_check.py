@@ -5,6 +5,8 @@
     compute-sanitizer --tool memcheck python scripts/gpu_check.py --small
     compute-sanitizer --tool racecheck --kernel-name kernel_name=gemm_q \
         python scripts/gpu_check.py --small --racecheck --checks gemm_q --backends cuda
+    compute-sanitizer --tool racecheck --kernel-name kernel_name=slices \
+        python scripts/gpu_check.py --racecheck --tests tests/kernels/test_slices.py
 
 A kernel's case passes when its largest error is at most twice that of the dense low-precision computation plus the
 rounding of the largest value, and when everything that the symbols mark as reused is untouched. DISPATCH steps must not
@@ -74,6 +76,7 @@ def main() -> int:
     checks = {check.__name__.removeprefix("check_"): check for check in ALL_CHECKS}
     parser.add_argument("--checks", nargs="+", choices=checks, help="of the kernels, these alone; no transformer then")
     parser.add_argument("--racecheck", action="store_true", help="with what racecheck can't follow done another way")
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="all that follows goes to pytest, instead")
     names = [name for name in backend_status() if name != "reference"]
     parser.add_argument("--backends", nargs="+", choices=names, default=names, help="these alone, if they run here")
     arguments = parser.parse_args()
@@ -91,6 +94,10 @@ def main() -> int:
             runtime.DEBUG_DEFINES = (("EVERY_LANE_ARRIVES", 1),)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(ProductsOnTheHost())
+        if arguments.tests:
+            import pytest
+
+            return pytest.main(["-p", "no:cacheprovider", *arguments.tests])
         kernel_checks = check_kernels("cuda", cases, backends, chosen)
     if not (arguments.checks or arguments.racecheck):
         kernel_checks += check_no_host_wait(make_inputs(cases[0], "cuda"), backends)

@@ -26,6 +26,7 @@ from dit_accel.kernels.packing import pack_bits, unpack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.quantized_linear import quantize_rows, quantized_linear
 from dit_accel.kernels.selection import select_rows, select_tiles
+from dit_accel.kernels.swiglu import swiglu
 from dit_accel.kernels.tile_masks import mask_from_plan, plan_from_mask, symbols_from_intervals, symbols_from_mask
 from dit_accel.kernels.transpose import transpose_lists
 
@@ -58,6 +59,7 @@ __all__ = [
     "select_keys",
     "select_rows",
     "select_tiles",
+    "swiglu",
     "symbols_from_intervals",
     "symbols_from_mask",
     "transpose_lists",

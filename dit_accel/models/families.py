@@ -14,7 +14,9 @@ from dit_accel.models.control_net import CONTROL_NET
 from dit_accel.models.family import Family
 from dit_accel.models.family_driver import BlockHooks, FamilyDriver
 from dit_accel.models.fused import flux as fused_flux
+from dit_accel.models.fused import flux2 as fused_flux2
 from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
+from dit_accel.models.fused import qwen_image as fused_qwen_image
 from dit_accel.models.fused import wan as fused_wan
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.registry import FAMILIES
@@ -22,7 +24,9 @@ from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
 
 HAND_WRITTEN: dict[str, BlockHooks] = {  # by the name of their family
     "flux": fused_flux.BLOCKS,
+    "flux2": fused_flux2.BLOCKS,
     "hunyuan_video": fused_hunyuan_video.BLOCKS,
+    "qwen_image": fused_qwen_image.BLOCKS,
     "wan": fused_wan.BLOCKS,
 }
 

@@ -23,9 +23,8 @@ FAMILY = Family(
     name="flux2",
     title="FLUX.2",
     model="Flux2Transformer2DModel",
-    stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1)),
+    stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=packed_tokens,
     mlp=lambda transformer: 3 * transformer.config.mlp_ratio,  # gated: two matrices in, one out
-    parts=("attn", "ff", "ff_context"),
     used=used,
 )

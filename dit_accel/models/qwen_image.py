@@ -30,7 +30,6 @@ FAMILY = Family(
     model="QwenImageTransformer2DModel",
     stacks=(Stack("transformer_blocks"),),
     tokens=packed_tokens,
-    parts=("attn", "img_mlp", "txt_mlp"),
     text_mask="encoder_hidden_states_mask",
     used=used,
 )

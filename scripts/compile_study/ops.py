@@ -85,6 +85,7 @@ def _block() -> None:
     kernels.add_gated_norm_modulate(x, x, one, one, one, backend="triton")
     given = inputs.norm_and_rope()
     kernels.norm_rope(inputs.features(), given["norm_weight"], given["rope"], backend="triton")
+    kernels.swiglu(x, backend="triton")
 
 
 def _symbols() -> None:

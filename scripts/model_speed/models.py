@@ -48,6 +48,7 @@ class Model:
         """The preset that leaves tiles out, with masks of its own in each computed step."""
         return load_preset(
             self.tiles,
+            model="any",
             **{"skip.refresh": 1, "skip.residual": False, "skip.means": False, "blocks.token_order": "raster"},
         )
 
@@ -151,11 +152,69 @@ def _wan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, **chang
     return Model(build, conditions, latents, "wan21", "wan21-sparge-balanced", **changes)
 
 
+def _qwen_image_conditions(side: int, width: int) -> MakeConditions:
+    """A picture of ``side`` × ``side`` tokens and a prompt of 128."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        kept = {
+            "encoder_hidden_states": torch.randn(1, 128, width, device=device, dtype=dtype),
+            "img_shapes": [[(1, side, side)]],
+        }
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
+
+    return make
+
+
+def _qwen_image(sizes: Mapping[str, Any], side: int, width: int) -> Model:
+    return Model(
+        lambda: diffusers.QwenImageTransformer2DModel(**sizes),
+        _qwen_image_conditions(side, width),
+        (1, side**2, 64),
+        "any",
+        "flux-sparge-balanced",
+        is_video=False,
+        variants=CFG,
+    )
+
+
+def _flux2_conditions(side: int, width: int) -> MakeConditions:
+    """A picture of ``side`` × ``side`` tokens and a prompt of 512."""
+
+    def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
+        places = torch.zeros(2, dtype=torch.int64, device=device)
+        picture = torch.cartesian_prod(places[:1], *2 * [torch.arange(side, device=device)], places[:1])
+        text = torch.cartesian_prod(*3 * [places[:1]], torch.arange(512, device=device))
+        kept = {
+            "encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=dtype),
+            "guidance": torch.full([1], 4.0, device=device),
+            "img_ids": picture[None],
+            "txt_ids": text[None],
+        }
+        return lambda latents, timestep: {"hidden_states": latents, "timestep": timestep.to(dtype) / 1000, **kept}
+
+    return make
+
+
+def _flux2(sizes: Mapping[str, Any], side: int, width: int) -> Model:
+    return Model(
+        lambda: diffusers.Flux2Transformer2DModel(**sizes),
+        _flux2_conditions(side, width),
+        (1, side**2, 128),
+        "any",
+        "flux-sparge-balanced",
+        is_video=False,
+    )
+
+
 CLIP_480P = (1, 16, 21, 60, 104)  # 81 frames
+FLUX2_KLEIN = {"num_attention_heads": 24, "joint_attention_dim": 7680, "guidance_embeds": False}
 IMAGE_TO_VIDEO = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 MODELS = {
     "flux": _flux({}, {"num_layers": 5, "num_single_layers": 10}, 64, 512, 4096, 768),
     "flux-2048": replace(_flux({}, {}, 128, 512, 4096, 768), variants={}),
+    "flux2": _flux2({}, 64, 15360),
+    "flux2-klein-4b": _flux2({"num_layers": 5, "num_single_layers": 20, **FLUX2_KLEIN}, 64, 7680),
+    "qwen-image": _qwen_image({}, 64, 3584),
     "hunyuan": _hunyuan({}, CLIP_480P, 4096, 768),
     "wan-1.3b": _wan({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, CLIP_480P, 4096, variants=CFG),
     "wan-14b": _wan({}, (1, 16, 21, 90, 160), 4096, **CFG["CFG"]),
@@ -163,6 +222,7 @@ MODELS = {
 }
 
 _TINY_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
+_TINY_ROPE = {"axes_dims_rope": (4, 6, 6)}
 _TINY_CLIP = (1, 16, 3, 16, 18)
 _TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
 _TINY_FLUX = {
@@ -171,11 +231,21 @@ _TINY_FLUX = {
     "num_single_layers": 2,
     "joint_attention_dim": 32,
     "pooled_projection_dim": 16,
-    "axes_dims_rope": (4, 6, 6),
+    **_TINY_ROPE,
+}
+_TINY_FLUX2 = {
+    **_TINY_ATTENTION,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 4, 4, 4),
 }
 TINY = {
     "flux": _flux(_TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
     "flux-2048": replace(_flux(_TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
+    "flux2": _flux2(_TINY_FLUX2, 12, 32),
+    "flux2-klein-4b": _flux2({**_TINY_FLUX2, "guidance_embeds": False}, 12, 32),
+    "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),
     "hunyuan": _hunyuan(
         {
             **_TINY_ATTENTION,

@@ -87,6 +87,7 @@ CALLS = {  # an op with arguments: what is reused keeps zeros
     "select_keys": (kernels.select_keys, (Q, K, 0.5), {"group": 64, "block": BLOCK}),
     "select_rows": (kernels.select_rows, (MAP, 0.3), {"text": LAST, "vision": slice(0, BLOCKS - 1)}),
     "select_tiles": (kernels.select_tiles, (MAP, 0.3), {"rows": MAP[..., 0] > 0.2}),
+    "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),
     "weighted_sum-rows": (kernels.weighted_sum, ([Q, K], [1.5, -0.5]), {"plan": PLAN, "out": ZEROS}),

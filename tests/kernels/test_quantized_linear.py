@@ -35,8 +35,8 @@ def test_rows_come_back_within_a_step(backend, dtype, widths, make_tensor):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_zeros_stay_zeros(backend):
-    values, scales = quantize_rows(torch.zeros(3, 32), dtype="int8", backend=backend)
+def test_rows_of_zeros_stay_zeros(backend, device):
+    values, scales = quantize_rows(torch.zeros(3, 32, device=device), dtype="int8", backend=backend)
     assert not values.any()
     assert scales.isfinite().all()
 
@@ -73,7 +73,9 @@ def test_product_is_that_of_the_rounded(backend, dtype, biased, shape, make_tens
     exact = F.linear(dequantized(*rows).double(), dequantized(*weights).double())
     exact = exact if bias is None else exact + bias.double()
     product = quantized_linear(*rows, *weights, bias, out_dtype="float32", backend=backend)
-    assert torch.allclose(product.double(), exact, rtol=1e-4, atol=1e-3)
+    # Hopper's matrix units add float8 products with 14 bits.
+    rounding = 2e-3 if dtype == "float8" and product.is_cuda else 1e-5
+    assert (product.double() - exact).norm() < rounding * exact.norm()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.02), ("float8", 0.06)])

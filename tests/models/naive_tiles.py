@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.kernels import pooled_map, unpack_bits
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.sparse.policies import sparge
-from tests.models.naive_flux import Remembered, Schedule
+from tests.models.naive_flux import NaiveAttention, Remembered, Schedule
 
 
 class Sequence(NamedTuple):
@@ -115,3 +116,28 @@ def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterat
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def overwritten_rows(transformer: torch.nn.Module, schedule: Schedule, sequence: Sequence) -> Iterator[None]:
+    """In the model's attentions everything is computed, and rows that are reused are overwritten by their forecast."""
+    attend, running = functional.scaled_dot_product_attention, []
+
+    def naive(query, key, value, **settings):
+        if not running:
+            return attend(query, key, value, **settings)
+        site = running.pop()  # which attends itself
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        text, size = q.shape[1] - sequence.vision, schedule.preset.blocks.size
+        o = site.attend(q, k, v, TokenLayout(text, sequence.vision, size, text_first=sequence.text_first))
+        running.append(site)
+        return o.transpose(1, 2)
+
+    with ExitStack() as undo:
+        for module in sequence.modules(transformer).values():
+            enter = partial(lambda site, *_: running.append(site), NaiveAttention(schedule))
+            undo.callback(module.register_forward_pre_hook(enter).remove)
+            undo.callback(module.register_forward_hook(lambda *_: running.clear()).remove)
+        functional.scaled_dot_product_attention = naive
+        undo.callback(setattr, functional, "scaled_dot_product_attention", attend)
+        yield

@@ -51,6 +51,10 @@ SEQUENCES = {  # by tiny pipeline
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
+LAYERS = {  # what hand-written blocks forecast whole at level layer; of other families the facts say it
+    "qwen_image": ("attn", "img_mlp", "txt_mlp"),
+    "flux2": ("attn", "ff", "ff_context"),
+}
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
 PADDED = {  # arguments that tell padding
@@ -94,7 +98,7 @@ def distance(a, b):
 def test_every_family_of_facts_has_a_sequence_here():
     """So that none is there which was not held to a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
-    assert held == {family.name for family in FAMILIES} - HAND_WRITTEN.keys()
+    assert held >= {family.name for family in FAMILIES} - HAND_WRITTEN.keys()
 
 
 def test_presets_know_every_family():
@@ -206,14 +210,15 @@ def test_level_layer_forecasts_the_parts(name):
 
     blocks = family.blocks(pipe.transformer, "transformer").values()
     named = [each for block in blocks for each in block.named_modules() if isinstance(each[1], torch.nn.Linear)]
-    own = {*family.parts, *(name for names in family.feeds.values() for name in names)}
+    parts = family.parts or LAYERS[family.name]
+    own = {*parts, *(name for names in family.feeds.values() for name in names)}
     notes = [linear.register_forward_pre_hook(note) for part, linear in named if part not in own]
     result, report = run(name, preset)
     for handle in notes:
         handle.remove()
     assert not multiplied
     for block in blocks:
-        for part in family.parts:
+        for part in parts:
             if part in dict(block.named_modules()):
                 handles.append(block.get_submodule(part).register_forward_hook(_overwriting(schedule)))
     expected = run(name)

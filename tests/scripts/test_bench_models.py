@@ -18,6 +18,9 @@ TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by thei
 DISPATCHED = {
     "flux": ["DISPATCH, plain", "DISPATCH, CFG", "DISPATCH, Kontext", "DISPATCH, ControlNet"],
     "flux-2048": ["DISPATCH, plain"],
+    "flux2": ["DISPATCH, plain"],
+    "flux2-klein-4b": ["DISPATCH, plain"],
+    "qwen-image": ["DISPATCH, plain", "DISPATCH, CFG"],
     "hunyuan": ["DISPATCH, plain"],
     "wan-1.3b": ["DISPATCH, plain", "DISPATCH, CFG"],
     "wan-14b": ["DISPATCH, plain"],

@@ -50,8 +50,9 @@ def rows_into(x, update, gate, scale, shift, eps, summed, normed) -> None:
     """Fills ``summed`` where there is an update, and ``normed`` where there is a scale; both ``[B, S, C]`` in order."""
     batch, tokens, width = x.shape
     features = next_power_of_2(width)
-    x, update, gate = (_side_by_side(tensor) for tensor in (x, update, gate))
-    scale, shift = (tensor if tensor is None else tensor.contiguous() for tensor in (scale, shift))
+    x, update, gate, scale, shift = (_side_by_side(tensor) for tensor in (x, update, gate, scale, shift))
+    if scale is not None and scale.stride() != shift.stride():
+        scale, shift = scale.contiguous(), shift.contiguous()
     strides = (*x.stride()[:2], *_strides(update), *_strides(gate), *_strides(scale))
     with on_device(x):
         launch(

@@ -1,1 +1,1 @@
-"""Hand-written blocks of FLUX, HunyuanVideo and Wan: fused kernels, GEMM-Q and GEMM-O, FlashOmni's heads."""
+"""Hand-written blocks of some families: fused kernels, GEMM-Q and GEMM-O, FlashOmni's heads."""

@@ -37,6 +37,7 @@ class BlockHook(Hook, ABC):
 
     processor: type  # of attention, which the hook knows to do without
     attentions: tuple[str, ...] = ("attn",)  # names of the block's parts that have one
+    norms: str | tuple[str, ...] = "norm"  # how the names of those begin that fused kernels stand in for
 
     def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class BlockHook(Hook, ABC):
         if call is None or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
-        reason = why_not_replaceable(module) or why_called(module, "norm") or why_no_kernels(given.hidden_states)
+        reason = why_not_replaceable(module) or why_called(module, self.norms) or why_no_kernels(given.hidden_states)
         forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, given)

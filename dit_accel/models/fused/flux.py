@@ -30,7 +30,9 @@ from dit_accel.sparse.site import SparseSite
 _IGNORED_ATTENTION_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
-class _FluxBlockHook(JointBlockHook):
+class FluxBlockHook(JointBlockHook):
+    """Its attention, which FLUX.2 and Qwen-Image have too."""
+
     processor = FluxAttnProcessor
     text_first = True
 
@@ -50,8 +52,8 @@ class _FluxBlockHook(JointBlockHook):
     def attend_by_module(
         self, attn: FluxAttention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        extra = given.joint_attention_kwargs or {}
-        return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=given.image_rotary_emb, **extra)
+        extra = dict(given.joint_attention_kwargs or {}, image_rotary_emb=given.image_rotary_emb)
+        return attn(hidden_states=x, encoder_hidden_states=context, **extra)
 
     def project(
         self, site: SparseSite, attn: FluxAttention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
@@ -77,11 +79,11 @@ class _FluxBlockHook(JointBlockHook):
         return q, k, v
 
 
-class FluxDoubleBlockHook(_FluxBlockHook, DoubleBlockHook):
+class FluxDoubleBlockHook(FluxBlockHook, DoubleBlockHook):
     """``FluxTransformerBlock``."""
 
 
-class FluxSingleBlockHook(_FluxBlockHook, SingleBlockHook):
+class FluxSingleBlockHook(FluxBlockHook, SingleBlockHook):
     """``FluxSingleTransformerBlock``."""
 
 

@@ -56,7 +56,7 @@ class _HunyuanBlockHook(JointBlockHook):
         self, attn: Attention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
         """Padding among the text gets zeros, and needs no mask."""
-        rotary = getattr(given, self.rotary)
+        rotary = self.tables(given)
         if context is None:
             vision = given.hidden_states.shape[1]
             return torch.cat(self.attend_by_module(attn, given, x[:, :vision], x[:, vision:]), dim=1)

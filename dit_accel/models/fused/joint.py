@@ -25,6 +25,7 @@ from dit_accel.models.quantized_linears import QuantizedLinears
 from dit_accel.sparse.site import Inputs, SparseSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
+Values = tuple[Any, ...]  # that modulate: a tensor each, or one for the first tokens and one for the others
 
 
 class JointBlockHook(BlockHook):
@@ -57,6 +58,10 @@ class JointBlockHook(BlockHook):
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
         """A residual stream with values that its dtype can hold."""
         return x
+
+    def tables(self, given: SimpleNamespace) -> Rotary:
+        """RoPE's tables, of the tokens that are turned."""
+        return getattr(given, self.rotary)
 
     def in_order(self, image: Any, text: Any) -> tuple[Any, Any]:
         """Both as they come in the sequence; and so the sequence's first and second as image and text."""
@@ -104,24 +109,34 @@ class JointBlockHook(BlockHook):
 class DoubleBlockHook(JointBlockHook):
     """A block with projections, norms and an MLP for each stream."""
 
+    mlps = "ff", "ff_context"  # names of the image's and the text's
+
+    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values, Values]:
+        """What :func:`of_frames` gives for the image, of six values, and six for the text."""
+        return *of_frames(block.norm1, given, 6), in_parts(modulation(block.norm1_context, given.temb), 6)
+
+    def feed_forward(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """A stream's MLP."""
+        return feed_forward(mlp, x)
+
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [self.query_projection(block.attn), block.attn.to_out[0]]
 
     def compute(self, block: nn.Module, given: SimpleNamespace) -> Streams:
         x, context = given.hidden_states, given.encoder_hidden_states
-        first, values = _modulations(block.norm1, given, 6)
+        first, values, c_values = self.modulations(block, given)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values
-        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = _values(block.norm1_context, given.temb, 6)
+        c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = c_values
         norm_x, norm_c = _by_frame(norm_modulate, (x,), first, scale, shift), norm_modulate(context, c_scale, c_shift)
         if self.runs_attention(block, given):
-            attended = self.attend(block.attn, norm_x, norm_c, getattr(given, self.rotary))
+            attended = self.attend(block.attn, norm_x, norm_c, self.tables(given))
         else:
             attended = self.attend_by_module(block.attn, given, norm_x, norm_c)
         self.remember("attention", attended)
         attn_x, attn_c, *more = attended
         x, norm_x = _by_frame(add_gated_norm_modulate, (x, attn_x), first, gate, mlp_scale, mlp_shift)
         context, norm_c = add_gated_norm_modulate(context, attn_c, c_gate, c_mlp_scale, c_mlp_shift)
-        mlp_x, mlp_c = feed_forward(block.ff, norm_x), feed_forward(block.ff_context, norm_c)
+        mlp_x, mlp_c = map(self.feed_forward, (getattr(block, name) for name in self.mlps), (norm_x, norm_c))
         self.remember("mlp", (mlp_x, mlp_c))
         x, context = _by_frame(add_gated, (x, mlp_x), first, mlp_gate), add_gated(context, mlp_c, c_mlp_gate)
         return self._streams(x, context, more)
@@ -130,9 +145,8 @@ class DoubleBlockHook(JointBlockHook):
         """Attention and MLP from the cache; gates are fresh."""
         x, context = given.hidden_states, given.encoder_hidden_states
         (attn_x, attn_c, *more), (mlp_x, mlp_c) = self.recall("attention"), self.recall("mlp")
-        first, values = _modulations(block.norm1, given, 6)
-        gate, mlp_gate = values[2::3]
-        c_gate, c_mlp_gate = _values(block.norm1_context, given.temb, 6)[2::3]
+        first, *both = self.modulations(block, given)
+        (gate, mlp_gate), (c_gate, c_mlp_gate) = (values[2::3] for values in both)
         x = _by_frame(add_gated, (_by_frame(add_gated, (x, attn_x), first, gate), mlp_x), first, mlp_gate)
         context = add_gated(add_gated(context, attn_c, c_gate), mlp_c, c_mlp_gate)
         return self._streams(x, context, more)
@@ -158,53 +172,49 @@ class DoubleBlockHook(JointBlockHook):
 
 
 class SingleBlockHook(JointBlockHook):
-    """A block over the joint sequence: its ``proj_out`` is ``[W_attn | W_mlp]``, and the cached bias is of W_attn."""
+    """A block over the joint sequence, whose last projection is ``[W_attn | W_mlp]``; the cached bias is of W_attn."""
+
+    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values]:
+        """What :func:`of_frames` gives, of three values."""
+        return of_frames(block.norm, given, 3)
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
         return [self.query_projection(block.attn), block.proj_out]
 
-    def compute(self, block: nn.Module, given: SimpleNamespace) -> Streams:
-        residual = self._joined(given)
-        first, (shift, scale, gate) = _modulations(block.norm, given, 3)
-        norm_x = _by_frame(norm_modulate, (residual,), first, scale, shift)
-        late = activating(block.proj_out, block.act_mlp, norm_x)
-        mlp = project_gelu(block.proj_mlp, block.act_mlp, norm_x) if late is None else block.proj_mlp(norm_x)
-        if self.runs_attention(block, given):
-            out = self.attend(block, norm_x, mlp, given, late)
-        else:
-            attended = self.attend_by_module(block.attn, given, norm_x, None)
-            out = _project_both(block.proj_out, attended, mlp, late)
+    def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
+        residual = self.joined(given)
+        first, (shift, scale, gate) = self.modulations(block, given)
+        out = self.transform(block, given, _by_frame(norm_modulate, (residual,), first, scale, shift))
         self.remember("attention and mlp", (out,))
-        return self._parted(_by_frame(add_gated, (residual, out), first, gate), given)
+        return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), given)
 
-    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Streams:
+    def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
         """Attention and MLP from the cache; the gate is fresh."""
         (out,) = self.recall("attention and mlp")
-        first, (_, _, gate) = _modulations(block.norm, given, 3)
-        return self._parted(_by_frame(add_gated, (self._joined(given), out), first, gate), given)
+        first, (_, _, gate) = self.modulations(block, given)
+        return self.parted(self.bounded(_by_frame(add_gated, (self.joined(given), out), first, gate)), given)
 
-    def attend(
-        self,
-        block: nn.Module,
-        x: torch.Tensor,
-        mlp: torch.Tensor,
-        given: SimpleNamespace,
-        late: QuantizedLinears | None,
-    ) -> torch.Tensor:
-        """Attention of the joint sequence ``x``, and ``proj_out`` of it and of the MLP, which ``late`` activates."""
-        site, attn, out, width = self.site(), block.attn, block.proj_out, x.shape[2]
-        q, k, v = self.project(site, attn, x, None, getattr(given, self.rotary))
+    def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP of the normalised sequence ``x`` ``[B, T, C]``, through the last projection."""
+        late = activating(block.proj_out, block.act_mlp, x)
+        mlp = project_gelu(block.proj_mlp, block.act_mlp, x) if late is None else block.proj_mlp(x)
+        attn, out, width = block.attn, block.proj_out, x.shape[2]
+        if not self.runs_attention(block, given):
+            return _project_both(out, self.attend_by_module(attn, given, x, None), mlp, late)
+        site = self.site()
+        q, k, v = self.project(site, attn, x, None, self.tables(given))
         o = self.attend_jointly(site, attn, q, k, v, given.encoder_hidden_states.shape[1])
         if not site.caches_bias:
             return _project_both(out, o.flatten(2), mlp, late)
         return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
 
-    def _joined(self, given: SimpleNamespace) -> torch.Tensor:
+    def joined(self, given: SimpleNamespace) -> torch.Tensor:
+        """The joint sequence that the block is given."""
         return join_streams(*self.in_order(given.hidden_states, given.encoder_hidden_states))
 
-    def _parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Streams:
+    def parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Any:
+        """A joint sequence as the block returns it."""
         start = self.in_order(given.hidden_states, given.encoder_hidden_states)[0].shape[1]
-        joint = self.bounded(joint)
         return joint[:, :start], joint[:, start:]
 
 
@@ -215,7 +225,7 @@ def _project_both(
     return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, gelu=mlp)
 
 
-def _modulations(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, tuple[Any, ...]]:
+def of_frames(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, Values]:
     """The ``count`` values of a block's norm: shift, scale and gate of its attention, then of its MLP.
 
     HunyuanVideo's variant for pictures (``token_replace``) modulates the tokens of the first frame by an embedding of
@@ -224,15 +234,21 @@ def _modulations(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[i
     Returns:
         The number of these tokens, and a pair ``[B, 1, C]`` for each value; None, and ``[B, 1, C]``, elsewhere.
     """
-    values = _values(norm, given.temb, count)
+    values = in_parts(modulation(norm, given.temb), count)
     own = getattr(given, "token_replace_emb", None)
     if own is None:
         return None, values
-    return given.num_tokens, tuple(zip(_values(norm, own, count), values, strict=True))
+    return given.num_tokens, tuple(zip(in_parts(modulation(norm, own), count), values, strict=True))
 
 
-def _values(norm: nn.Module, temb: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    return norm.linear(norm.silu(temb)).unsqueeze(1).chunk(count, dim=2)
+def modulation(norm: nn.Module, temb: torch.Tensor) -> torch.Tensor:
+    """All values of a norm, side by side."""
+    return norm.linear(norm.silu(temb))
+
+
+def in_parts(values: torch.Tensor, count: int) -> Values:
+    """``[B, count * C]``, or ``[B, S, count * C]`` where tokens have their own, -> ``count`` of ``[B, 1 or S, C]``."""
+    return (values if values.ndim == 3 else values.unsqueeze(1)).chunk(count, dim=2)
 
 
 def _by_frame(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...], first: int | None, *values: Any) -> Any:

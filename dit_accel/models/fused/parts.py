@@ -26,7 +26,7 @@ def why_not_plain(module: nn.Module, device: torch.device) -> str | None:
     weight = module.weight
     if type(weight) not in (nn.Parameter, torch.Tensor) or not weight.is_floating_point():
         return "its weight is quantised"
-    if _is_hooked(module):
+    if is_hooked(module):
         return "it carries hooks (offload, layerwise casting, …)"
     return None if weight.device == device else "its weight is on another device"
 
@@ -40,10 +40,10 @@ def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
     return reason and f"a projection can't be sliced: {reason}"
 
 
-def why_called(block: nn.Module, prefix: str) -> str | None:
+def why_called(block: nn.Module, prefix: str | tuple[str, ...]) -> str | None:
     """Why those parts of a block whose names begin so must be called, and not be replaced, or None."""
     parts = block._modules.items()
-    hooked = next((name for name, part in parts if name.startswith(prefix) and _is_hooked(part)), None)
+    hooked = next((name for name, part in parts if name.startswith(prefix) and is_hooked(part)), None)
     return hooked and f"its {hooked} carries hooks"
 
 
@@ -148,7 +148,7 @@ def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> Qua
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
     """A block's MLP, its GELU in the epilogue of the first product where that layer is plain."""
     first, *rest = mlp.net
-    is_plain = type(first) is GELU and _is_tanh_gelu(first) and not _is_hooked(mlp)
+    is_plain = type(first) is GELU and _is_tanh_gelu(first) and not is_hooked(mlp)
     if is_plain and (linears := in_8_bits(rest[-1], x)) is not None:
         hidden = first.proj(x)
         return linears.project(rest[-1], x=hidden[..., :0], gelu=hidden)
@@ -161,14 +161,15 @@ def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_tanh_gelu(activation: nn.Module) -> bool:
-    return getattr(activation, "approximate", "none") == "tanh" and not _is_hooked(activation)
+    return getattr(activation, "approximate", "none") == "tanh" and not is_hooked(activation)
 
 
 def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
     return isinstance(norm, (nn.RMSNorm, RMSNorm)) and why_not_plain(norm, device) is None
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module must be called, for somebody watches or replaces what it does."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     registry = vars(module).get("_diffusers_hook")
     only_ours = (

@@ -11,8 +11,12 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
+from tests.models import tiny
 
-FAMILIES = ["flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"]
+FAMILIES = [
+    *("flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"),
+    *("qwen-image", "qwen-image-edit", "flux2"),
+]
 
 
 @pytest.fixture
@@ -29,13 +33,13 @@ def distance(result, expected):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_block_is_what_it_was(name, as_on_a_gpu):
     """To rounding; and once restored, to the bit."""
-    pipe = tiny_pipeline(name)
-    plain = tiny_output(pipe, name, steps=2)
+    pipe, plain = tiny.pipeline(name), tiny.output(name, steps=2)
     accelerate_pipeline(pipe, "exact")
-    assert distance(tiny_output(pipe, name, steps=2), plain) < 1e-5
-    assert pipe.dit_accel.report().computed_fraction == 1.0
+    assert distance(tiny.output(name, steps=2), plain) < 1e-5
+    report = pipe.dit_accel.report()
+    assert report.computed_fraction == 1.0 and report.fallbacks == []
     restore_pipeline(pipe)
-    assert torch.equal(tiny_output(pipe, name, steps=2), plain)
+    assert torch.equal(tiny.output(name, steps=2), plain)
 
 
 def test_lora_keeps_its_effect(as_on_a_gpu):

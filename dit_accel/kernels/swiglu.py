@@ -1,0 +1,51 @@
+"""The gate of an MLP: one half of its inner features, through SiLU, times the other.
+
+    y = x_0 sigmoid(x_0) x_1          x = [x_0 | x_1]
+
+This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the products before and behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
+
+
+def _empty(x: torch.Tensor, **_) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], x.shape[2] // 2)
+
+
+@custom_op(_empty, writes=["out"])
+def swiglu(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+    """``SiLU(x_0) * x_1``, in float32 and rounded once. Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, S, 2 * M]``, float16, bfloat16 or float32, the last stride being 1.
+        out: ``[B, S, M]`` like x, e.g. some features of a wider tensor; None = allocated.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+    """
+    checks.require_floats("x", x, ("B", "S", "2 * M"))
+    batch, tokens, features = x.shape
+    if features % 2:
+        raise ShapeError(f"x must have an even number of features, got {features}")
+    checks.require_like("out", out, (batch, tokens, features // 2), "x", x)
+    out = _empty(x) if out is None else out
+    if resolve_backend(backend, x) == "triton":
+        from dit_accel.kernels._triton.swiglu import swiglu_into
+
+        swiglu_into(x, out)
+    else:
+        gate, value = x.float().chunk(2, dim=-1)
+        out.copy_(F.silu(gate) * value)
+    return out

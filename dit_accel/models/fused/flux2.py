@@ -1,0 +1,106 @@
+"""FLUX.2's blocks: FLUX's attention, modulations that all blocks of a kind share, and gated MLPs.
+
+A single block has one projection for queries, keys, values and the MLP's inner features, and another for what attention
+and MLP give.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2AttnProcessor,
+    Flux2FeedForward,
+    Flux2ParallelSelfAttention,
+    Flux2ParallelSelfAttnProcessor,
+)
+from torch import nn
+from torch.nn import functional
+
+from dit_accel.kernels import swiglu
+from dit_accel.models.fused.flux import FluxBlockHook
+from dit_accel.models.fused.joint import DoubleBlockHook, SingleBlockHook, Values, in_parts
+from dit_accel.models.fused.parts import heads_of, is_hooked, join_streams, normalise_heads, normalise_pair
+
+
+class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
+    """``Flux2TransformerBlock``."""
+
+    processor = Flux2AttnProcessor
+
+    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
+        return None, in_parts(given.temb_mod_img, 6), in_parts(given.temb_mod_txt, 6)
+
+    def feed_forward(self, mlp: Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
+        return mlp(x) if is_hooked(mlp) else mlp.linear_out(_gated(mlp.act_fn, mlp.linear_in(x)))
+
+
+class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
+    """``Flux2SingleTransformerBlock``, which is given the joint sequence and returns it."""
+
+    processor = Flux2ParallelSelfAttnProcessor
+
+    def query_projection(self, attn: Flux2ParallelSelfAttention) -> nn.Module:
+        return attn.to_qkv_mlp_proj
+
+    def sliced(self, block: nn.Module) -> list[nn.Module]:
+        return [block.attn.to_qkv_mlp_proj, block.attn.to_out]
+
+    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values]:
+        return None, in_parts(given.temb_mod, 3)
+
+    def attend_by_module(
+        self, attn: Flux2ParallelSelfAttention, given: SimpleNamespace, x: torch.Tensor, context: None
+    ) -> Any:
+        """Its MLP too."""
+        return attn(hidden_states=x, image_rotary_emb=self.tables(given), **(given.joint_attention_kwargs or {}))
+
+    def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        if not self.runs_attention(block, given):
+            return self.attend_by_module(block.attn, given, x, None)
+        site, attn, out, rotary = self.site(), block.attn, block.attn.to_out, self.tables(given)
+        first, width = attn.to_qkv_mlp_proj, attn.inner_dim
+        if site.dispatches:
+            bias = None if first.bias is None else first.bias[width:]
+            made = functional.linear(x, first.weight[width:], bias)
+        else:
+            made = first(x)
+        *qk, v, hidden = made.split([width] * (2 if site.dispatches else 3) + [2 * attn.mlp_hidden_dim], dim=2)
+        *qk, v = (heads_of(attn, part) for part in (*qk, v))
+        if site.dispatches:
+            q, k = torch.empty_like(v, memory_format=torch.contiguous_format), normalise_heads(attn.norm_k, *qk, rotary)
+            bias = None if first.bias is None else first.bias[:width]
+            site.query(x, first.weight[:width], bias, attn.norm_q, rotary, out=q, offset=0)
+        else:
+            q, k = normalise_pair((attn.norm_q, attn.norm_k), *qk, rotary)
+        features = x.new_empty(*x.shape[:2], width + attn.mlp_hidden_dim)
+        mlp = _gated(attn.mlp_act_fn, hidden, out=features[..., width:])
+        joint = self.driver.joint
+        o = self.attend_jointly(site, attn, q, k, v, 0 if joint is None else joint.text)
+        if site.caches_bias:
+            return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
+        features[..., :width] = o.flatten(2)
+        return out(features)
+
+    def joined(self, given: SimpleNamespace) -> torch.Tensor:
+        text = given.encoder_hidden_states
+        return given.hidden_states if text is None else join_streams(text, given.hidden_states)
+
+    def parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Any:
+        if not given.split_hidden_states:
+            return joint
+        text = given.text_seq_len if given.encoder_hidden_states is None else given.encoder_hidden_states.shape[1]
+        return joint[:, :text], joint[:, text:]
+
+
+def _gated(activation: nn.Module, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU, in one pass where nobody watches it."""
+    if not is_hooked(activation):
+        return swiglu(x, out=out)
+    y = activation(x)
+    return y if out is None else out.copy_(y)
+
+
+BLOCKS = {"transformer_blocks": Flux2DoubleBlockHook, "single_transformer_blocks": Flux2SingleBlockHook}

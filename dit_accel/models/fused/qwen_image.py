@@ -1,0 +1,76 @@
+"""Qwen-Image's blocks, all double: FLUX's attention, with modulations and RoPE's tables in forms of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dit_accel.models.fused.flux import FluxBlockHook
+from dit_accel.models.fused.joint import DoubleBlockHook, Streams, Values, in_parts
+from dit_accel.models.fused.parts import Rotary
+
+_REAL = WeakIdKeyDictionary()  # the image's complex table -> the text's, and the real tables of both
+
+
+class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
+    """``QwenImageTransformerBlock``."""
+
+    processor = QwenDoubleStreamAttnProcessor2_0
+    norms = "img_norm", "img_mod", "txt_norm", "txt_mod"
+    mlps = "img_mlp", "txt_mlp"
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
+        given = super()._bind(args, kwargs)
+        text = given.encoder_hidden_states  # a negative prompt may be one for the whole batch
+        given.encoder_hidden_states = text.expand(len(given.hidden_states), -1, -1)
+        return given
+
+    def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
+        if given.encoder_hidden_states_mask is not None:
+            return "a mask hides padding between text and image"
+        return super().why_dense(block, given)
+
+    def attend_by_module(
+        self, attn: Attention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
+    ) -> Any:
+        mask, tables = given.encoder_hidden_states_mask, given.image_rotary_emb
+        extra = dict(given.joint_attention_kwargs or {}, encoder_hidden_states_mask=mask, image_rotary_emb=tables)
+        return attn(hidden_states=x, encoder_hidden_states=context, **extra)
+
+    def tables(self, given: SimpleNamespace) -> Rotary:
+        """Those of the joint sequence; a call's blocks share them."""
+        of_image, of_text = given.image_rotary_emb
+        known = _REAL.get(of_image)
+        if known is None or known[0] is not of_text:
+            _REAL[of_image] = known = of_text, _real(torch.cat([of_text, of_image]))
+        return known[1]
+
+    def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
+        """Where pictures to edit have a timestep of their own (``zero_cond_t``), ``modulate_index`` tells their tokens.
+
+        The batch of embeddings then holds those of the latents' timestep, and behind them those of the pictures'.
+        """
+        temb, index, image = given.temb, given.modulate_index, block.img_mod(given.temb)
+        if block.zero_cond_t:
+            temb = temb.chunk(2)[0]
+        if index is not None:
+            of_latents, of_pictures = image.unsqueeze(1).chunk(2)
+            image = torch.where(index.unsqueeze(-1) == 0, of_latents, of_pictures)
+        return None, in_parts(image, 6), in_parts(block.txt_mod(temb), 6)
+
+    def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
+        return super()._streams(self.bounded(x), context, more)
+
+
+def _real(table: torch.Tensor) -> Rotary:
+    """Cosines and sines float32 ``[S, D]`` of ``exp(i angle)`` ``[S, D / 2]``, each for both features that it turns."""
+    return table.real.repeat_interleave(2, dim=-1).float(), table.imag.repeat_interleave(2, dim=-1).float()
+
+
+BLOCKS = {"transformer_blocks": QwenImageBlockHook}

@@ -1,0 +1,46 @@
+"""A gated MLP's activation in one pass equals its formula in float64, rounded once."""
+
+import pytest
+import torch
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import swiglu
+
+
+def exact(x):
+    gate, value = x.double().chunk(2, dim=-1)
+    return gate * gate.sigmoid() * value
+
+
+def assert_rounded_once(actual, x):
+    expected = exact(x)
+    allowed = 0.505 * torch.finfo(x.dtype).eps * expected.abs() + 32 * torch.finfo(torch.float32).eps * expected.abs()
+    smallest = torch.finfo(x.dtype).smallest_normal if x.dtype == torch.float16 else 1e-30
+    assert actual.dtype == x.dtype
+    assert ((actual.double() - expected).abs() <= allowed + smallest).all()
+
+
+@pytest.mark.parametrize("width", [48, 3000], ids=["part-of-a-program", "two-programs"])
+def test_gate_times_value(width, implementation, make_tensor):
+    backend, dtype = implementation
+    x = make_tensor(2, 7, 2 * width, dtype=dtype) * 3
+    assert_rounded_once(swiglu(x, backend=backend), x)
+
+
+def test_of_features_of_a_wide_tensor_into_features_of_another(implementation, make_tensor):
+    backend, dtype = implementation
+    x = make_tensor(2, 7, 200, dtype=dtype)[:, 1:, 40:136]
+    wide = torch.full((2, 6, 64), torch.nan, dtype=dtype, device=x.device)
+    out = swiglu(x, out=wide[..., 10:58], backend=backend)
+    assert out.data_ptr() == wide[..., 10:].data_ptr()
+    assert_rounded_once(wide[..., 10:58], x)
+    assert wide[..., :10].isnan().all() and wide[..., 58:].isnan().all()
+
+
+def test_errors_name_the_argument(make_tensor):
+    with pytest.raises(ShapeError, match=r"x must have an even number of features, got 33"):
+        swiglu(make_tensor(2, 3, 33))
+    with pytest.raises(ShapeError, match=r"x must have shape \[B, S, 2 \* M\], got \[2, 32\]"):
+        swiglu(make_tensor(2, 32))
+    with pytest.raises(ShapeError, match=r"out must have shape \[2, 3, 16\], got \[2, 3, 32\]"):
+        swiglu(make_tensor(2, 3, 32), out=make_tensor(2, 3, 32))

@@ -1,0 +1,121 @@
+"""Qwen-Image's and FLUX.2's blocks: level head against naive attention that overwrites, and what their forms add."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.models.families import require_family
+from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.fused import flux2
+from tests.models import tiny
+from tests.models.naive_flux import Schedule
+from tests.models.naive_tiles import Sequence, overwritten_rows
+
+STEPS = 8
+ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn"
+SEQUENCES = {"qwen-image": Sequence(ATTENTIONS, 132), "flux2": Sequence(ATTENTIONS, 144)}
+ONE_BRANCH = {"qwen-image": {"true_cfg_scale": 1.0}, "flux2": {}}
+
+
+def at_heads(name, **overrides):
+    sections = {
+        "model": require_family(tiny.pipeline(name).transformer).name,
+        "schedule": {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1},
+        "forecast": {"level": "head", "method": "taylor"},
+        "blocks": {"size": 64},
+        "reuse": {"tau_q": 0.9, "ramp": 0.3},
+        "skip": {"policy": "sparge", "tau_kv": 0.4},
+    }
+    return load_preset(load_preset("exact", **sections), **overrides)
+
+
+@contextmanager
+def accelerated(name, preset):
+    pipe = tiny.pipeline(name)
+    accelerate_pipeline(pipe, preset)
+    try:
+        yield pipe
+    finally:
+        restore_pipeline(pipe)
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_heads_equal_naive_overwriting(name, backend):
+    """GEMM-Q, sparse attention and the cached bias give what overwriting attention before its projection gives."""
+    pipe, preset = tiny.pipeline(name), at_heads(name, kernels={"attention": backend, "gemm": backend})
+    plain = tiny.output(name, STEPS, **ONE_BRANCH[name])
+    with overwritten_rows(pipe.transformer, Schedule(pipe, preset, STEPS), SEQUENCES[name]):
+        expected = tiny.output(name, STEPS, **ONE_BRANCH[name])
+    with accelerated(name, preset):
+        result, report = tiny.output(name, STEPS, **ONE_BRANCH[name]), pipe.dit_accel.report()
+    assert distance(result, expected) < 2e-5
+    assert distance(expected, plain) > 1e-3, "the case must differ from a plain run to prove anything"
+    assert report.fallbacks == [] and report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 3}
+    assert report.computed_fraction < 1
+    assert torch.equal(tiny.output(name, STEPS, **ONE_BRANCH[name]), plain), "restored"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Blocks run through the fused ops, whose references run on the CPU."""
+    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
+
+
+def test_pictures_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu, monkeypatch):
+    """As with Qwen-Image-Edit-2511: their tokens are modulated apart."""
+    transformer = tiny.pipeline("qwen-image-edit").transformer
+    alike = tiny.output("qwen-image-edit", steps=2)
+    for module in (transformer, *transformer.transformer_blocks):
+        monkeypatch.setattr(module, "zero_cond_t", True)
+    apart = tiny.output("qwen-image-edit", steps=2)
+    assert distance(apart, alike) > 1e-3
+    with accelerated("qwen-image-edit", "exact"):
+        assert distance(tiny.output("qwen-image-edit", steps=2), apart) < 1e-5
+
+
+def test_prompts_of_unequal_length_keep_their_mask(as_on_a_gpu):
+    """Their attention runs by its own processor, the rest of a block fused; at level head the report says so."""
+    prompts = {"prompt": ["a fox", "a red fox in the winter snow"], **ONE_BRANCH["qwen-image"]}
+    plain = tiny.output("qwen-image", steps=2, **prompts)
+    with accelerated("qwen-image", "exact"):
+        assert distance(tiny.output("qwen-image", steps=2, **prompts), plain) < 1e-5
+    with accelerated("qwen-image", at_heads("qwen-image")) as pipe:
+        tiny.output("qwen-image", STEPS, **prompts)
+        reasons = {fallback["reason"] for fallback in pipe.dit_accel.report().fallbacks}
+    assert reasons == {"a mask hides padding between text and image"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["transformer_blocks.0.ff", "transformer_blocks.0.ff.act_fn", "single_transformer_blocks.0.attn.mlp_act_fn"],
+)
+def test_gates_that_somebody_watches_are_called(part, as_on_a_gpu):
+    plain, calls = tiny.output("flux2", steps=2), []
+    handle = tiny.pipeline("flux2").transformer.get_submodule(part).register_forward_hook(lambda *_: calls.append(1))
+    try:
+        with accelerated("flux2", "exact"):
+            assert distance(tiny.output("flux2", steps=2), plain) < 1e-5
+    finally:
+        handle.remove()
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "joint"])
+def test_a_single_block_takes_both_streams_too(apart):
+    """The transformer gives it the joint sequence; a caller may give it both, and have them back."""
+    hook = flux2.Flux2SingleBlockHook("single_transformer_blocks.0", SimpleNamespace(controller=None))
+    hook.initialize_hook(tiny.pipeline("flux2").transformer.single_transformer_blocks[0])
+    image, text = torch.randn(1, 5, 64), torch.randn(1, 3, 64)
+    given = hook._bind((image, text), {"split_hidden_states": apart})
+    joint = hook.joined(given)
+    assert torch.equal(joint, torch.cat([text, image], dim=1))
+    parts = hook.parted(joint, given)
+    assert all(map(torch.equal, parts, (text, image))) if apart else parts is joint
