@@ -32,7 +32,7 @@ from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 BEFORE = 3  # steps: one that warms up, one that is watched, one that is captured
-TIMED = {"flux": 6, "flux-2048": 3, "wan-1.3b": 3, "hunyuan": 2}  # steps behind those
+TIMED = {"flux": 6, "flux-2048": 3, "qwen-image": 6, "flux2-klein-4b": 6, "wan-1.3b": 3, "hunyuan": 2}  # behind those
 FAMILIES = ("flux", "sd3", "wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx")  # at toy size
 WANTED = ("never", "always", "auto")
 DENSITIES = {"50% of tiles left out": 0.5, "80% of tiles left out": 0.2, "exact": 1.0}
@@ -129,7 +129,7 @@ def _measured(bench: Bench, preset: Preset, timed: int) -> dict[str, Any]:
         report, (driver,) = bench.dit_accel.report(), bench.dit_accel._drivers
         row["densities"] = [each.density for each in report.attentions if each.step < BEFORE + timed]
         row["graphs"] = 0 if driver.graphs is None else len(driver.graphs)
-        row |= {"notes": report.notes, "fallbacks": report.fallbacks[:3]}
+        row |= {"not_captured": report.not_captured, "notes": report.notes, "fallbacks": report.fallbacks[:3]}
     finally:
         restore_pipeline(bench)
     if is_gpu:

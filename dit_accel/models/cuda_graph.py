@@ -13,6 +13,7 @@ import torch
 from dit_accel.loop import timing
 
 LAUNCHES = 0.8  # share of a step; below, the host waits for a full queue of launches rather than the GPU for the host
+ROOM = 0.25  # share of the GPU's memory; graphs keep a step's activations, and what decodes the latents needs room too
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,24 @@ class Trial:
         waits: where the host waited for the GPU; None = nowhere.
         launched: gives the seconds that the host took.
         took: gives the seconds from the GPU's start to its end.
+        room: share of the GPU's memory that nobody uses.
     """
 
     waits: str | None
     launched: Callable[[], float]
     took: Callable[[], float]
+    room: float = 1.0
 
     def why_not(self, wanted: str) -> str | None:
         """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None."""
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
+        if wanted == "always":
+            return None
+        if self.room < ROOM:
+            return f"{self.room:.0%} of the GPU's memory is free, and graphs keep a step's activations"
         launched, took = self.launched(), self.took()
-        if wanted == "always" or launched >= LAUNCHES * took:
+        if launched >= LAUNCHES * took:
             return None
         return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
 
@@ -81,7 +88,7 @@ class CudaGraph:
                 waits = waits or f"{each.filename}, line {each.lineno}"
             elif not message.startswith("Synchronization debug mode"):  # which is said to be a prototype
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        return output, Trial(waits, launched, took)
+        return output, Trial(waits, launched, took, _room(device))
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything."""
@@ -96,6 +103,12 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _room(device: torch.device) -> float:
+    """Share of a GPU's memory that neither tensors nor other processes hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / total
 
 
 @cache

@@ -12,6 +12,7 @@ from dit_accel.models.hooks import OUR_HOOKS, is_compiled
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are part of a graph's key
+KNOWN = ("torch", "diffusers", "peft")  # packages whose modules decide nothing by what a graph does not see
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 LORA_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of peft's layers
 
@@ -63,6 +64,18 @@ def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
         for each in (*module._parameters.values(), *module._buffers.values()):
             if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
                 return f"a weight of {where} is a {type(each).__name__} on {each.device}"
+    return None
+
+
+def why_not_known(transformer: nn.Module) -> str | None:
+    """Why a transformer may do by itself what differs from step to step and a graph would repeat, or None."""
+    for name, module in transformer.named_modules():
+        held, where = vars(module), name or type(transformer).__name__
+        for part in (module, held.get("processor")):
+            if part is not None and type(part).__module__.partition(".")[0] not in KNOWN:
+                return f"{where} runs code of {type(part).__module__}, which may differ from step to step"
+        if "forward" in held and "_diffusers_hook" not in held:
+            return f"forward of {where} was replaced, and may differ from step to step"
     return None
 
 

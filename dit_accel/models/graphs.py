@@ -22,7 +22,13 @@ from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
 from dit_accel.models.cuda_graph import CudaGraph, Trial
-from dit_accel.models.graph_limits import model_state, why_not_call, why_not_model, why_not_preset
+from dit_accel.models.graph_limits import (
+    model_state,
+    why_not_call,
+    why_not_known,
+    why_not_model,
+    why_not_preset,
+)
 
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with tiles left out, and as many once more
 REFUSED = "computed steps not captured as CUDA graphs"
@@ -121,9 +127,17 @@ class StepGraphs:
                 self._kept[key] = kept
             reason = kept if isinstance(kept, str) else None
         if not isinstance(kept, Captured):
-            self._driver.controller.report.note(f"{REFUSED}: {reason}")
+            self._say(reason, leaves)
             return compute()
         return self._replay(kept, leaves)
+
+    def _say(self, reason: str | None, leaves: list) -> None:
+        """Tells the report why a call runs as ever: in a note where graphs are wanted or went wrong."""
+        report = self._driver.controller.report
+        if self._wanted == "always" or self._failed is not None:
+            report.note(f"{REFUSED}: {reason}")
+        elif any(isinstance(leaf, torch.Tensor) and self._graph.why_not(leaf.device) is None for leaf in leaves):
+            report.not_captured = reason
 
     def _replay(self, captured: Captured, leaves: list) -> Any:
         """The output of a call with such arguments, from its graph."""
@@ -183,6 +197,8 @@ class StepGraphs:
             self._modules = list(self._driver.transformer.modules())
             self._state = model_state(self._modules)
             self._model_refuses = why_not_model(self._driver.transformer, device)
+            if self._model_refuses is None and self._wanted == "auto":
+                self._model_refuses = why_not_known(self._driver.transformer)
         return self._model_refuses
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:

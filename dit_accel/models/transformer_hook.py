@@ -72,7 +72,8 @@ class TransformerDriver:
         self._branches = SharedBranches(transformer, controller)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
         self._linears: QuantizedLinears | None = None
-        self.graphs = None if controller.preset.kernels.graphs == "never" else StepGraphs(self)
+        captures = controller.preset.kernels.graphs != "never" and controller.preset.forecast.level == "output"
+        self.graphs = StepGraphs(self) if captures else None
         if not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
@@ -124,7 +125,7 @@ class TransformerDriver:
     def release(self) -> None:
         """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
         self.controller.release()
-        if self._linears is not None and self.graphs is None:
+        if self._linears is not None and not self.graphs:  # None, or empty
             self._linears.release()
 
     def computing(self, forward: Callable) -> Callable:

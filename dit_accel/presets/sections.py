@@ -171,10 +171,10 @@ class Kernels(Section):
     qk_dtype: Literal["int8", "int8+fp8"] | None = None
     """Sparse attention multiplies queries and keys in 8 bits (int8), and probabilities and values too (int8+fp8);
     null = in their own dtype. Calls that leave no tile out keep the model's own attention."""
-    graphs: Literal["auto", "always", "never"] = "never"
+    graphs: Literal["auto", "always", "never"] = "auto"
     """Level output, on a GPU. always: computed steps are captured as CUDA graphs and replayed, which takes the host's
     time out of them; where that can't be, they run as ever, and the report says why. auto: where the GPU waits for the
-    host."""
+    host, a quarter of its memory is free, and all code is torch's, diffusers' and peft's."""
 
 
 class Linear(Section):

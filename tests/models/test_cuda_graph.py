@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dit_accel.loop import timing
+from dit_accel.models import cuda_graph
 from dit_accel.models.cuda_graph import CudaGraph, Trial
 
 
@@ -21,6 +22,7 @@ def modes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(timing, "gpu_stopwatch", lambda device: timing.stopwatch())
+    monkeypatch.setattr(cuda_graph, "_room", lambda device: 0.5)
     return found
 
 

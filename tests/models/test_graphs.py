@@ -272,8 +272,66 @@ def test_auto_captures_where_the_gpu_waits_for_the_host(graph, launched, capture
     graph.trial = Trial(None, lambda: launched, lambda: 1.0)
     pipe = accelerated("flux", "exact", "auto")
     tiny_output(pipe, "flux", steps=5)
-    notes = [f"{graphs.REFUSED}: the GPU does not wait for launches, which take 300 ms of 1000"]
-    assert graph.captures == captures and pipe.dit_accel.report().notes == ([] if captures else notes)
+    report = pipe.dit_accel.report()
+    reason = None if captures else "the GPU does not wait for launches, which take 300 ms of 1000"
+    assert (graph.captures, report.not_captured, report.notes) == (captures, reason, [])
+    assert ("no CUDA graphs" in str(report)) == (not captures)
+
+
+@pytest.mark.parametrize("wanted, captures", [("auto", 0), ("always", 1)])
+def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
+    graph.trial = Trial(None, lambda: 1.0, lambda: 1.0, room=0.1)
+    pipe = accelerated("flux", "exact", wanted)
+    tiny_output(pipe, "flux", steps=5)
+    reason = None if captures else "10% of the GPU's memory is free, and graphs keep a step's activations"
+    assert (graph.captures, pipe.dit_accel.report().not_captured) == (captures, reason)
+
+
+def own_processor(pipe):
+    class Own(type(pipe.transformer.transformer_blocks[1].attn.processor)):
+        """It may count steps."""
+
+    pipe.transformer.transformer_blocks[1].attn.processor = Own()
+
+
+def replaced_forward(pipe):
+    norm = pipe.transformer.norm_out
+    norm.forward = partial(type(norm).forward, norm)
+
+
+UNKNOWN = {
+    "processor": (own_processor, "transformer_blocks.1.attn runs code of tests.models.test_graphs"),
+    "forward": (replaced_forward, "forward of norm_out was replaced"),
+}
+
+
+@pytest.mark.parametrize("change, reason", UNKNOWN.values(), ids=UNKNOWN)
+def test_auto_does_not_repeat_what_it_does_not_know(graph, change, reason):
+    """Code of the user's own may do other things in other steps; who knows that it does not says ``always``."""
+    for wanted in ("auto", "always"):
+        pipe = accelerated("flux", "exact", wanted)
+        change(pipe)
+        tiny_output(pipe, "flux", steps=5)
+        assert graph.captures == (wanted == "always")
+        not_captured = pipe.dit_accel.report().not_captured
+        assert not_captured is None if graph.captures else not_captured.startswith(reason)
+
+
+def test_auto_is_what_presets_have_and_says_nothing_on_a_cpu():
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "balanced")
+    assert graphs_of(pipe)._wanted == "auto"
+    tiny_output(pipe, "flux", steps=5)
+    report = pipe.dit_accel.report()
+    assert (report.not_captured, report.notes) == (None, [])
+
+
+@pytest.mark.parametrize("wanted", ["never", "auto", "always"])
+def test_weights_in_8_bits_stay_as_long_as_a_graph_reads_them(graph, wanted):
+    """Between runs they are dropped, but for those that a graph has the addresses of."""
+    pipe = accelerated("flux", "exact", wanted, linear={"dtype": "int8"})
+    for steps in (2, 3):
+        tiny_output(pipe, "flux", steps=steps)
+        assert bool(find_driver(pipe)._linears._weights) == (steps == 3 and wanted != "never")
 
 
 def test_a_cpu_has_none():
