@@ -3,6 +3,7 @@
 
     python scripts/graphs_check.py --output graphs.json
     python scripts/graphs_check.py --models flux --seconds 60
+    python scripts/graphs_check.py --models flux --one-core           # on a core that a busy process shares
     python scripts/graphs_check.py --smoke                            # the same paths at toy size, on the CPU
 
 Each row runs the same steps without and with graphs: from the fourth on these are replayed. A row that fails prints its
@@ -12,8 +13,11 @@ traceback, and the others go on.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -40,6 +44,8 @@ DENSITIES = {"50% of tiles left out": 0.5, "80% of tiles left out": 0.2, "exact"
 
 def main() -> int:
     options = _options()
+    if options.one_core:
+        _share_a_core()
     diffusers.utils.logging.set_verbosity_error()
     device = "cpu" if options.smoke else "cuda"
     started, rows = time.perf_counter(), []
@@ -179,6 +185,14 @@ def _guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "passed": False}
 
 
+def _share_a_core() -> None:
+    """From now on this process, and one that is always busy, have one core for both, as on a slow host."""
+    core = {min(os.sched_getaffinity(0))}
+    os.sched_setaffinity(0, core)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # has the affinity of its parent
+    atexit.register(busy.kill)
+
+
 def _now(is_gpu: bool) -> float:
     if is_gpu:
         torch.cuda.synchronize()
@@ -190,6 +204,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=TIMED, default=list(TIMED))
     parser.add_argument("--seconds", type=float, default=210.0, help="after which no row begins; default %(default)s")
     parser.add_argument("--output", type=Path, help="a JSON file, written after every row")
+    parser.add_argument("--one-core", action="store_true", help="on one core, which a busy process shares (Linux)")
     parser.add_argument("--smoke", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
 

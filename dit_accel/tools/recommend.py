@@ -43,6 +43,9 @@ CARDS = {
 }
 PEAK_GIB = {  # of the transformer alone in bf16, at the sizes that were timed: (family, part of the id): GiB, file
     ("flux", ""): (22.7, "docs/results/speed-flux.md"),
+    ("qwen_image", ""): (38.5, "docs/results/speed-qwen-image.md"),
+    ("flux2", "klein-4b"): (7.8, "docs/results/speed-flux2-klein-4b.md"),
+    ("flux2", "dev"): (61.2, "docs/results/speed-flux2.md"),
     ("hunyuan_video", ""): (27.4, "docs/results/speed-hunyuan.md"),
     ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.md"),
     ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.md"),

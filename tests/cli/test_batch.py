@@ -108,6 +108,8 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}
     call, made, stopped = batch.timed_call, [], []
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let commands behind & ignore it
+
     def interrupted(pipe, arguments, seed):
         if len(made) == 2 and not stopped:
             stopped.append(True)
@@ -117,6 +119,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
 
     monkeypatch.setattr(batch, "timed_call", interrupted)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 130
+    signal.signal(signal.SIGINT, handler)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
     assert made == prompts[len(whole) :]
     assert {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole} == stamps
