@@ -2,10 +2,10 @@
 """Runs diffusers' own pipeline tests plainly and accelerated, and tells which pass only plainly.
 
 Takes a checkout of diffusers for its ``tests`` folder; the diffusers that is tested is the installed one. Every
-pipeline that a test calls is accelerated before its first call, in each of four kinds: the preset `exact`, `balanced`
-(what a pipeline gets when no preset is named), `forecast` (every second step, at level `output`) and `flashomni`
-(inside the blocks of every second step, where there is a preset). What tests load from the Hub are small stand-ins,
-unless `--hub` asks for the Hub's own models.
+pipeline that a test calls is accelerated before its first call, in each of five kinds: the preset `exact`, the same
+with blocks `fused` as on a GPU, `balanced` (what a pipeline gets when no preset is named), `forecast` (every second
+step, at level `output`) and `flashomni` (inside the blocks of every second step, where there is a preset). What tests
+load from the Hub are small stand-ins, unless `--hub` asks for the Hub's own models.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
     python scripts/conformance.py diffusers --output conformance

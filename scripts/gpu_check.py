@@ -94,7 +94,7 @@ def main() -> int:
             runtime.DEBUG_DEFINES = (("EVERY_LANE_ARRIVES", 1),)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(ProductsOnTheHost())
-        if arguments.tests:
+        if arguments.tests is not None:
             import pytest
 
             return pytest.main(["-p", "no:cacheprovider", *arguments.tests])

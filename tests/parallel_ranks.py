@@ -142,7 +142,7 @@ def qwen() -> dict:
 def fused() -> dict:
     """As on a GPU, where blocks run through fused kernels in every step: attention is exchanged by ours."""
     found = {}
-    for name in ("flux", "wan", "hunyuan", "qwen-image"):
+    for name in ("flux", "flux2", "wan", "hunyuan", "qwen-image"):
         pipe = pipeline(name)
         alone = {}
         for preset in ("layer", "exact"):

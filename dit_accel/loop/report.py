@@ -91,7 +91,7 @@ class RunReport:
         memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
         prompts: one record a prompt of a batch whose steps are decided for each prompt apart; else empty.
         replayed: transformer calls that ran as CUDA graphs.
-        not_captured: why others did not, where graphs are left to ``auto``; None = they all did, or there is no GPU.
+        not_captured: why some did not, where graphs are left to ``auto`` on a GPU; None: of first calls, too.
         notes: remarks on the run as a whole.
     """
 
@@ -189,7 +189,8 @@ class RunReport:
         if self.replayed:
             lines.append(f"  CUDA graphs        replayed for {self.replayed} transformer calls")
         if self.not_captured is not None:
-            lines.append(f"  no CUDA graphs     {self.not_captured}")
+            others = " for others" if self.replayed else ""
+            lines.append(f"  no CUDA graphs{others or '    '} {self.not_captured}")
         errors = [step.error for step in self.steps if step.error is not None]
         if errors:
             lines.append(f"  forecast error     {errors[-1]:.4f} at the last step measured, {max(errors):.4f} at most")

@@ -28,6 +28,11 @@ def config_of(transformer: nn.Module) -> Any:
     return getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
 
 
+def shares_layers(transformer: nn.Module) -> bool:
+    """Whether each of several devices has a part of every layer (diffusers' tensor parallelism)."""
+    return getattr(getattr(transformer, "_parallel_config", None), "tensor_parallel_config", None) is not None
+
+
 def split_plan(transformer: nn.Module, family: Family | None) -> Any:
     """What ``enable_parallelism`` splits and gathers, by the transformer's class or else by its family's facts.
 

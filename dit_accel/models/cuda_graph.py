@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Trial:
         waits: where the host waited for the GPU; None = nowhere.
         launched: gives the seconds that the host took.
         took: gives the seconds from the GPU's start to its end.
-        room: share of the GPU's memory that nobody uses.
+        room: share of the GPU's memory that is free after the step.
     """
 
     waits: str | None
@@ -44,6 +45,9 @@ class Trial:
         if launched >= LAUNCHES * took:
             return None
         return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
+
+
+_ALONE = threading.Lock()  # a watch sets what is the whole process's, and captures share a stream
 
 
 class CudaGraph:
@@ -72,8 +76,9 @@ class CudaGraph:
         Where the host waits for the GPU a capture fails, and then leaves random generators (and memory, before PyTorch
         2.12) in disorder.
         """
-        mode, waits = torch.cuda.get_sync_debug_mode(), None
-        with warnings.catch_warnings(record=True) as caught:
+        waits = None
+        with _ALONE, warnings.catch_warnings(record=True) as caught:
+            mode = torch.cuda.get_sync_debug_mode()
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
@@ -94,7 +99,7 @@ class CudaGraph:
         """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything."""
         current, stream = torch.cuda.current_stream(self._device), _capture_stream(self._device)
         options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.device(self._device):
+        with _ALONE, torch.cuda.device(self._device):
             try:
                 with torch.cuda.graph(self._graph, **options):
                     return function()
@@ -106,9 +111,9 @@ class CudaGraph:
 
 
 def _room(device: torch.device) -> float:
-    """Share of a GPU's memory that neither tensors nor other processes hold."""
+    """Share of a GPU's memory that is free; what PyTorch keeps for the next step's activations is not."""
     free, total = torch.cuda.mem_get_info(device)
-    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / total
+    return free / total
 
 
 @cache

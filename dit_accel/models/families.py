@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,22 +14,11 @@ from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import CONTROL_NET
 from dit_accel.models.family import Family
 from dit_accel.models.family_driver import BlockHooks, FamilyDriver
-from dit_accel.models.fused import flux as fused_flux
-from dit_accel.models.fused import flux2 as fused_flux2
-from dit_accel.models.fused import hunyuan_video as fused_hunyuan_video
-from dit_accel.models.fused import qwen_image as fused_qwen_image
-from dit_accel.models.fused import wan as fused_wan
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.registry import FAMILIES
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
 
-HAND_WRITTEN: dict[str, BlockHooks] = {  # by the name of their family
-    "flux": fused_flux.BLOCKS,
-    "flux2": fused_flux2.BLOCKS,
-    "hunyuan_video": fused_hunyuan_video.BLOCKS,
-    "qwen_image": fused_qwen_image.BLOCKS,
-    "wan": fused_wan.BLOCKS,
-}
+HAND_WRITTEN = ("flux", "flux2", "hunyuan_video", "qwen_image", "wan")  # families with a page in fused/ of their name
 
 
 def known_family(transformer: torch.nn.Module) -> Family | None:
@@ -81,4 +71,11 @@ def drive(
     family = known_family(transformer)
     if family is None:
         return TransformerDriver(transformer, controller, name, called)
-    return FamilyDriver(transformer, controller, name, called, family, HAND_WRITTEN.get(family.name))
+    return FamilyDriver(transformer, controller, name, called, family, _hand_written(family))
+
+
+def _hand_written(family: Family) -> BlockHooks | None:
+    """What makes the hooks of a family's blocks; imported here, for the installed diffusers may lack another family."""
+    if family.name not in HAND_WRITTEN:
+        return None
+    return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS

@@ -20,7 +20,7 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.compiled import is_wrapper
-from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree
+from dit_accel.models.context_parallel import RING, Exchange, Exchanges, config_of, parallel_degree, shares_layers
 from dit_accel.models.family import Arguments, Attention, Family, Tokens, batch_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
 from dit_accel.models.kernel_limits import KERNEL_BLOCK, can_fuse_kernels, why_no_kernels, wins_dense
@@ -170,6 +170,7 @@ class FamilyDriver(TransformerDriver):
         if self._order is not None:
             self._order.start(self.tokens(arguments).grid)
         can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor) and self.compiled is None
+        can_fuse = can_fuse and not shares_layers(self.transformer)
         self.fuses = can_fuse and self.fuses_kernels(latents)
         try:
             if self._reads_text(arguments):
@@ -199,6 +200,8 @@ class FamilyDriver(TransformerDriver):
 
     def why_not_shared(self) -> str | None:
         """Why attention of a call that several devices share must be left to diffusers, or None."""
+        if shares_layers(self.transformer):
+            return "several devices share each layer (tensor parallelism)"
         if config_of(self.transformer) is None:
             return None
         if self.exchange is None:
@@ -308,10 +311,11 @@ class FamilyDriver(TransformerDriver):
         return "prompts of a batch differ in length" if is_ragged else super().why_eager()
 
     def decisions(self) -> tuple:
-        return self.fuses, self.joint, self.text is None or self.text.leading
+        text = None if self.text is None else (self.text.lengths, self.text.end, self.text.leading)
+        return self.fuses, self.joint, text
 
     def shared_tensors(self) -> Any:
-        return self._every_row, self._order and self._order.on_device()
+        return self._every_row, self._order and self._order.on_device(), self.text
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}

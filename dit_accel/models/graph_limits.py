@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
-from dit_accel.models.hooks import OUR_HOOKS, is_compiled
+from dit_accel.models.hooks import OUR_HOOKS, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are part of a graph's key
-KNOWN = ("torch", "diffusers", "peft")  # packages whose modules decide nothing by what a graph does not see
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 LORA_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of peft's layers
 
@@ -45,6 +46,13 @@ def why_not_call(call: Call, leaves: Sequence) -> str | None:
     return "autocast" if torch.is_autocast_enabled(tensors[0].device.type) else None
 
 
+def why_not_output(output: Any) -> str | None:
+    """Why what a transformer returns can't be what a graph returns, or None."""
+    leaves = pytree.tree_leaves(output)
+    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))}
+    return f"the output holds {', '.join(sorted(others))}" if others else None
+
+
 def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
     """Why a transformer on a device can't be captured, or None."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -70,12 +78,12 @@ def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
 def why_not_known(transformer: nn.Module) -> str | None:
     """Why a transformer may do by itself what differs from step to step and a graph would repeat, or None."""
     for name, module in transformer.named_modules():
-        held, where = vars(module), name or type(transformer).__name__
-        for part in (module, held.get("processor")):
-            if part is not None and type(part).__module__.partition(".")[0] not in KNOWN:
-                return f"{where} runs code of {type(part).__module__}, which may differ from step to step"
-        if "forward" in held and "_diffusers_hook" not in held:
-            return f"forward of {where} was replaced, and may differ from step to step"
+        where, processor = name or type(transformer).__name__, vars(module).get("processor")
+        if not runs_known_code(module):
+            return f"{where} runs a forward that is not diffusers' own, and may differ from step to step"
+        kind = type(processor)
+        if processor is not None and not (is_known_class(kind) and is_known(kind.__call__)):
+            return f"the attention processor of {where} is not diffusers' own, and may differ from step to step"
     return None
 
 
@@ -95,7 +103,8 @@ def model_state(modules: Sequence[nn.Module]) -> list[list]:
         [_place(buffer) for each in held for buffer in each["_buffers"].values()],
         [len(each["_forward_hooks"]) + len(each["_forward_pre_hooks"]) for each in held],
         [tuple(registry._hook_order) for registry in registries],
-        [(id(processor), getattr(processor, "_attention_backend", None)) for processor in processors],
+        [(id(each), id(type(each).__call__), getattr(each, "_attention_backend", None)) for each in processors],
+        [(id(each.get("forward")), id(type(module).forward)) for module, each in zip(modules, held, strict=True)],
         [repr([adapter.get(setting) for setting in LORA_SETTINGS]) for adapter in adapters],
     ]
 

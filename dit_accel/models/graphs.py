@@ -27,6 +27,7 @@ from dit_accel.models.graph_limits import (
     why_not_call,
     why_not_known,
     why_not_model,
+    why_not_output,
     why_not_preset,
 )
 
@@ -120,7 +121,8 @@ class StepGraphs:
                 return compute()
             kept = self._kept[key]
             if kept is None:
-                output, self._kept[key] = self._graph.watch(compute, self._device(leaves))
+                output, trial = self._graph.watch(compute, self._device(leaves))
+                self._kept[key] = why_not_output(output) or trial
                 return output
             if isinstance(kept, Trial):
                 kept = kept.why_not(self._wanted) or self._capture(original, call, leaves, structure)

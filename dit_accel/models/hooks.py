@@ -24,6 +24,7 @@ HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
+KNOWN = ("torch", "diffusers", "peft", "dit_accel")  # packages whose code does what it is known to do
 OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK, LINEAR_HOOK)
 
 
@@ -121,6 +122,30 @@ def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
     return forward
 
 
+def runs_known_code(module: torch.nn.Module) -> bool:
+    """Whether a module runs its class's own forward, beneath hooks, and all of that is code of known packages."""
+    if not is_known_class(type(module)):
+        return False
+    held, own = vars(module), type(module).forward
+    registry = held.get("_diffusers_hook")
+    references = registry._fn_refs if registry is not None else ()
+    beneath = references[0].original_forward if references else held.get("forward", module.forward)
+    return getattr(beneath, "__func__", None) is own and is_known(own) and is_known(held.get("forward", own))
+
+
+def is_known_class(cls: type) -> bool:
+    """Whether a class is defined in a known package."""
+    return cls.__module__.partition(".")[0] in KNOWN
+
+
+def is_known(function: Callable) -> bool:
+    """Whether a function is code of a known package. Its globals tell; its name is that of what it wraps."""
+    while isinstance(function, partial):
+        function = function.func
+    scope = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return scope.get("__name__", "").partition(".")[0] in KNOWN
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module was compiled, in either way in which PyTorch does it."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
@@ -129,7 +154,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def why_not_replaceable(module: torch.nn.Module) -> str | None:
     """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
     beneath = module._diffusers_hook._hook_order[0]
-    return None if beneath == HOOK_NAME else f"another hook of diffusers lies on the block: {beneath}"
+    if beneath != HOOK_NAME:
+        return f"another hook of diffusers lies on the block: {beneath}"
+    return None if runs_known_code(module) else "its forward is not diffusers' own"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ A test counts as a *failure* of a kind if it passes plainly and fails with it by
 |---|---|
 | crash | any exception but an assertion's, be it of torch, of diffusers or of ours by accident |
 | shape | an assertion on a shape, a type, a dtype, a length or NaN |
-| assertion | another assertion, under a kind that has to give the plain outputs (`exact`) |
+| assertion | another assertion, under a kind that has to give the plain outputs (`exact`, `fused`) |
 | timeout | the test takes longer than `--seconds` |
 | lost | its process ended without a result |
 
@@ -24,14 +24,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 from dit_accel import Preset, accelerate_pipeline, load_preset
 from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.models.families import family_of
+from dit_accel.models.family_driver import FamilyDriver
 
 EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0}
 FORECAST = {"level": "output", "method": "newton", "order": 1}
 FLASHOMNI = {"flux": "flux-flashomni", "hunyuan_video": "hunyuan-flashomni-balanced", "wan": "wan21-flashomni"}
-KINDS = ("exact", "balanced", "forecast", "flashomni")
+KINDS = ("exact", "fused", "balanced", "forecast", "flashomni")
+PLAIN_OUTPUTS = ("exact", "fused")
 FAILURES = ("crash", "shape", "assertion", "timeout", "lost")
 APART = ("values", "inspects", "refused")
 _SHAPE = re.compile(r"shape|dtype|isinstance|\btype\b|\blen\(|length|nan\b", re.IGNORECASE)
@@ -41,8 +46,9 @@ _INSPECTS = re.compile(r"hook", re.IGNORECASE)
 def accelerate(pipe: Any, kind: str) -> None:
     """Accelerates a pipeline as that kind does.
 
-    `exact` and `balanced` are the presets; `forecast` computes every second step and `flashomni` works inside the
-    blocks of every second step, both from the first step on, as tests run two or three.
+    `exact` and `balanced` are the presets; `fused` is `exact` with fused kernels, as on a GPU; `forecast` computes
+    every second step and `flashomni` works inside the blocks of every second step, both from the first step on, as
+    tests run two or three.
 
     Raises:
         UnsupportedError: the pipeline can't be accelerated, or has no preset of that kind.
@@ -58,7 +64,13 @@ def _preset(pipe: Any, kind: str) -> Preset | str | None:
         if family not in FLASHOMNI:
             raise UnsupportedError(f"no FlashOmni preset fits; families with one: {', '.join(FLASHOMNI)}")
         return load_preset(FLASHOMNI[family], schedule=EVERY_SECOND, blocks={"size": 64})
-    return {"exact": "exact", "balanced": None}[kind]
+    return {"exact": "exact", "fused": "exact", "balanced": None}[kind]
+
+
+def fuses_kernels(driver: FamilyDriver, x: torch.Tensor) -> bool:
+    """Where a GPU would run fused kernels, though of float32 too: their references run on this device."""
+    is_plain = not torch.is_autocast_enabled(x.device.type) and not torch.is_grad_enabled()
+    return is_plain and x.dtype in FLOAT_DTYPES
 
 
 def found(error: BaseException, statement: str, kind: str) -> str:
@@ -77,4 +89,4 @@ def found(error: BaseException, statement: str, kind: str) -> str:
         return "inspects"
     if _SHAPE.search(statement) or _SHAPE.search(str(error).partition("\n")[0]):
         return "shape"
-    return "assertion" if kind == "exact" else "values"
+    return "assertion" if kind in PLAIN_OUTPUTS else "values"

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from diffusers import DiffusionPipeline
 
-from conformance_study.kinds import KINDS, accelerate, found
+from conformance_study.kinds import KINDS, accelerate, found, fuses_kernels
 from dit_accel.errors import DitAccelError, shortened
+from dit_accel.models.family_driver import FamilyDriver
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +53,8 @@ class Study:
         self._changed: list[tuple[type, str, Any]] = []  # classes, names and originals
         if kind != "plain":
             self._watch()
+        if kind == "fused":
+            self._replace(FamilyDriver, "fuses_kernels", fuses_kernels)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.nodeid for item in session.items]})

@@ -51,19 +51,25 @@ def summary(plain: dict[str, Test], by_kind: dict[str, dict[str, Test]]) -> dict
 
 def markdown(document: dict[str, Any]) -> str:
     """The table of files, what fails only when accelerated, and what ran plainly."""
-    run = document["run"]
+    run, kinds = document["run"], _kinds(document)
     parts = [
         f"diffusers {run['diffusers']}, tests of {document['tests']}, torch {run['torch']}, {run['device']}.",
-        _table(_totals(document), ["family", "ran", "passed plainly", *KINDS, *FAILURES, *APART]),
+        _table(_totals(document, kinds), ["family", "ran", "passed plainly", *kinds, *FAILURES, *APART]),
         *_chosen(document),
         "## By file",
-        _table(_by_file(document), ["file", "ran", "passed plainly", *KINDS]),
+        _table(_by_file(document, kinds), ["file", "ran", "passed plainly", *kinds]),
         "## Tests that fail only when accelerated",
         _table(_only(document), ["test", "kinds", "class", "reason"]),
         "## Pipelines that ran plainly in a test",
         _table(_plain(document), ["kinds", "pipelines", "reason"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _kinds(document: dict[str, Any]) -> list[str]:
+    """Those in which some family's tests ran."""
+    ran = {kind for found in document["families"].values() for kind in found["accelerated"]}
+    return [kind for kind in KINDS if kind in ran]
 
 
 def _chosen(document: dict[str, Any]) -> list[str]:
@@ -76,19 +82,19 @@ def _chosen(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def _totals(document: dict[str, Any]) -> list[list[Any]]:
+def _totals(document: dict[str, Any], of_kinds: list[str]) -> list[list[Any]]:
     rows = []
     for family, found in document["families"].items():
         counts = sum((Counter(file) for file in found["files"].values()), Counter())
         classes = Counter(each["class"] for each in found["only"])
-        kinds = [counts[kind] if kind in found["accelerated"] else "" for kind in KINDS]
+        kinds = [counts[kind] if kind in found["accelerated"] else "" for kind in of_kinds]
         rows.append([family, counts["ran"], counts["passed"], *kinds, *(classes[name] for name in (*FAILURES, *APART))])
     return [*rows, ["all", *(sum(filter(None, column)) for column in list(zip(*rows, strict=True))[1:])]]
 
 
-def _by_file(document: dict[str, Any]) -> list[list[Any]]:
+def _by_file(document: dict[str, Any], kinds: list[str]) -> list[list[Any]]:
     return [
-        [f"{family}/{Path(file).name}", counts["ran"], counts["passed"], *(counts.get(kind, "") for kind in KINDS)]
+        [f"{family}/{Path(file).name}", counts["ran"], counts["passed"], *(counts.get(kind, "") for kind in kinds)]
         for family, found in document["families"].items()
         for file, counts in found["files"].items()
         if counts["passed"]

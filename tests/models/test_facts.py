@@ -98,14 +98,14 @@ def distance(a, b):
 def test_every_family_of_facts_has_a_sequence_here():
     """So that none is there which was not held to a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
-    assert held >= {family.name for family in FAMILIES} - HAND_WRITTEN.keys()
+    assert held >= {family.name for family in FAMILIES} - {*HAND_WRITTEN}
 
 
 def test_presets_know_every_family():
     """By its name, whether it has hand-written blocks, and whether its tokens may run in another order."""
     names = {family.name for family in FAMILIES}
     assert set(get_args(Preset.model_fields["model"].annotation)) == {"any", *names}
-    assert set(FUSED_FAMILIES) == HAND_WRITTEN.keys() and set(VIDEO_FAMILIES) < names
+    assert FUSED_FAMILIES == HAND_WRITTEN and set(VIDEO_FAMILIES) < names
     assert set(ORDERED_FAMILIES) == {family.name for family in FAMILIES if family.order is not None}
 
 

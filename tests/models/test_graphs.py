@@ -1,5 +1,6 @@
 """CUDA graphs of computed steps: when they are captured, replayed and dropped; on the CPU, with a faked graph."""
 
+import functools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.models import graphs, transformer_hook
 from dit_accel.models.cuda_graph import Trial
-from dit_accel.models.graph_limits import why_not_model
+from dit_accel.models.graph_limits import why_not_model, why_not_output
 from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.fake_graph import FakeGraph
@@ -288,33 +289,78 @@ def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
 
 
 def own_processor(pipe):
+    """It may count steps."""
+
     class Own(type(pipe.transformer.transformer_blocks[1].attn.processor)):
-        """It may count steps."""
+        pass
 
     pipe.transformer.transformer_blocks[1].attn.processor = Own()
 
 
-def replaced_forward(pipe):
+def patched_processor(pipe, patch):
+    processor = type(pipe.transformer.transformer_blocks[1].attn.processor)
+    call = processor.__call__
+    patch.setattr(processor, "__call__", functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs)))
+
+
+def replaced_forward(pipe, _):
     norm = pipe.transformer.norm_out
-    norm.forward = partial(type(norm).forward, norm)
+    norm.forward = functools.wraps(norm.forward)(lambda *args: type(norm).forward(norm, *args))
+
+
+def patched_class(pipe, patch):
+    forward = type(pipe.transformer).forward
+    patch.setattr(type(pipe.transformer), "forward", functools.wraps(forward)(lambda *a, **k: forward(*a, **k)))
 
 
 UNKNOWN = {
-    "processor": (own_processor, "transformer_blocks.1.attn runs code of tests.models.test_graphs"),
-    "forward": (replaced_forward, "forward of norm_out was replaced"),
+    "processor": (lambda pipe, _: own_processor(pipe), "the attention processor of transformer_blocks.1.attn"),
+    "processors": (patched_processor, "the attention processor of transformer_blocks.0.attn"),
+    "forward": (replaced_forward, "norm_out runs a forward"),
+    "class": (patched_class, "FluxTransformer2DModel runs a forward"),
 }
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("change, reason", UNKNOWN.values(), ids=UNKNOWN)
-def test_auto_does_not_repeat_what_it_does_not_know(graph, change, reason):
+def test_auto_does_not_repeat_what_it_does_not_know(graph, monkeypatch, change, reason, when):
     """Code of the user's own may do other things in other steps; who knows that it does not says ``always``."""
-    for wanted in ("auto", "always"):
-        pipe = accelerated("flux", "exact", wanted)
-        change(pipe)
+    pipe = tiny_pipeline("flux")
+    if when == "before":
+        change(pipe, monkeypatch)
+    accelerated("flux", "exact", "auto", pipe=pipe)
+    if when == "after":
         tiny_output(pipe, "flux", steps=5)
-        assert graph.captures == (wanted == "always")
-        not_captured = pipe.dit_accel.report().not_captured
-        assert not_captured is None if graph.captures else not_captured.startswith(reason)
+        assert graph.captures == 1
+        change(pipe, monkeypatch)
+    tiny_output(pipe, "flux", steps=5)
+    assert graph.captures == (when == "after")
+    assert pipe.dit_accel.report().not_captured.startswith(reason)
+
+
+def test_always_repeats_code_of_the_users_own(graph):
+    pipe = accelerated("flux", "exact")
+    own_processor(pipe)
+    tiny_output(pipe, "flux", steps=5)
+    assert graph.captures == 1
+
+
+def test_outputs_that_hold_more_than_tensors_are_not_repeated():
+    """As the cache that FLUX.2 Klein's transformer fills and returns."""
+    assert why_not_output((torch.ones(1), [None, 2])) is None
+    assert why_not_output((torch.ones(1), object())) == "the output holds object"
+
+
+def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(graph):
+    """Where tiles are left out its length says which keys count."""
+    pipes = [accelerated("qwen-image", load_preset("turbo", skip=TILES), wanted) for wanted in ("never", "always")]
+    for length in (4, 8, 4):
+        mask = (torch.arange(8) < length)[None].long()
+        text = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+        given = {"prompt": None, "prompt_embeds": text, "prompt_embeds_mask": mask, "true_cfg_scale": 1.0}
+        outputs = [tiny_output(pipe, "qwen-image", steps=STEPS, **given) for pipe in pipes]
+        assert torch.equal(*outputs)
+    assert graph.captures >= 2
 
 
 def test_auto_is_what_presets_have_and_says_nothing_on_a_cpu():

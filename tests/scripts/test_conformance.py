@@ -69,7 +69,7 @@ def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
     table = markdown(
         {"run": {"diffusers": "1", "torch": "2", "device": "CPU"}, "tests": "1", "families": {"toy": told}}
     )
-    assert "| toy/test_toy_pipeline.py | 3 | 2 | 1 |  |  | 2 |" in table
+    assert "| toy/test_toy_pipeline.py | 3 | 2 | 1 | 2 |" in table
     assert "| `test_toy_pipeline.py::test_modules_are_bare` | exact | inspects |" in table
     assert diffusers.LTXPipeline.__call__ is call
 

@@ -37,6 +37,7 @@ class BlockHook(Hook, ABC):
 
     processor: type  # of attention, which the hook knows to do without
     attentions: tuple[str, ...] = ("attn",)  # names of the block's parts that have one
+    reads: tuple[str, ...] = ()  # arguments of the block's forward that other versions of diffusers lack
     norms: str | tuple[str, ...] = "norm"  # how the names of those begin that fused kernels stand in for
 
     def __init__(self, name: str, driver: FamilyDriver) -> None:
@@ -48,6 +49,8 @@ class BlockHook(Hook, ABC):
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._defaults = {each.name: each.default for each in parameters if each.kind not in _GATHERED}
+        missing = [name for name in self.reads if name not in self._defaults]
+        self._why_other = f"in this version of diffusers it takes no {missing[0]}" if missing else None
         return module
 
     # What a family says of its block. `given` holds arguments by the names of the block's own forward.
@@ -82,7 +85,8 @@ class BlockHook(Hook, ABC):
         if call is None or not self.stands_in():
             return self.fn_ref.original_forward(*args, **kwargs)
         given = self._bind(args, kwargs)
-        reason = why_not_replaceable(module) or why_called(module, self.norms) or why_no_kernels(given.hidden_states)
+        reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
+        reason = reason or why_no_kernels(given.hidden_states)
         forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
         if reason is None and self.attends:
             reason = self._why_dense(module, given)

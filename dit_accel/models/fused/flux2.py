@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2FeedForward,
     Flux2ParallelSelfAttention,
     Flux2ParallelSelfAttnProcessor,
+    Flux2SwiGLU,
 )
 from torch import nn
 from torch.nn import functional
@@ -29,18 +30,24 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
     """``Flux2TransformerBlock``."""
 
     processor = Flux2AttnProcessor
+    reads = "temb_mod_img", "temb_mod_txt"
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
         return None, in_parts(given.temb_mod_img, 6), in_parts(given.temb_mod_txt, 6)
 
     def feed_forward(self, mlp: Flux2FeedForward, x: torch.Tensor) -> torch.Tensor:
-        return mlp(x) if is_hooked(mlp) else mlp.linear_out(_gated(mlp.act_fn, mlp.linear_in(x)))
+        is_plain = type(mlp) is Flux2FeedForward and not is_hooked(mlp)
+        return mlp.linear_out(_gated(mlp.act_fn, mlp.linear_in(x))) if is_plain else mlp(x)
+
+    def epsilon(self, block: nn.Module) -> float:
+        return block.norm1.eps
 
 
 class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     """``Flux2SingleTransformerBlock``, which is given the joint sequence and returns it."""
 
     processor = Flux2ParallelSelfAttnProcessor
+    reads = ("temb_mod",)
 
     def query_projection(self, attn: Flux2ParallelSelfAttention) -> nn.Module:
         return attn.to_qkv_mlp_proj
@@ -50,6 +57,9 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values]:
         return None, in_parts(given.temb_mod, 3)
+
+    def epsilon(self, block: nn.Module) -> float:
+        return block.norm.eps
 
     def attend_by_module(
         self, attn: Flux2ParallelSelfAttention, given: SimpleNamespace, x: torch.Tensor, context: None
@@ -96,8 +106,8 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
 
 
 def _gated(activation: nn.Module, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, in one pass where nobody watches it."""
-    if not is_hooked(activation):
+    """SwiGLU, in one pass where it is diffusers' and nobody watches it."""
+    if type(activation) is Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn):
         return swiglu(x, out=out)
     y = activation(x)
     return y if out is None else out.copy_(y)

@@ -1,7 +1,8 @@
 """Blocks with an image and a text stream, as a recording, a sparse and a forecast call run them.
 
-FLUX and HunyuanVideo have two kinds. *Double* blocks have projections, norms and an MLP for each stream, *single*
-blocks have them for the joint sequence. Both take the streams ``[B, S, C]`` and return them in the sequence's order.
+FLUX and HunyuanVideo have two kinds, Qwen-Image the first alone. *Double* blocks have projections, norms and an MLP
+for each stream, *single* blocks have them for the joint sequence. Both take the streams ``[B, S, C]`` and return them
+in the sequence's order; FLUX.2's single blocks take and return the joint sequence.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class JointBlockHook(BlockHook):
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
         """A residual stream with values that its dtype can hold."""
         return x
+
+    def epsilon(self, block: nn.Module) -> float:
+        """What a block's norms of features add to the variance."""
+        return 1e-6
 
     def tables(self, given: SimpleNamespace) -> Rotary:
         """RoPE's tables, of the tokens that are turned."""
@@ -127,15 +132,16 @@ class DoubleBlockHook(JointBlockHook):
         first, values, c_values = self.modulations(block, given)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values
         c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = c_values
-        norm_x, norm_c = _by_frame(norm_modulate, (x,), first, scale, shift), norm_modulate(context, c_scale, c_shift)
+        norm, add_and_norm = (partial(op, eps=self.epsilon(block)) for op in (norm_modulate, add_gated_norm_modulate))
+        norm_x, norm_c = _by_frame(norm, (x,), first, scale, shift), norm(context, c_scale, c_shift)
         if self.runs_attention(block, given):
             attended = self.attend(block.attn, norm_x, norm_c, self.tables(given))
         else:
             attended = self.attend_by_module(block.attn, given, norm_x, norm_c)
         self.remember("attention", attended)
         attn_x, attn_c, *more = attended
-        x, norm_x = _by_frame(add_gated_norm_modulate, (x, attn_x), first, gate, mlp_scale, mlp_shift)
-        context, norm_c = add_gated_norm_modulate(context, attn_c, c_gate, c_mlp_scale, c_mlp_shift)
+        x, norm_x = _by_frame(add_and_norm, (x, attn_x), first, gate, mlp_scale, mlp_shift)
+        context, norm_c = add_and_norm(context, attn_c, c_gate, c_mlp_scale, c_mlp_shift)
         mlp_x, mlp_c = map(self.feed_forward, (getattr(block, name) for name in self.mlps), (norm_x, norm_c))
         self.remember("mlp", (mlp_x, mlp_c))
         x, context = _by_frame(add_gated, (x, mlp_x), first, mlp_gate), add_gated(context, mlp_c, c_mlp_gate)
@@ -184,7 +190,8 @@ class SingleBlockHook(JointBlockHook):
     def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
         residual = self.joined(given)
         first, (shift, scale, gate) = self.modulations(block, given)
-        out = self.transform(block, given, _by_frame(norm_modulate, (residual,), first, scale, shift))
+        norm = partial(norm_modulate, eps=self.epsilon(block))
+        out = self.transform(block, given, _by_frame(norm, (residual,), first, scale, shift))
         self.remember("attention and mlp", (out,))
         return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), given)
 

@@ -22,18 +22,21 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
     """``QwenImageTransformerBlock``."""
 
     processor = QwenDoubleStreamAttnProcessor2_0
-    norms = "img_norm", "img_mod", "txt_norm", "txt_mod"
+    reads = "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"
+    norms = "img_norm", "txt_norm"  # the modulations are called
     mlps = "img_mlp", "txt_mlp"
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         given = super()._bind(args, kwargs)
-        text = given.encoder_hidden_states  # a negative prompt may be one for the whole batch
-        given.encoder_hidden_states = text.expand(len(given.hidden_states), -1, -1)
+        if self._why_other is None:  # a negative prompt may be one for the whole batch
+            given.encoder_hidden_states = given.encoder_hidden_states.expand(len(given.hidden_states), -1, -1)
         return given
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
         if given.encoder_hidden_states_mask is not None:
             return "a mask hides padding between text and image"
+        if block.attn.fused_projections:
+            return "its projections were fused, which its processor takes no notice of"
         return super().why_dense(block, given)
 
     def attend_by_module(
@@ -56,13 +59,16 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
 
         The batch of embeddings then holds those of the latents' timestep, and behind them those of the pictures'.
         """
-        temb, index, image = given.temb, given.modulate_index, block.img_mod(given.temb)
-        if block.zero_cond_t:
+        temb, index, image = given.temb, getattr(given, "modulate_index", None), block.img_mod(given.temb)
+        if getattr(block, "zero_cond_t", False):  # diffusers 0.36 has neither
             temb = temb.chunk(2)[0]
         if index is not None:
             of_latents, of_pictures = image.unsqueeze(1).chunk(2)
             image = torch.where(index.unsqueeze(-1) == 0, of_latents, of_pictures)
         return None, in_parts(image, 6), in_parts(block.txt_mod(temb), 6)
+
+    def epsilon(self, block: nn.Module) -> float:
+        return block.img_norm1.eps
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
         return super()._streams(self.bounded(x), context, more)

@@ -1,5 +1,6 @@
 """Qwen-Image's and FLUX.2's blocks: level head against naive attention that overwrites, and what their forms add."""
 
+import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -95,7 +96,10 @@ def test_prompts_of_unequal_length_keep_their_mask(as_on_a_gpu):
 
 @pytest.mark.parametrize(
     "part",
-    ["transformer_blocks.0.ff", "transformer_blocks.0.ff.act_fn", "single_transformer_blocks.0.attn.mlp_act_fn"],
+    [
+        *("transformer_blocks.0.ff", "transformer_blocks.0.ff.act_fn", "transformer_blocks.0.ff.act_fn.gate_fn"),
+        *("single_transformer_blocks.0.attn.mlp_act_fn", "single_transformer_blocks.0.attn.mlp_act_fn.gate_fn"),
+    ],
 )
 def test_gates_that_somebody_watches_are_called(part, as_on_a_gpu):
     plain, calls = tiny.output("flux2", steps=2), []
@@ -106,6 +110,43 @@ def test_gates_that_somebody_watches_are_called(part, as_on_a_gpu):
     finally:
         handle.remove()
     assert calls == [1, 1]
+
+
+CHANGED = {
+    "norms": lambda double, single: [setattr(norm, "eps", 0.1) for norm in norms_of(double, single)],
+    "gate": lambda double, single: setattr(single.attn, "mlp_act_fn", OtherGate()),
+    "gate-of-an-mlp": lambda double, single: setattr(double.ff, "act_fn", OtherGate()),
+    "mlp": lambda double, single: setattr(double, "ff", torch.nn.Linear(64, 64)),
+}
+
+
+class OtherGate(torch.nn.Module):
+    def forward(self, x):
+        gate, value = x.chunk(2, dim=-1)
+        return gate.sigmoid() * value
+
+
+def norms_of(*blocks):
+    return [module for block in blocks for module in block.modules() if isinstance(module, torch.nn.LayerNorm)]
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_parts_that_are_others_are_taken_as_they_are(change, as_on_a_gpu, monkeypatch):
+    pipe, arguments = copy.deepcopy(tiny.built("flux2")[0]), tiny.built("flux2")[1]
+    monkeypatch.setattr(tiny, "built", lambda _: (pipe, arguments))
+    before = tiny.output("flux2", steps=2)
+    change(pipe.transformer.transformer_blocks[0], pipe.transformer.single_transformer_blocks[0])
+    plain = tiny.output("flux2", steps=2)
+    assert distance(plain, before) > 1e-4
+    accelerate_pipeline(pipe, "exact")
+    assert distance(tiny.output("flux2", steps=2), plain) < 1e-5
+
+
+def test_versions_of_diffusers_that_pass_other_arguments_run_their_own_blocks():
+    """diffusers 0.36 gave FLUX.2's blocks their modulations in another form."""
+    hook = flux2.Flux2DoubleBlockHook("transformer_blocks.0", SimpleNamespace(controller=None))
+    hook.initialize_hook(type("Older", (torch.nn.Module,), {"forward": lambda self, hidden_states, temb: None})())
+    assert hook._why_other == "in this version of diffusers it takes no temb_mod_img"
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "joint"])

@@ -1,5 +1,8 @@
 """Fused kernels stand in for modules that they equal, and for nothing else."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers.models.attention import FeedForward
@@ -10,6 +13,7 @@ from torch import nn
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
+from dit_accel.models.fused.flux import FluxDoubleBlockHook
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
 from tests.models import tiny
 
@@ -64,6 +68,43 @@ def test_parts_that_carry_hooks_are_called(part, reasons, as_on_a_gpu):
     assert distance(tiny_output(pipe, "flux", steps=2), plain) < 1e-5
     assert calls == [1, 1]
     assert [fallback["reason"] for fallback in pipe.dit_accel.report().fallbacks] == reasons
+
+
+def own_class(block):
+    block.__class__ = type("Own", (type(block),), {"__module__": __name__})
+
+
+def own_forward(block):
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [own_class, own_forward], ids=["class", "forward"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen-image", "wan"])
+def test_blocks_that_are_not_diffusers_own_run_themselves(name, change, as_on_a_gpu, monkeypatch):
+    """A class derived from diffusers', or a forward that was put in its place, may do anything."""
+    pipe, plain = copy.deepcopy(tiny.pipeline(name)), tiny.output(name, steps=2)
+    monkeypatch.setattr(tiny, "pipeline", lambda _: pipe)
+    if name in tiny.PIPELINES:
+        arguments = tiny.built(name)[1]
+        monkeypatch.setattr(tiny, "built", lambda _: (pipe, arguments))
+    change((pipe.transformer.blocks if name == "wan" else pipe.transformer.transformer_blocks)[0])
+    accelerate_pipeline(pipe, "exact")
+    assert distance(tiny.output(name, steps=2), plain) < 1e-5
+    (fallback,) = pipe.dit_accel.report().fallbacks
+    assert fallback["reason"] == "its forward is not diffusers' own"
+
+
+def test_where_devices_share_layers_nothing_is_fused(as_on_a_gpu, monkeypatch):
+    """Under diffusers' tensor parallelism a device has some heads of each layer, and part of each product."""
+    pipe = tiny_pipeline("flux")
+    shared = SimpleNamespace(tensor_parallel_config=object(), context_parallel_config=None)
+    monkeypatch.setattr(pipe.transformer, "_parallel_config", shared, raising=False)
+    accelerate_pipeline(pipe, "exact")
+    fused = []
+    monkeypatch.setattr(FluxDoubleBlockHook, "compute", lambda *_: fused.append(1))
+    tiny_output(pipe, "flux", steps=2)
+    assert not fused
 
 
 def test_hooked_attention_is_not_made_sparse():
