@@ -70,7 +70,7 @@ def test_ranks_leave_tiles_out(found, family):
     assert first["computed"] == second["computed"] < 0.999
 
 
-@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+@pytest.mark.parametrize("family", ["flux", "flux2", "wan", "hunyuan", "qwen-image"])
 @pytest.mark.parametrize("preset", ["exact", "layer"])
 def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
     """As on a GPU, where they run in every step; HunyuanVideo's prompt has an odd number of tokens here."""

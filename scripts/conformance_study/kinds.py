@@ -73,6 +73,11 @@ def fuses_kernels(driver: FamilyDriver, x: torch.Tensor) -> bool:
     return is_plain and x.dtype in FLOAT_DTYPES
 
 
+def cuts_padding(driver: FamilyDriver, device: torch.device) -> bool:
+    """As a GPU does, where blocks are fused."""
+    return driver.family.cuts_padding
+
+
 def found(error: BaseException, statement: str, kind: str) -> str:
     """Class of what a test failed by.
 

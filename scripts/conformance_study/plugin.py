@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from diffusers import DiffusionPipeline
 
-from conformance_study.kinds import KINDS, accelerate, found, fuses_kernels
+from conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
 from dit_accel.errors import DitAccelError, shortened
 from dit_accel.models.family_driver import FamilyDriver
 
@@ -55,6 +55,7 @@ class Study:
             self._watch()
         if kind == "fused":
             self._replace(FamilyDriver, "fuses_kernels", fuses_kernels)
+            self._replace(FamilyDriver, "cuts_padding", cuts_padding)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.nodeid for item in session.items]})
