@@ -15,7 +15,12 @@ from dit_accel.presets import Run, measured
 from dit_accel.tools.identify import Identity, identify
 
 TIMED_GPU = "H200"  # the only one that whole steps were timed on
-TIMED = {"flux": "FLUX.1-dev", "hunyuan_video": "HunyuanVideo", "wan": "Wan 2.1 1.3B"}  # in the presets' headers
+TIMED = {  # in the presets' headers
+    "flux": "FLUX.1-dev",
+    "qwen_image": "Qwen-Image",
+    "hunyuan_video": "HunyuanVideo",
+    "wan": "Wan 2.1 1.3B",
+}
 SPARGE = {"hunyuan_video": "hunyuan-sparge-balanced", "wan": "wan21-sparge-balanced"}
 LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
 FEW_STEPS = 8

@@ -16,7 +16,12 @@ VIDEO_MODELS = ("demo-wan", "demo-hunyuan")
 UNTRAINED_GUIDANCE = 5.0
 TILES = {"wan21-sparge-balanced": "demo-wan-long-loop", "hunyuan-sparge-balanced": "demo-hunyuan-means"}
 TILES_ROW = "residual, means, tokens in tiles"
-TIMES = {"FLUX.1-dev at": "speed-flux", "HunyuanVideo at": "speed-hunyuan", "Wan 2.1 1.3B at": "speed-wan-1.3b"}
+TIMES = {
+    "FLUX.1-dev at": "speed-flux",
+    "Qwen-Image at": "speed-qwen-image",
+    "HunyuanVideo at": "speed-hunyuan",
+    "Wan 2.1 1.3B at": "speed-wan-1.3b",
+}
 
 
 @cache
@@ -98,7 +103,7 @@ def test_nearest_goes_by_proportion():
 
 def test_speedup_is_reckoned_from_steps():
     """All steps computed give the step's own speed-up; none, the forecast's."""
-    (step,) = measured("balanced").steps
+    step, *_ = measured("balanced").steps
     assert step.speedup(1.0) == step.plain / step.computed and step.speedup(0.0) == step.plain / step.forecast
     (tiles,) = measured("wan21-sparge-balanced").steps
     assert tiles.speedup(0.5) is None
