@@ -20,12 +20,12 @@ from dit_accel.loop.tracker import SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.component_times import autoencoder_remark, time_components
 from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
-from dit_accel.models.families import FAMILIES, HAND_WRITTEN, drive, family_of, known_family, left_plain
+from dit_accel.models.families import FAMILIES, drive, family_of, known_family, left_plain
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.hooks import find_hook
 from dit_accel.models.other_caches import refuse_other_cache
 from dit_accel.models.transformer_hook import TransformerDriver
-from dit_accel.presets import VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
+from dit_accel.presets import FUSED_FAMILIES, VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -322,4 +322,4 @@ def _check_family(preset: Preset, driver: TransformerDriver) -> None:
 
 def _families_at(level: str) -> str:
     """Names of the families that a level runs on."""
-    return ", ".join(family.name for family in FAMILIES if level != "head" or family.name in HAND_WRITTEN)
+    return ", ".join(family.name for family in FAMILIES if level != "head" or family.name in FUSED_FAMILIES)

@@ -17,8 +17,7 @@ from dit_accel.models.family_driver import BlockHooks, FamilyDriver
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.registry import FAMILIES
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
-
-HAND_WRITTEN = ("flux", "flux2", "hunyuan_video", "qwen_image", "wan")  # families with a page in fused/ of their name
+from dit_accel.presets import FUSED_FAMILIES
 
 
 def known_family(transformer: torch.nn.Module) -> Family | None:
@@ -76,6 +75,6 @@ def drive(
 
 def _hand_written(family: Family) -> BlockHooks | None:
     """What makes the hooks of a family's blocks; imported here, for the installed diffusers may lack another family."""
-    if family.name not in HAND_WRITTEN:
+    if family.name not in FUSED_FAMILIES:
         return None
     return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS

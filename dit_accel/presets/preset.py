@@ -23,7 +23,7 @@ from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks")
-# With blocks of our own, which level head needs.
+# With blocks of our own, each on a page of its name in models/fused, which level head needs.
 FUSED_FAMILIES = ("flux", "flux2", "hunyuan_video", "qwen_image", "wan")
 # Whose tokens may run in another order.
 ORDERED_FAMILIES = ("hunyuan_video", "wan", "hunyuan_video15", "skyreels_v2", "mochi")

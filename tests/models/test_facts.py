@@ -1,5 +1,6 @@
 """Families that are known by facts alone, against naive versions of attention."""
 
+import pkgutil
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import get_args
@@ -12,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models import fused
 from dit_accel.models.block_costs import BlockCosts
-from dit_accel.models.families import FAMILIES, HAND_WRITTEN, require_family
+from dit_accel.models.families import FAMILIES, require_family
 from dit_accel.models.family import Tokens
 from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hook
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, WEIGHED, AttentionHook, Catching
@@ -98,14 +100,15 @@ def distance(a, b):
 def test_every_family_of_facts_has_a_sequence_here():
     """So that none is there which was not held to a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
-    assert held >= {family.name for family in FAMILIES} - {*HAND_WRITTEN}
+    assert held >= {family.name for family in FAMILIES} - {*FUSED_FAMILIES}
 
 
 def test_presets_know_every_family():
     """By its name, whether it has hand-written blocks, and whether its tokens may run in another order."""
     names = {family.name for family in FAMILIES}
     assert set(get_args(Preset.model_fields["model"].annotation)) == {"any", *names}
-    assert FUSED_FAMILIES == HAND_WRITTEN and set(VIDEO_FAMILIES) < names
+    pages = {page.name for page in pkgutil.iter_modules(fused.__path__)}
+    assert set(FUSED_FAMILIES) == pages & names and set(VIDEO_FAMILIES) < names
     assert set(ORDERED_FAMILIES) == {family.name for family in FAMILIES if family.order is not None}
 
 

@@ -18,9 +18,10 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models import denoisers
-from dit_accel.models.families import FAMILIES, HAND_WRITTEN, known_family
+from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
+from dit_accel.presets import FUSED_FAMILIES
 from tests.models import tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformers.md"
@@ -71,7 +72,7 @@ def inside(cls: type) -> str:
     family = known_family(cls.__new__(cls))
     if family is None:
         return "–"
-    return f"`{family.name}`: `layer`, `head`" if family.name in HAND_WRITTEN else f"`{family.name}`: `layer`"
+    return f"`{family.name}`: `layer`, `head`" if family.name in FUSED_FAMILIES else f"`{family.name}`: `layer`"
 
 
 def page() -> str:
@@ -100,7 +101,9 @@ def test_the_table_is_right():
 
 def test_pages_name_every_family():
     """Pages have the registry's families in the rows that say what families have, and in no other."""
-    titles = {hand: [each.title for each in FAMILIES if (each.name in HAND_WRITTEN) == hand] for hand in (False, True)}
+    titles = {
+        hand: [each.title for each in FAMILIES if (each.name in FUSED_FAMILIES) == hand] for hand in (False, True)
+    }
     facts, own = (", ".join(titles[hand]) for hand in (False, True))
     using, adding, presets = (
         (PAGE.parents[2] / name).read_text(encoding="utf-8")

@@ -52,8 +52,8 @@ class FluxBlockHook(JointBlockHook):
     def attend_by_module(
         self, attn: FluxAttention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        extra = dict(given.joint_attention_kwargs or {}, image_rotary_emb=given.image_rotary_emb)
-        return attn(hidden_states=x, encoder_hidden_states=context, **extra)
+        extra = given.joint_attention_kwargs or {}
+        return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=given.image_rotary_emb, **extra)
 
     def project(
         self, site: SparseSite, attn: FluxAttention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
