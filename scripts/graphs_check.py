@@ -4,6 +4,7 @@
     python scripts/graphs_check.py --output graphs.json
     python scripts/graphs_check.py --models flux --seconds 60
     python scripts/graphs_check.py --models flux --one-core           # on a core that a busy process shares
+    torchrun --nproc-per-node 2 scripts/graphs_check.py --models flux # by GPUs that share the tokens
     python scripts/graphs_check.py --smoke                            # the same paths at toy size, on the CPU
 
 Each row runs the same steps without and with graphs: from the fourth on these are replayed. A row that fails prints its
@@ -22,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import diffusers
 import torch
 from model_speed.bench import Bench, busy_and_span
 from model_speed.models import MODELS, TINY
+from model_speed.ranks import join, on_any, share_tokens
 
 from dit_accel import Preset, accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.tools.bench.origin import describe_run
@@ -49,34 +52,37 @@ def main() -> int:
     diffusers.utils.logging.set_verbosity_error()
     device = "cpu" if options.smoke else "cuda"
     started, rows = time.perf_counter(), []
-    results = {**describe_run(device), "rows": rows}
-    for what, measure in checks(options.models, options.smoke):
-        if time.perf_counter() - started > options.seconds:
-            rows.append({"check": what, "skipped": f"{options.seconds:.0f} s are over"})
-        else:
-            rows.append({"check": what, **_guarded(measure)})
-        rows[-1]["at_seconds"] = round(time.perf_counter() - started, 1)
-        print(json.dumps(rows[-1]), flush=True)
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    with ExitStack() as stack:
+        rank, ranks = join(options.smoke, stack) if "RANK" in os.environ else (0, 1)
+        results = {**describe_run(device), "devices": ranks, "rows": rows}
+        for what, measure in checks(options.models, options.smoke, ranks):
+            is_over = time.perf_counter() - started > options.seconds
+            if on_any(is_over) if ranks > 1 else is_over:
+                rows.append({"check": what, "skipped": f"{options.seconds:.0f} s are over"})
+            else:
+                rows.append({"check": what, **_guarded(measure)})
+            rows[-1]["at_seconds"] = round(time.perf_counter() - started, 1)
+            print(json.dumps(rows[-1]), flush=True)
+            if options.output and rank == 0:
+                options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     bad = [row["check"] for row in rows if not row.get("passed", "skipped" in row)]
     print("failed: " + ", ".join(bad) if bad else "all passed")
     return len(bad) > 0
 
 
-def checks(models: list[str], smoke: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """What is measured, and how."""
     device = "cpu" if smoke else "cuda"
     made: dict[str, Bench] = {}  # the latest, by the kind of its transformer
-    for family in FAMILIES[:2] if smoke else FAMILIES:
+    for family in () if ranks > 1 else FAMILIES[:2] if smoke else FAMILIES:
         yield f"tiny {family}", partial(tiny_run, family, device)
     for name in models:
-        yield f"{name}: build", partial(_build, made, name, device, smoke)
+        yield f"{name}: build", partial(_build, made, name, device, smoke, ranks)
         for what, density in DENSITIES.items():
             yield f"{name}, {what}", partial(step, made, density, TIMED[name])
 
 
-def _build(made: dict[str, Bench], name: str, device: str, smoke: bool) -> dict[str, Any]:
+def _build(made: dict[str, Bench], name: str, device: str, smoke: bool, ranks: int) -> dict[str, Any]:
     """A model, with the transformer of the one before where that is the same."""
     kind, model = name.partition("-")[0], (TINY if smoke else MODELS)[name]
     transformer = made[kind].transformer if kind in made else None
@@ -84,6 +90,8 @@ def _build(made: dict[str, Bench], name: str, device: str, smoke: bool) -> dict[
     if device == "cuda":
         torch.cuda.empty_cache()
     made[kind] = Bench(model, device, transformer=transformer)
+    if ranks > 1 and transformer is None:
+        share_tokens(made[kind].transformer, ranks, smoke)
     return {"passed": True}
 
 

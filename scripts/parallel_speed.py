@@ -14,32 +14,31 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
 from model_speed.bench import STEPS, Bench
 from model_speed.models import MODELS, TINY
+from model_speed.ranks import join, on_any, share_tokens
+from model_speed.runs import TILED_STEPS
 
 from dit_accel import Preset, load_preset
-from dit_accel.models.context_parallel import split_plan
-from dit_accel.models.families import known_family
 from dit_accel.models.parallel_branches import GROUP
 from dit_accel.tools.bench.origin import describe_run
 
-CHOSEN = ("flux", "wan-1.3b", "hunyuan")
-KEPT = ("ms", "seconds", "ms_by_mode", "transformer_ms_by_mode", "steps_by_mode", "notes", "fallbacks", "peak_gib")
+CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
+KEPT = (
+    *("ms", "seconds", "ms_by_mode", "transformer_ms_by_mode", "steps_by_mode", "replayed", "not_captured", "notes"),
+    *("fallbacks", "peak_gib"),
+)
 COLUMNS = {"ms": "{:.1f}", "over_plain": "{:.2f}×", "over_one": "{:.2f}×", "relative_error": "{:.1e}"}
 HEADER = """\
 | | | ms | over plain on as many | over the same on one | relative error |
@@ -55,7 +54,7 @@ def main() -> int:
     options = _options()
     started = time.perf_counter()
     with ExitStack() as stack:
-        rank, ranks = _join(options.smoke, stack)
+        rank, ranks = join(options.smoke, stack)
         table = Table(options, started, rank, ranks)
         for name in options.models:
             measure(name, options.smoke, table)
@@ -85,7 +84,7 @@ def measure(name: str, smoke: bool, table: Table) -> None:
                 table.run(f"{name}, {_count(devices)}", run, partial(timed, model.variant("CFG")))
         delattr(model.transformer, GROUP)
     if table.run(name, "sharing the tokens", partial(_share, model, table.ranks, smoke), shown=False):
-        for run, timed in (RUNS | OF_CLIPS if model.model.is_video else RUNS).items():
+        for run, timed in (RUNS | OF_SEVERAL | (OF_CLIPS if model.model.is_video else {})).items():
             table.run(f"{name}, {_count(table.ranks)}", run, partial(_compared, timed, model, velocity))
     bench.clear()
     del model, timed
@@ -101,13 +100,18 @@ def plain(bench: Bench) -> Row:
 
 def exact(bench: Bench) -> Row:
     """Every step computed, by fused kernels."""
-    return bench.accelerated("", load_preset("exact"), 4, warm=1)
+    return bench.accelerated("", load_preset("exact"), 4)
+
+
+def without_graphs(bench: Bench) -> Row:
+    """The same, launched kernel by kernel."""
+    return bench.accelerated("", load_preset("exact", graphs="never"), 4, warm=1)
 
 
 def fifty(bench: Bench, name: str | Preset, tiles: float = 1.0) -> Row:
     """A run of 50 steps of which 14 are computed."""
     preset = _fixed(name, warmup=4, interval=5, cooldown=1)
-    return bench.accelerated("", preset, STEPS, tiles=tiles, warm=12, whole=True)
+    return bench.accelerated("", preset, STEPS, tiles=tiles, warm=20, whole=True)
 
 
 def half_of_fifty(bench: Bench) -> Row:
@@ -117,7 +121,8 @@ def half_of_fifty(bench: Bench) -> Row:
 
 def half_tiles(bench: Bench) -> Row:
     """Computed steps that leave out half of the tiles, drawn at random."""
-    return bench.accelerated("", _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0), 5, tiles=0.5)
+    preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
+    return bench.accelerated("", preset, TILED_STEPS, tiles=0.5)
 
 
 RUNS: dict[str, Callable[[Bench], Row]] = {
@@ -130,6 +135,7 @@ GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; of several devic
     "two branches, exact": exact,
     f"two branches, 14 of {STEPS} steps": partial(fifty, name="balanced"),
 }
+OF_SEVERAL: dict[str, Callable[[Bench], Row]] = {"exact, no CUDA graphs": without_graphs}
 OF_CLIPS = {f"14 of {STEPS} steps, half of the tiles": half_of_fifty}
 
 
@@ -143,11 +149,7 @@ def _fixed(name: str | Preset, **schedule: int) -> Preset:
 
 
 def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
-    """From here on all ranks share the tokens of the model's calls."""
-    transformer = bench.transformer
-    plan = split_plan(transformer, known_family(transformer))
-    config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=smoke)  # toy sizes are odd
-    transformer.enable_parallelism(config=config, cp_plan=plan)
+    share_tokens(bench.transformer, ranks, smoke)
     return {}
 
 
@@ -180,7 +182,7 @@ class Table:
 
     def run(self, of: str, name: str, timed: Callable[[], Row], *, shown: bool = True) -> bool:
         """Adds a row, or what kept it from being measured on any rank; whether it was measured."""
-        out_of_time = self._any(time.perf_counter() - self._started > self._options.seconds)
+        out_of_time = on_any(time.perf_counter() - self._started > self._options.seconds)
         error = "skipped: the time is up" if out_of_time else None
         row: Row = {}
         if error is None:
@@ -190,7 +192,7 @@ class Table:
             except Exception as problem:  # whatever it is, the other rows are worth having
                 text = str(problem).strip().splitlines()
                 error = f"{type(problem).__name__}: {text[0] if text else ''}"
-        failed = self._any(error is not None)
+        failed = on_any(error is not None)
         if failed and error is None:
             error = "another rank failed"
         if shown or failed:
@@ -198,12 +200,6 @@ class Table:
             self._rows.append(row)
             self._write(row)
         return not failed
-
-    def _any(self, mine: bool) -> bool:
-        """Whether it is so on any rank; also where they are still in step, which a stuck one ends for all."""
-        flag = torch.tensor([float(mine)])
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
 
     def _compare(self) -> None:
         measured = {(row["of"], row["run"]): row["ms"] for row in self._rows if "ms" in row}
@@ -240,25 +236,6 @@ class Table:
             cells = (form.format(row[key]) if key in row else "" for key, form in COLUMNS.items())
             lines.append(f"| {row['of']} | {row['run']} | {row.get('error') or ' | '.join(cells)} |")
         return "\n".join([*lines, "", MEANING]) + "\n"
-
-
-def _join(smoke: bool, stack: ExitStack) -> tuple[int, int]:
-    """This process among those that torchrun started, each with a device of its own."""
-    limit = timedelta(seconds=120)  # after which a rank that waits for another gives up
-    if smoke:
-        ranks = int(os.environ["WORLD_SIZE"])
-        stack.enter_context(
-            patch.object(torch.accelerator, "device_count", lambda: ranks)
-        )  # diffusers asks it for CPUs
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if smoke else "cpu:gloo,cuda:nccl", timeout=limit)
-        stack.callback(dist.destroy_process_group)
-    stack.enter_context(torch.no_grad())
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _options() -> argparse.Namespace:

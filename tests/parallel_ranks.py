@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,11 +23,14 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models import transformer_hook
 from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import known_family
 from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.graphs import StepGraphs
 from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
 from tests.models import tiny
+from tests.models.fake_graph import RecordedGraph
 
 STEPS = 6
 LONGEST = 180  # seconds of one check
@@ -81,11 +86,11 @@ def output(pipe, name: str, **arguments) -> torch.Tensor:
     return tiny_output(pipe, name, steps=STEPS, **INPUTS.get(name, {}), **arguments)
 
 
-def accelerate(pipe, preset: str, name: str):
+def accelerate(pipe, preset: str, name: str, **more: str):
     base, overrides = PRESETS[preset]
     if preset == "sparse" and name in ("wan", "hunyuan"):
         overrides = overrides | {"blocks": CLIP_BLOCKS, "model": {"wan": "wan", "hunyuan": "hunyuan_video"}[name]}
-    return accelerate_pipeline(pipe, base, **overrides)
+    return accelerate_pipeline(pipe, base, **overrides, **more)
 
 
 def compared(pipe, made: torch.Tensor, alone: torch.Tensor, modes: list[str]) -> dict:
@@ -158,6 +163,31 @@ def fused() -> dict:
             for preset, expected in alone.items():
                 accelerate(pipe, preset, name)
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, name), *expected)
+    return found
+
+
+@check
+def graphs() -> dict:
+    """The first rank replays what it has captured, cut where tokens are exchanged; the second runs as ever."""
+    found = {}
+    for name in ("flux", "wan", "hunyuan"):
+        pipe = parallelize_pipeline(pipeline(name), ulysses=2)
+        for fuses, preset in product((False, True), ("exact", "balanced")):
+            counted = type("Counted", (RecordedGraph,), {})
+            outputs = []
+            with (
+                patch.object(FamilyDriver, "fuses_kernels", lambda *_, fuses=fuses: fuses),
+                patch.object(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted)),
+            ):
+                for wanted in ("never", "always" if dist.get_rank() == 0 else "never"):
+                    accelerate(pipe, preset, name, **{"kernels.graphs": wanted})
+                    outputs.append([output(pipe, name) for _ in range(2)])
+            found[f"{name}, {preset}, {'fused' if fuses else 'plain'} blocks"] = {
+                "equal": all(map(torch.equal, *outputs)),
+                "parts": counted.parts,
+                "replays": counted.replays,
+                "notes": pipe.dit_accel.report().notes,
+            }
     return found
 
 

@@ -78,6 +78,17 @@ def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
     require_as_alone(first, second)
 
 
+@pytest.mark.parametrize("blocks", ["plain blocks", "fused blocks"])
+@pytest.mark.parametrize("preset", ["exact", "balanced"])
+@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+def test_a_rank_replays_graphs_beside_one_that_runs_as_ever(found, family, preset, blocks):
+    """What is exchanged stays between graphs, so that ranks meet whatever each of them does."""
+    replaying, other = (rows[f"{family}, {preset}, {blocks}"] for rows in on_both(found, "graphs"))
+    assert replaying["equal"] and other["equal"]
+    assert replaying["parts"] > 4 and replaying["replays"] > 0 == other["replays"]
+    assert not replaying["notes"]
+
+
 def test_forecast_steps_exchange_nothing(found):
     first, second = on_both(found, "silence")
     assert first == second

@@ -119,9 +119,7 @@ class Exchange:
         send = tensors[0].new_empty(self._ranks, own, len(tensors), batch, heads // self._ranks, head_dim)
         for place, tensor in enumerate(tensors):
             send[:, :, place].copy_(tensor.unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4))
-        received = send.new_empty(sum(self._counts), *send.shape[2:])
-        counts = self._counts, [own] * self._ranks
-        dist.all_to_all_single(received, send.flatten(0, 1), *counts, group=self._group)
+        received = self._exchanged(send.flatten(0, 1), self._counts, [own] * self._ranks)
         if arranged and self._arranged is not None:
             received = received.index_select(0, self._arranged)
         return tuple(part.transpose(0, 1) for part in received.unbind(1))
@@ -129,9 +127,17 @@ class Exchange:
     def to_tokens(self, x: torch.Tensor, arranged: bool = True) -> torch.Tensor:
         """Back: from all tokens of the rank's heads ``[B, S, H / n, D]`` to its own tokens ``[B, S / n, H, D]``."""
         send = (self.as_received(x) if arranged else x).transpose(0, 1).contiguous()
-        received = send.new_empty(self._ranks * self._own, *send.shape[1:])
-        dist.all_to_all_single(received, send, [self._own] * self._ranks, self._counts, group=self._group)
+        received = self._exchanged(send, [self._own] * self._ranks, self._counts)
         return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        """What the ranks send this one, in numbers of tokens from and to each.
+
+        As a functional collective, at which :mod:`dit_accel.models.collectives` cuts what is captured.
+        """
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
 
     def arrange(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
         """Tokens that lie as diffusers' own exchange leaves them, with text in one piece and vision in its order."""

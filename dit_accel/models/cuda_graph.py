@@ -1,17 +1,21 @@
-"""One CUDA graph: whether it pays, its capture and its replay. What tests on a CPU put a fake in the place of."""
+"""CUDA graphs of one function: whether they pay, capture and replay. Tests on a CPU put a fake in their place."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_accel.loop import timing
+
+if TYPE_CHECKING:
+    from dit_accel.models.collectives import Collective
 
 LAUNCHES = 0.8  # share of a step; below, the host waits for a full queue of launches rather than the GPU for the host
 ROOM = 0.25  # share of the GPU's memory; graphs keep a step's activations, and what decodes the latents needs room too
@@ -51,11 +55,15 @@ _ALONE = threading.Lock()  # a watch sets what is the whole process's, and captu
 
 
 class CudaGraph:
-    """One captured function. All graphs of a pool are replayed one after the other, never side by side."""
+    """One captured function: a graph, or several with the collectives of `torch.distributed` between them.
+
+    All graphs of a pool are replayed one after the other, never side by side.
+    """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device, self._pool = device, pool
-        self._graph = torch.cuda.CUDAGraph()
+        self._parts: list[Callable[[], None]] = []
+        self._capturing: Any = None
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -96,18 +104,55 @@ class CudaGraph:
         return output, Trial(waits, launched, took, _room(device))
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything."""
-        current, stream = torch.cuda.current_stream(self._device), _capture_stream(self._device)
-        options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with _ALONE, torch.cuda.device(self._device):
+        """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything.
+
+        Raises:
+            UnsupportedError: it communicates otherwise than by functional collectives.
+        """
+        with _ALONE, self._aside():
+            self._begin()
             try:
-                with torch.cuda.graph(self._graph, **options):
+                with self._cutting():
                     return function()
             finally:
-                torch.cuda.set_stream(current)  # a capture that fails leaves its own
+                self._end()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the device, and in the end on the stream of before, for which a capture that fails leaves its own."""
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(current)
+
+    def _cutting(self) -> AbstractContextManager:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return nullcontext()
+        from dit_accel.models.collectives import CutAtCollectives  # which torch built without them can't import
+
+        return CutAtCollectives(self._cut)
+
+    def _cut(self, collective: Collective) -> None:
+        self._end()
+        self._parts.append(collective.unowned().run)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+        self._capturing = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
+        self._capturing.__enter__()
+        self._parts.append(graph.replay)
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two collectives
+            self._capturing.__exit__(None, None, None)
 
     def replay(self) -> None:
-        self._graph.replay()
+        for part in self._parts:
+            part()
 
 
 def _room(device: torch.device) -> float:

@@ -306,16 +306,12 @@ class FamilyDriver(TransformerDriver):
 
     # What graphs of computed steps ask.
 
-    def why_eager(self) -> str | None:
-        is_ragged = self.text is not None and self.text.ragged
-        return "prompts of a batch differ in length" if is_ragged else super().why_eager()
-
     def decisions(self) -> tuple:
         text = None if self.text is None else (self.text.lengths, self.text.end, self.text.leading)
         return self.fuses, self.joint, text
 
     def shared_tensors(self) -> Any:
-        return self._every_row, self._order and self._order.on_device(), self.text
+        return self._every_row, self._order and self._order.on_device(), self.text, self.exchange
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}

@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from diffusers.hooks import ModelHook
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
-from dit_accel.models.hooks import OUR_HOOKS, is_compiled, is_known, is_known_class, runs_known_code
+from dit_accel.models.hooks import Hook, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are part of a graph's key
+PARALLEL_HOOKS = (
+    "ContextParallelSplitHook",
+    "ContextParallelGatherHook",
+)  # diffusers', since 0.36
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 LORA_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of peft's layers
 
@@ -55,24 +60,25 @@ def why_not_output(output: Any) -> str | None:
 
 def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
     """Why a transformer on a device can't be captured, or None."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "several processes work together (torch.distributed)"
     for name, module in transformer.named_modules():
         where = name or type(transformer).__name__
         registry, processor = vars(module).get("_diffusers_hook"), vars(module).get("processor")
-        hooks = [hook for hook in registry._hook_order if hook not in OUR_HOOKS] if registry is not None else []
+        hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
         if hooks or hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
             return f"{where} carries hooks (offload, layerwise casting, …)"
         if is_compiled(module):
             return f"{where} is compiled"
         if isinstance(processor, nn.Module):
             return f"attention processor {type(processor).__name__} of {where} has weights of its own"
-        if getattr(processor, "_parallel_config", None) is not None:
-            return "context parallelism"
         for each in (*module._parameters.values(), *module._buffers.values()):
             if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
                 return f"a weight of {where} is a {type(each).__name__} on {each.device}"
     return None
+
+
+def _repeats(hook: ModelHook) -> bool:
+    """Whether a hook on a module does the same in every call: ours, and those that split tokens and gather them."""
+    return isinstance(hook, Hook) or type(hook).__name__ in PARALLEL_HOOKS
 
 
 def why_not_known(transformer: nn.Module) -> str | None:

@@ -25,7 +25,6 @@ ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other
 ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code does what it is known to do
-OUR_HOOKS = (HOOK_NAME, ATTENTION_HOOK, ORDER_HOOK, LINEAR_HOOK)
 
 
 class Hook(ModelHook):

@@ -22,6 +22,7 @@ STEPS = 50
 TIMED_STEPS = 3  # a dense step varies by less than 1%
 UNPROFILED_STEPS = 4  # after which a loop has met every kernel, those of its longest history among them
 PROFILED_STEPS = 2
+OF_REPORT = ("estimated_bytes", "memory_measures", "replayed", "not_captured", "notes", "fallbacks")  # kept with a row
 CUDNN = "_native_cudnn"  # diffusers' name of torch's attention by cuDNN alone; "native" lets torch choose
 
 
@@ -150,7 +151,10 @@ class Bench:
             "steps_by_mode": report.steps_by_mode,
             "computed_fraction": report.computed_fraction,
             "cache_gib": report.cache_bytes / 2**30,
-            **{key: getattr(report, key) for key in ("estimated_bytes", "memory_measures", "notes", "fallbacks")},
+            **{
+                key: getattr(report, key)
+                for key in ("estimated_bytes", "memory_measures", "replayed", "not_captured", "notes", "fallbacks")
+            },
             **memory,
         }
 
