@@ -128,7 +128,10 @@ def runs_known_code(module: torch.nn.Module) -> bool:
     held, own = vars(module), type(module).forward
     registry = held.get("_diffusers_hook")
     references = registry._fn_refs if registry is not None else ()
-    beneath = references[0].original_forward if references else held.get("forward", module.forward)
+    if references:  # a hook that comes before and after a forward, and not in its place, has no other
+        beneath = references[0].original_forward or references[0].forward
+    else:
+        beneath = held.get("forward", module.forward)
     return getattr(beneath, "__func__", None) is own and is_known(own) and is_known(held.get("forward", own))
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
 from dit_accel.models.context_parallel import RING, Exchange, agreed
@@ -45,6 +46,22 @@ def test_received_tokens_are_arranged(ranks, text_first, order):
     assert exchange.arrange(numbers).flatten().tolist() == list(range(8))
     assert torch.equal(exchange.as_received(exchange.arrange(numbers)), numbers)
     assert exchange.divides(6) and not exchange.divides(4)
+
+
+@pytest.mark.parametrize("head_dim, offset", [(8, 0), (6, 0), (8, 3)], ids=["words", "odd heads", "odd places"])
+def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
+    """Reordered in pieces of 8 bytes where all of them have such; two devices, of which this one plays both."""
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(functional, "all_to_all_single", lambda send, *_: functional.AsyncCollectiveTensor(send))
+    exchange = Exchange(None, Tokens(2, 4, text_first=True), None, torch.device("cpu"))
+    memory = torch.randn(3, 4 * 3 * 4 * head_dim + offset).bfloat16()[:, offset:]
+    tensors = [each.unflatten(0, (1, 12, 4, head_dim))[:, :3] for each in memory]
+    q, k, v = exchange.to_heads(*tensors, arranged=False)
+    assert q.shape == (1, 6, 2, head_dim) and q.dtype == torch.bfloat16
+    for sent, received in zip(tensors, (q, k, v), strict=True):
+        assert torch.equal(received[:, :3], sent[:, :, :2]) and torch.equal(received[:, 3:], sent[:, :, 2:])
+        assert torch.equal(exchange.to_tokens(received, arranged=False), sent)
 
 
 def test_what_is_no_number_counts_as_the_largest_error(ranks):
