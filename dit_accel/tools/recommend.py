@@ -18,6 +18,7 @@ TIMED_GPU = "H200"  # the only one that whole steps were timed on
 TIMED = {  # in the presets' headers
     "flux": "FLUX.1-dev",
     "qwen_image": "Qwen-Image",
+    "flux2": "FLUX.2-dev",
     "hunyuan_video": "HunyuanVideo",
     "wan": "Wan 2.1 1.3B",
 }

@@ -19,6 +19,7 @@ TILES_ROW = "residual, means, tokens in tiles"
 TIMES = {
     "FLUX.1-dev at": "speed-flux",
     "Qwen-Image at": "speed-qwen-image",
+    "FLUX.2-dev at": "speed-flux2",
     "HunyuanVideo at": "speed-hunyuan",
     "Wan 2.1 1.3B at": "speed-wan-1.3b",
 }

@@ -47,7 +47,13 @@ IDS = {
     "lodestones/Chroma1-HD": ("chroma", False),
     "someone/something": ("any", False),
 }
-FAMILY = {"FLUX.1": "flux", "Qwen-Image": "qwen_image", "HunyuanVideo": "hunyuan_video", "Wan 2.1 and 2.2": "wan"}
+FAMILY = {
+    "FLUX.1": "flux",
+    "Qwen-Image": "qwen_image",
+    "FLUX.2": "flux2",
+    "HunyuanVideo": "hunyuan_video",
+    "Wan 2.1 and 2.2": "wan",
+}
 COUNTS = {"FLUX.1": (100, 50, 28, 20, 12, 8, 4), **dict.fromkeys([*FAMILY][1:], (50, 28))}
 
 
