@@ -5,7 +5,7 @@ import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
-from dit_accel.models.hooks import OUR_HOOKS, find_hook
+from dit_accel.models.hooks import Hook
 from dit_accel.models.quantized_linears import QuantizedLinears, project_together
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
@@ -18,7 +18,8 @@ def distance(made, plain):
 
 
 def hooked(pipe):
-    return [module for module in pipe.transformer.modules() if any(find_hook(module, name) for name in OUR_HOOKS)]
+    registries = ((module, getattr(module, "_diffusers_hook", None)) for module in pipe.transformer.modules())
+    return [module for module, each in registries if each and any(isinstance(h, Hook) for h in each.hooks.values())]
 
 
 def linears_of(pipe):
