@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dit_accel.models.collectives import Collective
 
 LAUNCHES = 0.8  # share of a step; below, the host waits for a full queue of launches rather than the GPU for the host
+SHARED_LAUNCHES = 0.5  # likewise, of a rank whose GPU waits for other ranks' launches too
 ROOM = 0.25  # share of the GPU's memory; graphs keep a step's activations, and what decodes the latents needs room too
 
 
@@ -37,8 +38,12 @@ class Trial:
     took: Callable[[], float]
     room: float = 1.0
 
-    def why_not(self, wanted: str) -> str | None:
-        """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None."""
+    def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
+        """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None.
+
+        Args:
+            is_shared: several devices share the step's tokens, and wait for each other.
+        """
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
         if wanted == "always":
@@ -46,7 +51,7 @@ class Trial:
         if self.room < ROOM:
             return f"{self.room:.0%} of the GPU's memory is free, and graphs keep a step's activations"
         launched, took = self.launched(), self.took()
-        if launched >= LAUNCHES * took:
+        if launched >= (SHARED_LAUNCHES if is_shared else LAUNCHES) * took:
             return None
         return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
 

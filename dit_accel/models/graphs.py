@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
+from dit_accel.models.context_parallel import parallel_degree
 from dit_accel.models.cuda_graph import CudaGraph, Trial
 from dit_accel.models.graph_limits import (
     model_state,
@@ -125,7 +126,10 @@ class StepGraphs:
                 self._kept[key] = why_not_output(output) or trial
                 return output
             if isinstance(kept, Trial):
-                kept = kept.why_not(self._wanted) or self._capture(original, call, leaves, structure)
+                is_shared = parallel_degree(self._driver.transformer) > 1
+                kept = kept.why_not(self._wanted, is_shared=is_shared) or self._capture(
+                    original, call, leaves, structure
+                )
                 self._kept[key] = kept
             reason = kept if isinstance(kept, str) else None
         if not isinstance(kept, Captured):

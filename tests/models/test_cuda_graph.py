@@ -51,9 +51,17 @@ def test_other_warnings_pass_through(modes):
 
 
 @pytest.mark.parametrize(
-    ("launched", "wanted", "captures"),
-    [(0.9, "auto", True), (0.5, "auto", False), (0.5, "always", True)],
-    ids=["host-bound", "gpu-bound", "asked-for"],
+    ("launched", "wanted", "is_shared", "captures"),
+    [
+        (0.9, "auto", False, True),
+        (0.6, "auto", False, False),
+        (0.6, "always", False, True),
+        (0.6, "auto", True, True),
+        (0.4, "auto", True, False),
+    ],
+    ids=["host-bound", "gpu-bound", "asked-for", "waits-for-others-too", "shared-gpu-bound"],
 )
-def test_steps_are_captured_where_the_gpu_waits_for_the_host(launched, wanted, captures):
-    assert (Trial(None, lambda: launched, lambda: 1.0).why_not(wanted) is None) == captures
+def test_steps_are_captured_where_the_gpu_waits_for_the_host(launched, wanted, is_shared, captures):
+    """Where several share a step, a GPU's time has waits for the others' hosts in it."""
+    trial = Trial(None, lambda: launched, lambda: 1.0)
+    assert (trial.why_not(wanted, is_shared=is_shared) is None) == captures
