@@ -56,9 +56,11 @@ PEAK_GIB = {  # of the transformer alone in bf16, at the sizes that were timed: 
     ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.md"),
     ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.md"),
 }
-SHARED_AMONG_TWO = {  # way, times faster than one GPU, what was run (docs/results/parallel.md)
-    "flux": ("ulysses=2", 1.26, "14 of 50 steps, FLUX.1-dev at 1024 x 1024"),
-    "hunyuan_video": ("ulysses=2", 1.82, "computed steps, HunyuanVideo at 33K tokens"),
+SHARED_AMONG_TWO = {  # way, times faster than one GPU, what was run (docs/results/parallel.md, parallel-images.md)
+    "flux": ("ulysses=2", 1.59, "14 of 50 steps, FLUX.1-dev at 1024 x 1024"),
+    "qwen_image": ("ulysses=2", 1.46, "14 of 50 steps, Qwen-Image at 1024 x 1024"),
+    "flux2": ("ulysses=2", 1.73, "14 of 50 steps, FLUX.2-dev at 1024 x 1024"),
+    "hunyuan_video": ("ulysses=2", 1.83, "14 of 50 steps, HunyuanVideo at 33K tokens"),
     "wan": ("branches=2", 1.97, "14 of 50 steps, Wan 2.1 1.3B at 33K tokens"),
 }
 HAS_PLAN = ("flux", "wan", "qwen_image", "hunyuan_video", "ltx", "flux2")  # docs/guide/scaling.md

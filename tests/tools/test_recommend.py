@@ -120,10 +120,12 @@ def test_peaks_are_those_of_the_speed_files():
 
 def test_gains_of_two_gpus_are_those_of_the_table():
     """How many times faster two GPUs are stands in docs/results/parallel.json."""
-    found = {(row["of"], row["run"]): row for row in rows("parallel")}
+    found = {(row["of"], row["run"]): row for name in ("parallel", "parallel-images") for row in rows(name)}
     runs = {
         "flux": ("flux, 2 devices", "14 of 50 steps"),
-        "hunyuan_video": ("hunyuan, 2 devices", "exact"),
+        "qwen_image": ("qwen-image, 2 devices", "14 of 50 steps"),
+        "flux2": ("flux2, 2 devices", "14 of 50 steps"),
+        "hunyuan_video": ("hunyuan, 2 devices", "14 of 50 steps"),
         "wan": ("wan-1.3b, 2 devices", "two branches, 14 of 50 steps"),
     }
     assert runs.keys() == SHARED_AMONG_TWO.keys()
