@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.tracker import SchedulerClock, TimestepClock
+from dit_accel.loop.runs import Runs
+from dit_accel.loop.tracker import Clock, SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
-from dit_accel.models.component_times import autoencoder_remark, time_components
-from dit_accel.models.control_net import ControlNetHook, control_net, defer_calls, stop_deferring
+from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
+from dit_accel.models.control_net import ControlNetHook, control_net, stop_watching, watch_net
 from dit_accel.models.families import FAMILIES, drive, family_of, known_family, left_plain
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.hooks import find_hook
@@ -33,46 +34,46 @@ ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a
 class Acceleration:
     """What lies at ``pipe.dit_accel`` while a pipeline is accelerated: the report of the last run, and the way back.
 
-    :func:`accelerate_pipeline` and :func:`accelerate_transformer` make it; nobody else needs to.
+    :func:`accelerate_pipeline` and :func:`accelerate_transformer` make it; nobody else needs to. Pipelines that share
+    transformers share one. The last run is then the latest of any of them, in the thread that asks if there is one.
 
     Args:
-        controller: of this denoising loop.
+        runs: over the transformers.
         drivers: one a transformer.
-        clock: that the controller reads.
-        owner: the pipeline that carries this object, or None.
-        deferral: control net whose calls are deferred, and the hook that does it, or None.
+        owners: the pipelines that carry this object.
+        net: ControlNet that is called before the transformers, and our hook on it, or None.
     """
 
     def __init__(
         self,
-        controller: Controller,
+        runs: Runs,
         drivers: list[TransformerDriver],
-        clock: SchedulerClock | TimestepClock,
-        owner: Any = None,
-        deferral: tuple[torch.nn.Module, ControlNetHook] | None = None,
+        owners: Sequence[Any] = (),
+        net: tuple[torch.nn.Module, ControlNetHook] | None = None,
     ) -> None:
-        self._controller = controller
+        self._runs = runs
         self._drivers = drivers
-        self._clock = clock
-        self._owner = owner
-        self._deferral = deferral
-        self._timing = ExitStack() if owner is None else time_components(owner, controller.parts)
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._net = net
+        self._timing = ExitStack()
+        for owner in owners:
+            self._timing.enter_context(time_components(owner, runs.of(owner).parts))
         self._restored = False
 
     @property
     def preset(self) -> Preset:
         """The preset in use, with all changes to its keys."""
-        return self._controller.preset
+        return self._runs.current.preset
 
     @property
     def family(self) -> str:
         """Name of the model family, as presets and reports have it; ``any`` where no facts are known."""
-        return self._controller.family
+        return self._runs.current.family
 
     @property
     def layout(self) -> TokenLayout | None:
         """Token layout of the last run's latest symbols; None where blocks attend to everything."""
-        return self._controller.last_layout
+        return self._runs.latest.last_layout
 
     @property
     def token_order(self) -> torch.Tensor | None:
@@ -83,21 +84,27 @@ class Acceleration:
         """What the last run did; the current one if it is still going. A later one that was not accelerated is a note
         in it, and a warning.
         """
+        controller = self._runs.latest
         reason = None if self._restored else self._why_not_in_effect()
         if reason is not None:
-            self._controller.report.warn(f"not in effect: {reason}")
-        report, parts = self._controller.read_report(), self._controller.parts
+            controller.report.warn(f"not in effect: {reason}")
+        report, parts = controller.read_report(), controller.parts
         if parts.device.type == "cuda" and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
         return report
 
     def symbols(self) -> dict[str, SparseSymbols]:
         """Latest symbols of the last run's first branch, by block; empty where blocks attend to everything."""
-        return dict(self._controller.last_symbols)
+        return dict(self._runs.latest.last_symbols)
 
     def reset(self) -> None:
-        """Forgets caches and report; the next call starts a new run."""
-        self._controller.reset()
+        """Forgets caches and reports; the next call starts a new run."""
+        self._runs.reset()
+
+    @property
+    def owners(self) -> list[Any]:
+        """The pipelines that carry this object."""
+        return [owner for owner in (reference() for reference in self._owners) if owner is not None]
 
     def restore(self) -> None:
         """Takes the acceleration off, exactly; restoring twice does nothing."""
@@ -107,21 +114,28 @@ class Acceleration:
         self._timing.close()
         for driver in self._drivers:
             driver.detach()
-        if self._deferral is not None:
-            stop_deferring(*self._deferral)
-        self._controller.reset()
-        if self._owner is not None and vars(self._owner).get("dit_accel") is self:
-            del self._owner.dit_accel
+        if self._net is not None:
+            stop_watching(*self._net)
+        self._runs.reset()
+        for owner in self.owners:
+            self.leave(owner)
+
+    def leave(self, pipe: Any) -> None:
+        """Takes this object off a pipeline, which may be a shallow copy of one that carries it."""
+        if vars(pipe).get("dit_accel") is self:
+            stop_watching_calls(pipe)
+            del pipe.dit_accel
 
     def _why_not_in_effect(self) -> str | None:
         """Why the pipeline runs plainly by now, or None."""
         driven = [driver.transformer for driver in self._drivers]
-        for name, transformer in denoisers(self._owner).items():
-            if not any(transformer is each for each in driven):
-                return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
+        for owner in self.owners:
+            for name, transformer in denoisers(owner).items():
+                if not any(transformer is each for each in driven):
+                    return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
         if not all(driver.is_attached for driver in self._drivers):
             return "its hook on the transformer was taken off; call accelerate_pipeline(pipe) again"
-        if self._clock.missed_run:
+        if self._runs.latest.missed_run:
             return "the scheduler has begun another run since this one, in which the transformer's hook was not called"
         return None
 
@@ -149,7 +163,8 @@ def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides
 def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Any:
     """Makes a diffusers pipeline faster, in place.
 
-    A pipeline that is accelerated already gets the new preset instead of the old. Nothing is changed if this raises.
+    A pipeline that is accelerated already gets the new preset instead of the old, and so do the pipelines that share
+    its transformers. Nothing is changed if this raises.
 
     Args:
         pipe: a diffusers pipeline with a transformer.
@@ -173,24 +188,29 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
-    settings = preset_for(pipe, preset, **overrides)
-    clock = SchedulerClock(lambda: pipe.scheduler)
-    called = {name: partial(getattr, pipe, name, None) for name in transformers}
-    pipe.dit_accel = _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
+    settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer outlives it
+
+    def clock(pipeline: Any) -> SchedulerClock:
+        whose = owner if pipeline is None else weakref.ref(pipeline)
+        return SchedulerClock(lambda: whose().scheduler)
+
+    called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
+    _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)
     return pipe
 
 
 def restore_pipeline(pipe: Any) -> Any:
     """Undoes :func:`accelerate_pipeline`: results are bit for bit what they were, and nothing is left on any object.
 
-    Nothing happens if the pipeline is not accelerated.
+    Pipelines that share a transformer with this one, such as one made by ``from_pipe``, are restored with it. Nothing
+    happens if the pipeline is not accelerated.
 
     Returns:
         The same pipeline.
     """
-    acceleration = getattr(pipe, "dit_accel", None)
-    if acceleration is not None:
+    for acceleration in _accelerations(denoisers(pipe), pipe):
         acceleration.restore()
+        acceleration.leave(pipe)
     return pipe
 
 
@@ -252,43 +272,71 @@ def accelerate_transformer(
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.name in VIDEO_FAMILIES
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    return _attach(transformers, called, settings, TimestepClock(timesteps), control_net)
+    TimestepClock(timesteps)  # tells whether they will do
+    return _attach(transformers, called, settings, lambda _: TimestepClock(timesteps), control_net)
 
 
 def _attach(
     transformers: dict[str, torch.nn.Module],
     called: Mapping[str, Callable[[], Any]],
     preset: Preset,
-    clock: SchedulerClock | TimestepClock,
+    clock: Callable[[Any], Clock],
     net: torch.nn.Module | None,
     owner: Any = None,
 ) -> Acceleration:
     family = known_family(next(iter(transformers.values())))
-    controller = Controller(preset, clock, "any" if family is None else family.name)
-    drivers = [drive(transformer, controller, name, called[name]) for name, transformer in transformers.items()]
+    drivers: list[TransformerDriver] = []
+    plain: list[str] = []
+
+    def introduce(controller: Controller) -> Controller:
+        for driver in drivers:
+            controller.add_transformer(driver.name, driver.layers())
+        for name in plain:
+            controller.warn_of_all_runs(f"pipe.{name} runs plainly: {ONLY_KNOWN}")
+        return controller
+
+    name = "any" if family is None else family.name
+    runs = Runs(lambda pipeline: introduce(Controller(preset, clock(pipeline), name)), owner)
+    drivers += [drive(transformer, runs, name, called[name]) for name, transformer in transformers.items()]
     for driver in drivers:
         refuse_other_cache(driver.transformer, driver.name)
         _check_family(preset, driver)
     _check_layers(preset, [layer for driver in drivers for layer in driver.layers()])
     for driver in drivers:
         driver.prepare()
-    hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
-    for earlier in (getattr(owner, "dit_accel", None), *(hook.acceleration for hook in hooks)):
-        if earlier is not None:
-            earlier.restore()
-    net = net if preset.forecast.level == "output" else None  # at others every step runs blocks, which read it
-    deferral = None if net is None else (net, defer_calls(net))
-    acceleration = Acceleration(controller, drivers, clock, owner, deferral)
+    owners = [] if owner is None else [owner]
+    for earlier in _accelerations(transformers, owner):
+        owners += [each for each in earlier.owners if each is not owner and _is_part(denoisers(each), transformers)]
+        earlier.restore()
+        if owner is not None:
+            earlier.leave(owner)
+    # At other levels every step runs blocks, which read what the net gives.
+    watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
+    acceleration = Acceleration(runs, drivers, owners, watched)
     try:
         for driver in drivers:
-            controller.add_transformer(driver.name, driver.layers())
+            driver.net = net
             driver.attach(acceleration)
-        for name in left_plain(owner) if owner is not None else ():
-            controller.warn_of_all_runs(f"pipe.{name} runs plainly: {ONLY_KNOWN}")
+        plain += left_plain(owner) if owner is not None else []
+        introduce(runs.current)
+        for each in owners:
+            each.dit_accel = acceleration
     except BaseException:
         acceleration.restore()
         raise
     return acceleration
+
+
+def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:
+    """The accelerations that a pipeline carries or that drive its transformers, each once."""
+    hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
+    found = [getattr(pipe, "dit_accel", None), *(hook.acceleration for hook in hooks)]
+    return [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
+
+
+def _is_part(some: Mapping[str, torch.nn.Module], transformers: Mapping[str, torch.nn.Module]) -> bool:
+    """Whether all of some transformers are among others."""
+    return all(any(each is other for other in transformers.values()) for each in some.values())
 
 
 def _check_layers(preset: Preset, layers: list[str]) -> None:

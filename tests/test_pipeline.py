@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -148,13 +150,14 @@ def test_accelerating_twice_replaces_the_preset(pipe):
     assert torch.equal(call(pipe), plain)
 
 
-def test_two_pipelines_over_one_transformer_replace_each_other(pipe):
-    """A transformer has one acceleration, whoever asked for it last."""
+def test_two_pipelines_over_one_transformer_share_the_latest_acceleration(pipe):
+    """A transformer has one acceleration, whoever asked for it last, and all its pipelines carry it."""
     other = type(pipe)(**pipe.components)
     accelerate_pipeline(pipe, HEADS)
     accelerate_pipeline(other, CLOSED_LOOP)
-    assert not hasattr(pipe, "dit_accel")
+    assert pipe.dit_accel is other.dit_accel
     assert torch.equal(call(other), fresh(CLOSED_LOOP))
+    assert torch.equal(call(pipe), fresh(CLOSED_LOOP))
 
 
 def test_restoring_twice_does_nothing(pipe):
@@ -423,15 +426,32 @@ def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
     assert list(pipe.transformer.transformer_blocks[0]._diffusers_hook.hooks) == ["counter"]
 
 
-def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
-    """Another pipeline's loop over an accelerated transformer, with its own scheduler, gets computed outputs only."""
+def test_another_pipelines_loop_goes_by_its_own_scheduler(pipe):
+    """A pipeline that shares an accelerated transformer has steps, decisions and a report of its own."""
     other = type(pipe)(**{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
-    plain = call(other)
     accelerate_pipeline(pipe, CLOSED_LOOP)
     pipe.scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=1.0)
-    with pytest.warns(UserWarning, match="its steps can't be told apart"):
-        assert torch.equal(call(other), plain)
+    assert torch.equal(call(other), fresh(CLOSED_LOOP))
+    assert pipe.dit_accel.report().notes == []
+
+
+def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
+    """A loop that takes its steps with a copy of its scheduler gets computed outputs only."""
+    copied = copy.deepcopy(pipe.scheduler)
+    plain = call(pipe)
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    with (
+        patch.object(pipe.scheduler, "step", lambda *args, **kwargs: copied.step(*args, **kwargs)),
+        patch.object(pipe.scheduler, "set_timesteps", partial(_set_both, pipe.scheduler.set_timesteps, copied)),
+        pytest.warns(UserWarning, match="its steps can't be told apart"),
+    ):
+        assert torch.equal(call(pipe), plain)
     assert pipe.dit_accel.report().notes == ["branch called twice at step 0: caches dropped", STUCK]
+
+
+def _set_both(set_timesteps, copied, *args, **kwargs):
+    set_timesteps(*args, **kwargs)
+    copied.set_timesteps(*args, **kwargs)
 
 
 def test_outputs_may_hold_what_is_no_tensor():

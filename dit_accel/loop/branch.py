@@ -10,6 +10,7 @@ import torch
 
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.closed_loop import ClosedLoop, Course
+from dit_accel.loop.conditioning import Conditioning
 from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import StepMode, Tick
@@ -48,6 +49,7 @@ class BranchState:
         surveyed: what leaving tiles out costs has been measured.
         updated: blocks remember what a DISPATCH call needs.
         structure: how the transformer's output nests its tensors.
+        conditioning: of its calls.
     """
 
     name: str
@@ -59,6 +61,7 @@ class BranchState:
     surveyed: bool = False
     updated: bool = False
     structure: Any = None
+    conditioning: Conditioning = field(default_factory=Conditioning)
 
     @property
     def order(self) -> float:

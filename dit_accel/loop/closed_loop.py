@@ -205,12 +205,24 @@ class ClosedLoop:
         Returns:
             The corrected output, with which the pipeline is to go on.
         """
+        if self._has_another_shape(output):
+            self.restart()
         corrected, output = self.correct(step, output)
         self.measured = self.judge(step, output, used)
         if self.records_outputs:
             # A copy, because pipelines may change the transformer's output in place.
             self.outputs.record(self.gap.course.coordinates[step], tuple(part.detach().clone() for part in output))
         return corrected
+
+    def _has_another_shape(self, output: Output) -> bool:
+        """Whether an output has another shape than the records, which therefore tell nothing of it."""
+        newest = self.outputs.values[0] if len(self.outputs) else output
+        return [part.shape for part in output] != [part.shape for part in newest]
+
+    def restart(self) -> None:
+        """Forgets the records, and that forecasts were made from them."""
+        self.outputs.clear()
+        self.forecast_steps, self.damped = [], None
 
     def correct(self, step: int, output: Output) -> tuple[Output, Output]:
         """Makes good what the forecasts before a computed step missed.
@@ -332,9 +344,10 @@ def missed_weights(
 
 
 def relative_error(value: torch.Tensor, forecast: torch.Tensor) -> torch.Tensor:
-    """``‖F − F̂‖ / ‖F‖`` of the worst sample, float32 ``[]``."""
+    """``‖F − F̂‖ / ‖F‖`` of the worst sample, float32 ``[]``; 0 where both norms are 0."""
     value, forecast = value.float().flatten(1), forecast.float().flatten(1)
-    return ((value - forecast).norm(dim=1) / value.norm(dim=1)).max()
+    missed = (value - forecast).norm(dim=1)
+    return torch.where(missed == 0, missed, missed / value.norm(dim=1)).max()
 
 
 def best_share(

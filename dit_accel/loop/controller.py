@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -62,6 +63,7 @@ class Controller:
         self._clock = clock
         self._loop = loop or (ClosedLoop if adaptive else IntervalLoop)
         self._gap = gap or (Gap if adaptive else IntervalGap)
+        self._forecasts = preset.schedule.interval != 1
         self._layers: dict[str, list[str]] = {}
         self._standing: list[str] = []  # remarks on every run
         self.reset()
@@ -70,6 +72,11 @@ class Controller:
         """Registers a transformer with the names of its blocks, for the report."""
         self._layers[name] = layers
         self.reset()
+
+    @property
+    def missed_run(self) -> bool:
+        """Whether a run has begun of which no step was read."""
+        return self._clock.missed_run
 
     def reset(self) -> None:
         """Forgets all caches and the last run; the next call starts a new one."""
@@ -113,6 +120,7 @@ class Controller:
         shapes: tuple,
         size: Callable[[], ModelSize] = ModelSize,
         samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
+        conditions: Callable[[], Mapping[str, Any]] = dict,
     ) -> Iterator[Call]:
         """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
 
@@ -123,6 +131,7 @@ class Controller:
             shapes: of the call's tensors, and what tells the form of its output; a change within a run ends that run.
             size: what they make the transformer remember; asked for at a branch's first call.
             samples: rows whose steps are decided apart; asked for likewise.
+            conditions: what the call is conditioned on besides latents and time; a change within a run ends that run.
 
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
@@ -130,7 +139,7 @@ class Controller:
         elapsed = timing.stopwatch_of(timestep)
         self.parts.enter(transformer, elapsed)
         try:
-            self.call = self._open(transformer, context, timestep, shapes, size, samples)
+            self.call = self._open(transformer, context, timestep, shapes, size, samples, conditions)
             yield self.call
         except BaseException:
             self._forget()
@@ -227,17 +236,18 @@ class Controller:
         shapes: tuple,
         size: Callable[[], ModelSize],
         samples: Callable[[], Sequence[Rows]],
+        conditions: Callable[[], Mapping[str, Any]],
     ) -> Call:
         tick, schedule = self._follow(timestep), self.preset.schedule
         key = self._key(transformer, context)
-        branch = self._branch(key, shapes, size, samples)
+        branch = self._branch(key, shapes, size, samples, conditions)
         modes = tuple(
             StepMode.FULL if self._why_plain is not None else loop.mode(tick.step, branch.updated)
             for loop in branch.loops
         )
         mode = max(modes, key=MODES_BY_WORK.index)
         records = mode is StepMode.UPDATE or (
-            mode is StepMode.FULL and tick.step < schedule.warmup and schedule.interval != 1 and self._why_plain is None
+            mode is StepMode.FULL and tick.step < schedule.warmup and self._forecasts and self._why_plain is None
         )
         computes = mode is not StepMode.DISPATCH and self._why_plain is None
         surveys = computes and self.preset.skip.surveys and tick.step >= schedule.warmup - 1 and not branch.surveyed
@@ -255,7 +265,7 @@ class Controller:
             self.reset()
             sigmas, coordinates = tick.sigmas, tick.coordinates(forecast.coordinate)
             self._course = Course(coordinates, error_weights(sigmas), tick.moves, responses(sigmas), bends(sigmas))
-            self._why_plain = None if self.preset.schedule.interval == 1 else tick.plain  # nothing is forecast there
+            self._why_plain = tick.plain if self._forecasts else None
             logger.info("run of %d steps begins: %s on %s", tick.steps, self.preset.name, self.family)
             if self._why_plain is not None:
                 self.report.warn(f"every step computed: {self._why_plain}")
@@ -283,8 +293,11 @@ class Controller:
         shapes: tuple,
         size: Callable[[], ModelSize],
         samples: Callable[[], Sequence[Rows]],
+        conditions: Callable[[], Mapping[str, Any]],
     ) -> BranchState:
-        if key in self._branches and self._branches[key].shapes != shapes:
+        known = self._branches.get(key)
+        items = conditions() if self._forecasts and self._why_plain is None else {}
+        if known is not None and known.shapes != shapes:
             self._forget("shapes or return_dict changed")
         elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
             if self._called_twice:
@@ -294,6 +307,8 @@ class Controller:
             else:
                 self._forget("branch called twice")
             self._called_twice = True
+        elif known is not None and (changed := known.conditioning.changed(items)):
+            self._forget(f"{', '.join(changed)} changed")
         self._called[key] = None
         if key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
@@ -304,6 +319,7 @@ class Controller:
                 self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
             self._branches[key] = self._new_branch(key[1], shapes, size(), samples())
+            self._branches[key].conditioning.changed(items)
         return self._branches[key]
 
     def _new_branch(self, name: str, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:

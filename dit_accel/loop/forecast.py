@@ -98,6 +98,10 @@ class History:
         if self._length:
             self._records.appendleft((coordinate, tuple(self._storage.keep(tensor) for tensor in value)))
 
+    def clear(self) -> None:
+        """Forgets all values."""
+        self._records.clear()
+
     def adopt(self, length: int, storage: Storage) -> None:
         """Goes on with another length and form; what is there is converted."""
         kept = [

@@ -5,9 +5,10 @@ torch's own hooks do it, which replace nothing, so components may be shared and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ MUCH = 0.25  # of a call
 
 
 def time_components(pipe: Any, parts: CallParts) -> ExitStack:
-    """Has each call of a pipeline and of its components timed; closing what it returns ends that.
+    """Has each call of a pipeline and of its components timed.
+
+    Closing what it returns, and :func:`stop_watching_calls`, end that.
 
     What is compiled, hooks included, is not timed, and belongs to the rest of the call.
     """
@@ -30,9 +33,11 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
     for name, module in _components(pipe):
         undo.callback(module.register_forward_pre_hook(partial(_enter, parts, name)).remove)
         undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
+    stop_watching_calls(pipe)
     beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
     if beginning is not None:
-        undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
+        whose = weakref.ref(pipe)
+        _watch(pipe, beginning, lambda: parts.begin(_device(whose())))
     return undo
 
 
@@ -80,20 +85,29 @@ def _device(pipe: Any) -> torch.device:
     return getattr(pipe, "_execution_device", torch.device("cpu"))
 
 
-def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
-    """Has a method of the pipeline tell that it is called; returns what undoes that."""
-    method, own = getattr(pipe, name), vars(pipe).get(name)
+class _Watched:
+    """Stands in for a method of a pipeline and tells that it is called. A shallow copy of the pipeline has it, too."""
 
-    @wraps(method)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        tell()
-        return method(*args, **kwargs)
+    def __init__(self, method: Callable, own: Callable | None, tell: Callable[[], None]) -> None:
+        update_wrapper(self, method)
+        self._method, self._tell = method, tell
+        self.own = own
 
-    def undo() -> None:
-        if vars(pipe).get(name) is watched:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._tell()
+        return self._method(*args, **kwargs)
+
+
+def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> None:
+    """Has a method of the pipeline tell that it is called."""
+    setattr(pipe, name, _Watched(getattr(pipe, name), vars(pipe).get(name), tell))
+
+
+def stop_watching_calls(pipe: Any) -> None:
+    """Take off what :func:`time_components` has put on a pipeline, or on the one that it is a shallow copy of."""
+    for name in BEGINNINGS:
+        watched = vars(pipe).get(name)
+        if isinstance(watched, _Watched):
             delattr(pipe, name)
-            if own is not None:
-                setattr(pipe, name, own)
-
-    setattr(pipe, name, watched)
-    return undo
+            if watched.own is not None:
+                setattr(pipe, name, watched.own)

@@ -1,10 +1,12 @@
 """ControlNets run before the transformer in every step; here only in those whose transformer reads what they give.
 
 A DISPATCH step of level ``output`` runs no block, so nobody reads it. A call of the net waits until somebody does.
+Its strength is part of what the transformer is conditioned on, at every level.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, register_hook, remove_hook
 
+NUMBERS = (bool, int, float)
 CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one
 
 
@@ -85,19 +88,33 @@ def computed(tree: Any) -> Any:
 
 
 class ControlNetHook(Hook):
-    """Defers calls of a control net that are like the one before, whose output tells the form of theirs."""
+    """Defers calls of a control net that are like the one before, whose output tells the form of theirs.
 
-    def __init__(self) -> None:
+    Args:
+        defers: False = every call runs at once, and only its numbers are remembered.
+    """
+
+    def __init__(self, defers: bool) -> None:
         super().__init__()
+        self._defers = defers
         self._known: tuple[Any, Any] | None = None  # form of the latest call, and of its output
+        self._of_thread = threading.local()
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers among the arguments of this thread's latest call, such as the strength of the net."""
+        return getattr(self._of_thread, "numbers", ())
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original, form = self.fn_ref.original_forward, _form((args, kwargs))
-        if _must_run_now(module) or self._known is None or self._known[0] != form:
+        original, form, known = self.fn_ref.original_forward, _form((args, kwargs)), self._known
+        self._of_thread.numbers = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in NUMBERS)
+        if not self._defers:
+            return original(*args, **kwargs)
+        if _must_run_now(module) or known is None or known[0] != form:
             output = original(*args, **kwargs)
             self._known = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
             return output
-        leaves, spec = pytree.tree_flatten(self._known[1])
+        leaves, spec = pytree.tree_flatten(known[1])
         call = DeferredCall(lambda: original(*args, **kwargs))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, TensorForm):
@@ -111,15 +128,21 @@ def control_net(pipe: Any) -> torch.nn.Module | None:
     return net if isinstance(net, torch.nn.Module) else None
 
 
-def defer_calls(net: torch.nn.Module) -> ControlNetHook:
+def watch_net(net: torch.nn.Module, *, defers: bool) -> ControlNetHook:
     """Hooks a control net, in the place of an earlier hook of ours."""
     remove_hook(net)
-    hook = ControlNetHook()
+    hook = ControlNetHook(defers)
     register_hook(net, hook)
     return hook
 
 
-def stop_deferring(net: torch.nn.Module, hook: ControlNetHook) -> None:
+def numbers_of(net: torch.nn.Module | None) -> tuple[float, ...]:
+    """Numbers that this thread's latest call of a hooked net got."""
+    hook = None if net is None else find_hook(net)
+    return hook.numbers if isinstance(hook, ControlNetHook) else ()
+
+
+def stop_watching(net: torch.nn.Module, hook: ControlNetHook) -> None:
     """Takes that hook off, unless another pipeline with the same net has put its own in its place."""
     if find_hook(net) is hook:
         remove_hook(net)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.controller import Controller
+from dit_accel.loop.runs import Runs
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
 from dit_accel.models.control_net import CONTROL_NET
 from dit_accel.models.family import Family
@@ -56,7 +56,7 @@ def left_plain(pipe: Any) -> list[str]:
 
 
 def drive(
-    transformer: torch.nn.Module, controller: Controller, name: str, called: Callable[[], torch.nn.Module]
+    transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
 ) -> TransformerDriver:
     """What drives a transformer, not attached yet.
 
@@ -69,8 +69,8 @@ def drive(
     """
     family = known_family(transformer)
     if family is None:
-        return TransformerDriver(transformer, controller, name, called)
-    return FamilyDriver(transformer, controller, name, called, family, _hand_written(family))
+        return TransformerDriver(transformer, runs, name, called)
+    return FamilyDriver(transformer, runs, name, called, family, _hand_written(family))
 
 
 def _hand_written(family: Family) -> BlockHooks | None:

@@ -15,8 +15,8 @@ from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
-from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.runs import Runs
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.compiled import is_wrapper
@@ -41,7 +41,7 @@ class FamilyDriver(TransformerDriver):
     ``head`` too and, on a GPU, fused kernels in every block that computes.
 
     Args:
-        transformer, controller, name, called: as for :class:`TransformerDriver`.
+        transformer, runs, name, called: as for :class:`TransformerDriver`.
         family: the transformer's facts.
         hand_written: hooks that stand in for blocks; None = the family has none.
     """
@@ -49,13 +49,13 @@ class FamilyDriver(TransformerDriver):
     def __init__(
         self,
         transformer: nn.Module,
-        controller: Controller,
+        runs: Runs,
         name: str,
         called: Callable[[], nn.Module],
         family: Family,
         hand_written: BlockHooks | None = None,
     ) -> None:
-        super().__init__(transformer, controller, name, called)
+        super().__init__(transformer, runs, name, called)
         self.family = family
         self.fuses = False  # whether blocks run through fused kernels in the call in progress
         self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
@@ -141,9 +141,9 @@ class FamilyDriver(TransformerDriver):
             elif preset.forecast.level == "layer":
                 parts, feeding = self.family.parts_of(block)
                 for part, module in parts.items():
-                    self.hook(module, PartHook(self.controller, name, part))
+                    self.hook(module, PartHook(self.runs, name, part))
                 for module in feeding:
-                    self.hook(module, FeedHook(self.controller))
+                    self.hook(module, FeedHook(self.runs))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
                     missed = partial(self._fall_back, each)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
-from dit_accel.loop.controller import Controller
+from dit_accel.loop.runs import Runs
 from dit_accel.models.control_net import DeferredCall, DeferredTensor, TensorForm
 
 GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the devices among which its branches are dealt out
@@ -29,12 +29,12 @@ class SharedBranches:
 
     Args:
         transformer: has its group by the name above, or none.
-        controller: of the run.
+        runs: over the transformer.
     """
 
-    def __init__(self, transformer: nn.Module, controller: Controller) -> None:
+    def __init__(self, transformer: nn.Module, runs: Runs) -> None:
         self._transformer = transformer
-        self._controller = controller
+        self._runs = runs
         self._forms: dict[tuple, Any] = {}  # of outputs, by the shapes of what a call gets
 
     def run(self, call: Call, shapes: tuple, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
@@ -59,7 +59,7 @@ class SharedBranches:
         output = run()
         if not is_own:
             call.branch.sites.clear()  # blocks go on with this branch elsewhere
-        self._controller.settle()
+        self._runs.current.settle()
         output = _sent(output, owner, group)
         self._forms[shapes] = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
         return observe(output)
@@ -67,10 +67,12 @@ class SharedBranches:
     def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
         """Stands for the output of that form until somebody reads it."""
         received: list[Any] = []
-        self._controller.awaited.append(lambda: received.append(receive()))
+        caller = self._runs.caller
+        self._runs.current.awaited.append(lambda: received.append(receive()))
 
         def settled() -> Any:
-            self._controller.settle()
+            with self._runs.calling(caller) as controller:
+                controller.settle()
             if not received:
                 raise UnsupportedError("the output of another device's branch was read after its run had ended")
             return received[0]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
+from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site_state import SiteState
@@ -22,15 +22,15 @@ class FeedHook(Hook):
     """Keeps what only feeds a part from running where that one is forecast: it gives zeros, which nobody reads.
 
     Args:
-        controller: has the call in progress.
+        runs: over the transformer; they have the call in progress.
     """
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, runs: Runs) -> None:
         super().__init__()
-        self._controller = controller
+        self._runs = runs
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._controller.call
+        call = self._runs.current.call
         if call is None or call.mode is not StepMode.DISPATCH:
             return self.fn_ref.original_forward(*args, **kwargs)
         tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
@@ -42,24 +42,24 @@ class PartHook(Hook):
     """Remembers, or forecasts, what one part of a block gives: a tensor or a tuple of tensors.
 
     Args:
-        controller: has the call in progress.
+        runs: over the transformer; they have the call in progress.
         block: the block's name in the report.
         part: the part's name in the block.
     """
 
-    def __init__(self, controller: Controller, block: str, part: str) -> None:
+    def __init__(self, runs: Runs, block: str, part: str) -> None:
         super().__init__()
-        self._controller = controller
+        self._runs = runs
         self._block = block
         self._part = part
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._controller.call
+        call = self._runs.current.call
         if call is None:
             return self.fn_ref.original_forward(*args, **kwargs)
         history = call.site(self._block, SiteState).history(self._part, call.branch.memory)
         if call.mode is StepMode.DISPATCH:
-            output = forecast(self._controller.preset.forecast.method, history, call.coordinate, call.branch.order)
+            output = forecast(self._runs.current.preset.forecast.method, history, call.coordinate, call.branch.order)
             return output if self._is_tuple else output[0]
         output = self.fn_ref.original_forward(*args, **kwargs)
         if call.records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,11 @@ from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import WHOLE_BATCH, Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.rows import Rows
+from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import StepMode
+from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.compiled import CompiledEntry, compiled_entry
+from dit_accel.models.conditions import Conditions
 from dit_accel.models.context_parallel import agreed, gathered, lift_split, split_above
 from dit_accel.models.control_net import computed
 from dit_accel.models.family import latents_of
@@ -43,7 +47,11 @@ GRADIENTS = (
 )
 NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
 TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
-TENSOR = object()  # stands for a tensor in the remembered structure of an output
+FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # of models with several outputs
+TENSOR = object()  # stands for a predicted tensor in the remembered structure of an output
+BESIDE = (
+    "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
+)
 
 
 class TransformerDriver:
@@ -51,7 +59,7 @@ class TransformerDriver:
 
     Args:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
-        controller: decides each call's mode.
+        runs: over the transformer; the controller of each decides its calls' modes.
         name: the transformer's name in the pipeline.
         called: gives what the pipeline calls: the transformer, or a wrapper that ``torch.compile`` has put around it.
     """
@@ -61,24 +69,32 @@ class TransformerDriver:
     token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
 
     def __init__(
-        self, transformer: torch.nn.Module, controller: Controller, name: str, called: Callable[[], torch.nn.Module]
+        self, transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
     ) -> None:
         self.transformer = transformer
-        self.controller = controller
+        self.runs = runs
         self.name = name
         self.called = called
+        self.net: torch.nn.Module | None = None  # ControlNet that is called before the transformer
         self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
         self._parameters = parameter_names(transformer)
-        self._branches = SharedBranches(transformer, controller)
+        self._conditions = Conditions(transformer)
+        self._branches = SharedBranches(transformer, runs)
         self._hooked: list[tuple[torch.nn.Module, str]] = []
         self._linears: QuantizedLinears | None = None
-        captures = controller.preset.kernels.graphs != "never" and controller.preset.forecast.level == "output"
+        preset = self.controller.preset
+        captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
         if not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
                 f"{TIMESTEPS[-1]!r}, so its steps can't be told apart"
             )
+
+    @property
+    def controller(self) -> Controller:
+        """Controller of the call in progress, or of the latest one."""
+        return self.runs.current
 
     def layers(self) -> list[str]:
         """Names of the blocks that the report tells apart."""
@@ -165,7 +181,8 @@ class TransformerDriver:
             return original(*args, **kwargs)
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         shapes = *(tensor.shape for tensor in tensors), arguments.get("return_dict", True)
-        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments)
+        conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
+        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
         with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
@@ -189,9 +206,12 @@ class TransformerDriver:
     def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
         """Hands the output of a call that ran to the loop, and gives what the pipeline goes on with."""
         leaves, spec = pytree.tree_flatten(output)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        call.branch.structure = spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if call.mode is not StepMode.DISPATCH:
+        told_apart = list(zip(leaves, predictions(leaves, arguments), strict=True))
+        tensors = tuple(leaf for leaf, is_predicted in told_apart if is_predicted)
+        call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in told_apart]
+        if len(tensors) < sum(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._note(BESIDE)
+        if call.mode is not StepMode.DISPATCH and tensors:
             going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
             output = output if going_on is tensors else _nested(call.branch.structure, going_on)
         self.controller.read(call, partial(agreed, self.transformer))
@@ -237,11 +257,46 @@ def timestep_of(arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
 
 
+def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
+    """Return for each leaf of a transformer's output whether it predicts how latents move.
+
+    The first one does if it is a tensor. Another one does if its shape is that of some latents of the call, which may
+    have another number of channels.
+    """
+    latents = [*latents_of(arguments), *(arguments[name] for name in arguments if name in FURTHER_LATENTS)]
+    shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
+    return [
+        isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
+        for place, leaf in enumerate(leaves)
+    ]
+
+
+def _differ_in_one(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether two shapes differ in one dimension at most."""
+    return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
+
+
 def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
     """Tensors in the place of those that the transformer's latest output held."""
     spec, leaves = structure
     remaining = iter(tensors)
     return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+class Contexts(StateManager):
+    """The branch of guidance that each thread calls for."""
+
+    def __init__(self, state: type[BaseState]) -> None:
+        self._of_thread = threading.local()
+        super().__init__(state)
+
+    @property
+    def _context(self) -> Any:
+        return getattr(self._of_thread, "context", None)
+
+    @_context.setter
+    def _context(self, context: Any) -> None:
+        self._of_thread.context = context
 
 
 class TransformerHook(Hook):
@@ -254,7 +309,7 @@ class TransformerHook(Hook):
         super().__init__()
         self.driver = driver
         self.acceleration = acceleration
-        self.contexts = StateManager(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
+        self.contexts = Contexts(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
         self._is_first_call = True  # of a pipeline's call
 
     @torch.compiler.disable
@@ -263,19 +318,21 @@ class TransformerHook(Hook):
             lift_hook(module, HOOK_NAME)
             args, kwargs = gathered(split, args, kwargs)
             return module.forward(*args, **kwargs)
-        refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
-        self._is_first_call = False
-        original = self.driver.computing(self.fn_ref.original_forward)
-        if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
-            self.driver.stand_aside(args, kwargs)
-            return original(*args, **kwargs)
-        # diffusers < 0.38 keeps the context's name in another attribute.
-        context = getattr(self.contexts, "_context", None) or getattr(self.contexts, "_current_context", None)
-        return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
+        with self.driver.runs.calling(calling_pipeline(module)):
+            refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
+            self._is_first_call = False
+            original = self.driver.computing(self.fn_ref.original_forward)
+            if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
+                self.driver.stand_aside(args, kwargs)
+                return original(*args, **kwargs)
+            # diffusers < 0.38 keeps the context's name in another attribute.
+            context = self.contexts._context or getattr(self.contexts, "_current_context", None)
+            return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Called by diffusers at the end of a pipeline call."""
-        self.driver.release()
+        with self.driver.runs.calling(calling_pipeline(module)):
+            self.driver.release()
         self._is_first_call = True
         return module
 

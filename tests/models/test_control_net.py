@@ -10,8 +10,8 @@ from dit_accel.models.control_net import (
     DeferredTensor,
     TensorForm,
     computed,
-    defer_calls,
-    stop_deferring,
+    stop_watching,
+    watch_net,
 )
 from dit_accel.models.hooks import find_hook
 from dit_accel.tools.testing import flux, tiny_output, tiny_pipeline
@@ -141,8 +141,8 @@ def test_autocast_and_another_pipelines_hook_are_left_alone(pipe):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tiny_output(pipe, "flux-controlnet", steps=STEPS)
     assert calls[0] == STEPS
-    later = defer_calls(pipe.controlnet)
+    later = watch_net(pipe.controlnet, defers=True)
     restore_pipeline(pipe)
     assert find_hook(pipe.controlnet) is later
-    stop_deferring(pipe.controlnet, later)
+    stop_watching(pipe.controlnet, later)
     assert not hasattr(pipe.controlnet, "_diffusers_hook")

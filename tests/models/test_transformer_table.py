@@ -16,6 +16,7 @@ import torch
 from dit_accel import accelerated, load_preset
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.controller import Controller
+from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import FAMILIES, known_family
@@ -77,12 +78,12 @@ def inside(cls: type) -> str:
 
 def page() -> str:
     ran, rows = outcomes_of_runs(), []
-    controller = Controller(load_preset("balanced"), TimestepClock([1.0]), "any")
+    runs = Runs(lambda _: Controller(load_preset("balanced"), TimestepClock([1.0]), "any"))
     for name, cls in classes().items():
         transformer = cls.__new__(cls)
         told = next((f"`{each}`" for each in TIMESTEPS if each in parameter_names(transformer)), "nothing")
         try:
-            TransformerDriver(transformer, controller, "transformer", lambda: None)
+            TransformerDriver(transformer, runs, "transformer", lambda: None)
             outcome = "; ".join(ran.get(name, ["accepted"]))
         except UnsupportedError:
             outcome = "refused by `accelerate_pipeline`, which says so"

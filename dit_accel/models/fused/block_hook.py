@@ -13,6 +13,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from dit_accel.kernels import attention
+from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.family_driver import FamilyDriver
@@ -42,9 +43,13 @@ class BlockHook(Hook, ABC):
 
     def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
-        self.controller = driver.controller
         self.name = name
         self.driver = driver
+
+    @property
+    def controller(self) -> Controller:
+        """Of the run that calls."""
+        return self.driver.controller
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

@@ -1,0 +1,142 @@
+"""Notices that the conditioning of a run changes on its way: its prompt, its guidance, the strength of an adapter.
+
+Forecasts continue the outputs of one conditioning, and corrections interpolate between them, so records of another one
+mislead both. An item that has held its value from one call to the next and then differs is a change. An item that
+differs at every call, such as the residuals of a ControlNet, belongs to the step and is no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; subclasses may compute when they are read
+VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # likewise
+GONE = object()  # the value of an item that differs at every call
+
+
+@dataclass
+class _Item:
+    """Latest value of an item.
+
+    Args:
+        version: of a tensor at that time; None = not a tensor.
+        copy: values of a tensor that counts no versions, for it may be changed in place.
+        calls: that had the item, up to 3.
+        holds: whether the latest comparison found no difference.
+        moved: whether the first comparison found one.
+    """
+
+    value: Any
+    version: int | None
+    copy: torch.Tensor | None
+    calls: int = 1
+    holds: bool = False
+    moved: bool = False
+
+
+class Conditioning:
+    """The conditioning of one branch of guidance, as its latest call had it."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, _Item] = {}
+        self._calls = 0
+
+    def changed(self, items: Mapping[str, Any]) -> list[str]:
+        """Compare the items of a call with those of the call before, and remember them.
+
+        Tensors are compared by place and version, and by value only where a pipeline makes them anew at each step:
+        then the host waits for the GPU, once for all of them. Objects other than tensors, numbers and strings are
+        compared by identity.
+
+        Args:
+            items: tensors, numbers and other objects by name.
+
+        Returns:
+            Names of the items that held their value before and differ now, of numbers and tensors that changed between
+            the first two calls and hold since, and of items that came or went.
+        """
+        differ = self._differing(items)
+        found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
+        if self._calls > 1:
+            found += sorted(self._items.keys() ^ items.keys())
+        self._calls += 1
+        self._items = {name: _followed(self._items.get(name), value, name in differ) for name, value in items.items()}
+        return found
+
+    def _differing(self, items: Mapping[str, Any]) -> set[str]:
+        """Names of the items whose value is not that of the call before."""
+        differ, pairs = set(), {}
+        for name, value in items.items():
+            item = self._items.get(name)
+            if item is None or _is_same(item, value):
+                continue
+            before = item.value if item.copy is None else item.copy
+            if item.version == _version(item.value) and _may_be_equal(before, value):
+                pairs[name] = before, value
+            elif type(value) not in VALUES or type(before) is not type(value) or before != value:
+                differ.add(name)
+        return differ | _unequal(pairs)
+
+
+def _is_change(item: _Item, differs: bool) -> bool:
+    """Whether an item is another than before, given whether it differs from its latest value."""
+    if differs:
+        return item.holds
+    return item.calls == 2 and item.moved and type(item.value) in (*PLAIN_TENSORS, int, float)
+
+
+def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
+    """An item after one call more."""
+    if item is None:
+        return _Item(value, _version(value), _copied(value))
+    if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
+        value = GONE  # it may be large, and will differ again
+    copy = item.copy if not differs else _copied(value)
+    moved = differs if item.calls == 1 else item.moved
+    return _Item(value, _version(value), copy, min(item.calls + 1, 3), not differs, moved)
+
+
+def _is_same(item: _Item, value: Any) -> bool:
+    """Whether a value is known to be the one of before without reading it."""
+    before = item.value
+    if not _may_be_equal(before, value):
+        return value is before
+    if item.copy is not None or item.version != _version(value):
+        return False
+    if value is before:
+        return True
+    return value.data_ptr() == before.data_ptr() != 0 and value.stride() == before.stride()  # a view made anew
+
+
+def _may_be_equal(before: Any, value: Any) -> bool:
+    """Whether two values are tensors of one form, so that their values can be compared."""
+    are_tensors = type(before) in PLAIN_TENSORS and type(value) in PLAIN_TENSORS
+    return are_tensors and (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
+
+
+def _unequal(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
+    """Names of the pairs that differ somewhere; waits once for each device."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, (before, value) in pairs.items():
+        by_device.setdefault(value.device, {})[name] = (before != value).any()
+    return {
+        name
+        for found in by_device.values()
+        for name, differs in zip(found, torch.stack(list(found.values())).tolist(), strict=True)
+        if differs
+    }
+
+
+def _version(value: Any) -> int | None:
+    if type(value) not in PLAIN_TENSORS:
+        return None
+    return 0 if value.is_inference() else value._version
+
+
+def _copied(value: Any) -> torch.Tensor | None:
+    """Values of a tensor that counts no versions."""
+    return value.clone() if type(value) in PLAIN_TENSORS and value.is_inference() else None

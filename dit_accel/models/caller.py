@@ -1,0 +1,38 @@
+"""Finds the pipeline that calls a transformer, so that pipelines that share one are told apart."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+BETWEEN = ("torch", "accelerate", "dit_accel")  # packages whose frames lie between a pipeline and its transformer
+
+
+def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
+    """Return the object with this transformer and a scheduler whose method is running in this thread.
+
+    diffusers passes a transformer nothing that names its pipeline, so the frames above the call are asked for their
+    ``self``; the nearest counts.
+
+    Returns:
+        The pipeline; None = the transformer is called from a loop of the caller's own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        code = frame.f_code
+        if package not in BETWEEN and code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            if hasattr(owner, "scheduler") and _holds(owner, transformer):
+                return owner
+        frame = frame.f_back
+    return None
+
+
+def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
+    """Whether a transformer, or what ``torch.compile`` has made of it, is an attribute of an object."""
+    held = getattr(owner, "__dict__", {}).values()
+    return any(each is transformer or getattr(each, "_orig_mod", None) is transformer for each in held)

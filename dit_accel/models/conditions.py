@@ -1,0 +1,90 @@
+"""Items that a transformer call is conditioned on, besides its latents and its time.
+
+They are the other arguments of the call, the pipeline's scales of guidance, and adapters: which are active and how
+strong they are. :mod:`dit_accel.loop.conditioning` notices when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.models.control_net import NUMBERS, numbers_of
+
+LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
+    [
+        *("hidden_states", "x", "audio_hidden_states", "sound_hidden_states"),
+        *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
+    ]
+)
+SCALES = ("scale", "guidance")  # what a pipeline's attributes are called that tell how strong its guidance is
+ADAPTER_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of layers of peft
+
+
+class Conditions:
+    """Reads the conditions of one transformer's calls.
+
+    Args:
+        transformer: whose adapters count.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
+        self._loaded: tuple | None = None
+        self._adapted: list[dict[str, Any]] = []  # attributes of layers with adapters
+        self._attentions: list[nn.Module] = []
+        self._weights: list[nn.Parameter] = []
+
+    def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
+        """Return the items of a call by name.
+
+        Args:
+            arguments: of the transformer, by name.
+            pipeline: that calls it, or None.
+            net: ControlNet that was called before, or None.
+        """
+        items = {name: leaf for name, leaf in _leaves(arguments) if name.partition("[")[0] not in LATENTS_AND_TIME}
+        for owner in (pipeline, getattr(pipeline, "guider", None)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if type(value) in NUMBERS and any(scale in name for scale in SCALES):
+                    items[f"{name.lstrip('_')} of {type(owner).__name__}"] = value
+        items["strength of the ControlNet"] = numbers_of(net)
+        items["adapters"] = self._adapters()
+        items["weights"] = sum([weight._version for weight in self._weights if not weight.is_inference()])
+        return items
+
+    def _adapters(self) -> tuple:
+        """Return everything that tells which adapters are active and how strong they are."""
+        held = vars(self._transformer)
+        loaded = (*held.get("peft_config", ()), id(self._transformer._modules.get("encoder_hid_proj")))
+        if loaded != self._loaded:
+            self._loaded = loaded
+            modules = list(self._transformer.modules())
+            self._adapted = [vars(module) for module in modules if "merged_adapters" in vars(module)]
+            self._attentions = [module for module in modules if hasattr(module, "processor")]
+            self._weights = list(self._transformer.parameters())
+        layers = [_frozen(each.get(setting)) for each in self._adapted for setting in ADAPTER_SETTINGS]
+        processors = [attention.processor for attention in self._attentions]
+        strengths = [(id(each), _frozen(each.scale)) for each in processors if hasattr(each, "scale")]
+        return loaded, *layers, *strengths
+
+
+def _frozen(setting: Any) -> Any:
+    """Return a setting as it is now, for it may be changed in place."""
+    if isinstance(setting, dict):
+        return tuple(setting.items())
+    return tuple(setting) if isinstance(setting, list) else setting
+
+
+def _leaves(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each argument, or each part of one that nests others, with its name."""
+    for name, value in arguments.items():
+        if value is None or isinstance(value, (torch.Tensor, *NUMBERS)):
+            yield name, value
+            continue
+        for place, leaf in enumerate(pytree.tree_leaves(value)):
+            yield f"{name}[{place}]", leaf

@@ -1,0 +1,204 @@
+"""Several pipelines and threads over one transformer: each run is its own, and one restore serves all of them."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import diffusers
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+
+FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
+STEPS = 12
+CLOSED_LOOP = load_preset("turbo", target_error=0.25)
+LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
+
+
+def twin_of(pipe):
+    """Another pipeline over the same models with a scheduler and tokenizers of its own, which threads can't share."""
+    own = {
+        key: copy.deepcopy(part) for key, part in pipe.components.items() if key.startswith(("scheduler", "tokenizer"))
+    }
+    twin = type(pipe)(**{**pipe.components, **own})
+    twin.set_progress_bar_config(disable=True)
+    return twin
+
+
+def in_threads(jobs):
+    """Results of some functions that run side by side, or what they raised."""
+    results = [None] * len(jobs)
+
+    def work(place, job):
+        try:
+            results[place] = job()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def run_of(pipe, name, seed):
+    """A run that differs from the others in its noise and its number of steps."""
+    return lambda: tiny_output(pipe, name, steps=STEPS + seed, seed=seed)
+
+
+def equal(some, others):
+    return [torch.equal(a, b) for a, b in zip(some, others, strict=True)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("preset", ["exact", CLOSED_LOOP], ids=["exact", "closed-loop"])
+def test_two_threads_get_what_each_gets_alone(name, preset):
+    """Runs side by side decide and record apart, so that each gives the bits that it gives alone."""
+    first = tiny_pipeline(name)
+    jobs = [run_of(each, name, seed) for seed, each in enumerate((first, twin_of(first)))]
+    accelerate_pipeline(first, preset)
+    alone = [job() for job in jobs]
+    assert equal(in_threads(jobs), alone) == [True, True]
+    if preset == "exact":
+        restore_pipeline(first)
+        assert equal([job() for job in jobs], alone) == [True, True]
+
+
+@pytest.mark.parametrize("preset", [CLOSED_LOOP, LAYERS], ids=["output", "layer"])
+def test_eight_threads_get_what_each_gets_alone(preset):
+    pipes = [tiny_pipeline("flux")]
+    pipes += [twin_of(pipes[0]) for _ in range(7)]
+    accelerate_pipeline(pipes[0], preset)
+    jobs = [run_of(pipe, "flux", seed) for seed, pipe in enumerate(pipes)]
+    assert all(equal(in_threads(jobs), [job() for job in jobs]))
+
+
+def test_loops_in_threads_have_steps_of_their_own():
+    """Loops of the caller's own over one transformer are told apart by their threads."""
+    pipe = tiny_pipeline("flux")
+    timesteps = [1 - step / 20 for step in range(20)]
+    held = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))[
+        ..., : pipe.transformer.config.in_channels
+    ]
+    text = torch.zeros(1, 4, pipe.transformer.config.joint_attention_dim)
+    given = {
+        "encoder_hidden_states": text,
+        "pooled_projections": torch.zeros(1, pipe.transformer.config.pooled_projection_dim),
+    }
+    given |= {"txt_ids": torch.zeros(4, 3), "img_ids": torch.zeros(16, 3)}
+    if pipe.transformer.config.guidance_embeds:
+        given["guidance"] = torch.ones(1)
+
+    def loop(scale):
+        latents = held * scale
+        with torch.no_grad():
+            for timestep in timesteps:
+                output = pipe.transformer(
+                    hidden_states=latents, timestep=torch.tensor([timestep]), return_dict=False, **given
+                )[0]
+                latents = latents - 0.05 * output
+        return latents
+
+    accelerate_transformer(pipe.transformer, CLOSED_LOOP, timesteps)
+    jobs = [lambda scale=scale: loop(scale) for scale in (0.5, 1.0, 2.0)]
+    assert all(equal(in_threads(jobs), [job() for job in jobs]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("preset", ["exact", CLOSED_LOOP], ids=["exact", "closed-loop"])
+def test_a_pipeline_called_from_a_callback_is_a_run_of_its_own(name, preset):
+    """Neither the run in whose callback it runs nor the one within changes the other's result."""
+    pipe = tiny_pipeline(name)
+    twin = twin_of(pipe)
+    accelerate_pipeline(pipe, preset)
+    alone = [tiny_output(each, name, steps=STEPS, seed=seed) for seed, each in enumerate((pipe, twin))]
+    inner = []
+
+    def callback(_, step, timestep, tensors):
+        if step == 6:
+            inner.append(tiny_output(twin, name, steps=STEPS, seed=1))
+        return tensors
+
+    outer = tiny_output(pipe, name, steps=STEPS, seed=0, callback_on_step_end=callback)
+    assert equal([outer, *inner], alone) == [True, True]
+    assert len(pipe.dit_accel.report().steps) == STEPS
+
+
+@pytest.mark.parametrize("accelerated, restored", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_any_of_several_pipelines_restores_all(accelerated, restored):
+    """Whichever pipeline is accelerated or restored, the plain bits are back on both, and nothing is left on either."""
+    pipe = tiny_pipeline("flux")
+    other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    pipes = pipe, other
+
+    def outputs():
+        return [tiny_output(pipe, "flux", steps=STEPS), tiny_output(other, "flux-img2img", steps=24)]
+
+    plain, left = outputs(), [set(vars(each)) for each in (*pipes, pipe.transformer, pipe.vae)]
+    accelerate_pipeline(pipes[accelerated], CLOSED_LOOP)
+    assert not any(equal(outputs(), plain))
+    restore_pipeline(pipes[restored])
+    assert all(equal(outputs(), plain))
+    assert [set(vars(each)) for each in (*pipes, pipe.transformer, pipe.vae)] == left
+
+
+def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
+    """The latest preset holds for both, each has a report of its runs, and one restore takes it off both."""
+    pipe = tiny_pipeline("flux")
+    twin = twin_of(pipe)
+    plain = [run_of(each, "flux", 0)() for each in (pipe, twin)]
+    accelerate_pipeline(pipe, "exact")
+    accelerate_pipeline(twin, CLOSED_LOOP)
+    assert pipe.dit_accel is twin.dit_accel and pipe.dit_accel.preset == CLOSED_LOOP
+    assert not any(equal([run_of(each, "flux", 0)() for each in (pipe, twin)], plain))
+    restore_pipeline(pipe)
+    assert not hasattr(pipe, "dit_accel") and not hasattr(twin, "dit_accel")
+    assert all(equal([run_of(each, "flux", 0)() for each in (pipe, twin)], plain))
+
+
+@pytest.mark.parametrize("first", ["copy", "original"])
+def test_a_shallow_copy_is_left_as_the_original_was(first):
+    """Restoring a copy takes off what it has from an accelerated original, which may be restored before or after."""
+    pipe = tiny_pipeline("flux")
+    plain, left = call(pipe), set(vars(pipe))
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    twin = copy.copy(pipe)
+    for each in (twin, pipe) if first == "copy" else (pipe, twin):
+        restore_pipeline(each)
+    assert set(vars(twin)) == set(vars(pipe)) == left
+    assert torch.equal(call(twin), plain) and torch.equal(call(pipe), plain)
+
+
+def call(pipe):
+    return tiny_output(pipe, "flux", steps=STEPS)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_pipeline_may_go_while_another_stays(gone):
+    """A deleted pipeline is not kept alive, and the other one goes on as before and can be restored."""
+    pipes = [tiny_pipeline("flux")]
+    pipes.append(twin_of(pipes[0]))
+    plain = call(pipes[0])
+    accelerate_pipeline(pipes[0], CLOSED_LOOP)
+    expected, _ = [call(each) for each in pipes]
+    reference = weakref.ref(pipes.pop(gone))
+    gc.collect()
+    assert reference() is None
+    assert torch.equal(call(pipes[0]), expected)
+    restore_pipeline(pipes[0])
+    assert torch.equal(call(pipes[0]), plain)
+
+
+def test_finished_threads_leave_no_records():
+    """What a loop in a thread has recorded goes with the thread."""
+    pipe = tiny_pipeline("flux")
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    for seed in range(3):
+        in_threads([run_of(pipe, "flux", seed)])
+    assert len(pipe.dit_accel._runs.all()) == 1
