@@ -15,7 +15,7 @@ from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Says how many devices there are; this is the first, and reductions find nothing larger."""
+    """Says how many devices there are, of which this is the first and the one that measured most."""
 
     def are(count):
         monkeypatch.setattr(dist, "get_world_size", lambda _: count)
@@ -64,11 +64,32 @@ def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
         assert torch.equal(exchange.to_tokens(received, arranged=False), sent)
 
 
-def test_what_is_no_number_counts_as_the_largest_error(ranks):
-    """Devices reduce by comparison, in which it would be lost."""
-    ranks(2)
+@pytest.mark.parametrize("known", [0.25, torch.inf], ids=str)
+def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkeypatch, known):
+    """Whichever rank measured it; devices reduce by comparison, in which what is no number would be lost."""
+    reductions = {dist.ReduceOp.MAX: torch.fmax, dist.ReduceOp.MIN: torch.fmin, dist.ReduceOp.SUM: torch.add}
     transformer = SimpleNamespace(_parallel_config=parallel())
-    assert agreed(transformer, torch.tensor([0.5, torch.nan])).tolist() == [0.5, torch.inf]
+    measured = [torch.tensor([0.5, 0.125, torch.nan, 0.0, torch.nan]), torch.tensor([0.25, 1.5, known, 0.0, torch.nan])]
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, **__: sent.append(numbers.clone()))
+    for own in measured:
+        agreed(transformer, own.clone())
+
+    def found_by(rank):
+        def all_reduce(numbers, op=dist.ReduceOp.SUM, **_):
+            numbers.copy_(reductions[op](numbers, sent[1 - rank]))
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        return agreed(transformer, measured[rank].clone()).tolist()
+
+    assert found_by(0) == found_by(1) == [0.5, 1.5, torch.inf, 0.0, torch.inf]
+
+
+def test_a_device_alone_keeps_what_it_measured(monkeypatch):
+    """It asks nobody, and what is no number stays so."""
+    monkeypatch.setattr(dist, "all_reduce", None)
+    numbers = torch.tensor([0.5, torch.nan])
+    assert agreed(SimpleNamespace(), numbers) is numbers
 
 
 def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
