@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which plausible mistakes the tests notice: one change at a time in a copy of the checkout, and the nearest tests.
 
-`mutant_table.py` lists the changes, each with the property that it breaks and the test files nearest to it. A change is
+`changes/` lists the changes, each with the property that it breaks and the test files nearest to it. A change is
 noticed if one of these tests fails. The tests first run on the unchanged copy, where all of them must pass. The
 checkout itself is never written to.
 
@@ -25,48 +25,16 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from changes import MUTANTS
+from changes.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.9  # of all changes must be noticed
 LIMIT_S = 600  # that the tests of one change may take
 NOTICED, PASSED, TIMED_OUT = "noticed", "not noticed", "timed out"
 PYTEST_OUTCOMES = {0: PASSED, 1: NOTICED, 2: NOTICED}  # 2: a test file can't be imported; others are mistakes in a call
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A change of one place in the code.
-
-    Args:
-        name: for ``--only`` and the table.
-        file: path from the checkout's root.
-        old: text that occurs there exactly once.
-        new: text in its place.
-        breaks: the property that no longer holds.
-        tests: nearest test files, separated by spaces, as pytest takes them.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    breaks: str
-    tests: str
-
-    def of(self, source: str) -> str:
-        """The changed source.
-
-        Raises:
-            ValueError: the old text is not there exactly once.
-        """
-        count = source.count(self.old)
-        if count != 1:
-            raise ValueError(
-                f"{self.name}: the old text must occur once in {self.file}, got {count} times: {self.old!r}"
-            )
-        return source.replace(self.old, self.new)
 
 
 def copy_checkout(target: Path) -> None:
@@ -164,8 +132,6 @@ def table(mutants: Sequence[Mutant], outcomes: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from mutant_table import MUTANTS
-
     known = {mutant.name: mutant for mutant in MUTANTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=known, metavar="NAME", help="one change; may be repeated")

@@ -335,6 +335,22 @@ def test_measured_error_is_the_worst_samples():
     assert [step.error for step in loop.controller.report.steps] == [None, 0.5]
 
 
+def test_a_prompts_error_is_that_of_its_worst_branch():
+    """Whichever of its branches was called last, and whatever the errors of other prompts are."""
+    loop = closed_loop(**{"schedule.per_prompt": True})
+    for step in range(2):
+        for context, changes in (("cond", (2.0, 1.0)), ("uncond", (1.0, 4.0))):
+            samples = {"samples": lambda: [(0,), (1,)]}
+            with loop.controller.calling("transformer", context, step, ((2, 4),), **samples) as call:
+                output = torch.tensor(changes if step else (1.0, 1.0))[:, None].expand(2, 4)
+                loop.controller.observe(call, (output,), lambda tensor, rows: tensor)
+                loop.controller.read(call)
+                call.work["first"] = (1.0, 1.0)
+    report = loop.controller.report
+    assert [report.of_prompt(place).steps[1].error for place in range(2)] == [0.5, 0.75]
+    assert report.steps[1].error == 0.75
+
+
 def test_error_that_is_no_number_is_not_hidden():
     """If one tensor of the output has no error, the call has none, whatever the other tensors' errors are."""
     loop = closed_loop()

@@ -197,6 +197,16 @@ def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
     assert report.cache_bytes == report.estimated_bytes > 0
 
 
+@pytest.mark.parametrize("name", ["flux-fill", "flux-control", "flux-kontext", "wan-i2v", "hunyuan-i2v-concat", "sd3"])
+def test_outputs_are_expected_as_wide_as_they_are(name):
+    """Where a transformer gets a picture beside the latents, it gives fewer channels than it gets."""
+    with accelerated(tiny_pipeline(name), OUTPUT) as pipe:
+        tiny_output(pipe, name, steps=STEPS)
+        report = pipe.dit_accel.report()
+    assert report.steps_by_mode["dispatch"] > 0
+    assert report.cache_bytes == report.estimated_bytes > 0
+
+
 def test_estimate_knows_the_models_dtype():
     """A pipeline in bfloat16 remembers half as much, and the estimate says so."""
     pipe = tiny_pipeline("flux").to(torch.bfloat16)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
-from dit_accel.models.context_parallel import RING, Exchange, agreed
+from dit_accel.models.context_parallel import RING, Exchange, Exchanges, agreed
 from dit_accel.models.family import Tokens
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
@@ -46,6 +46,24 @@ def test_received_tokens_are_arranged(ranks, text_first, order):
     assert exchange.arrange(numbers).flatten().tolist() == list(range(8))
     assert torch.equal(exchange.as_received(exchange.arrange(numbers)), numbers)
     assert exchange.divides(6) and not exchange.divides(4)
+
+
+def test_a_call_exchanges_tokens_in_its_own_order(ranks):
+    """The exchange of a call is kept for the next over the same tokens, and for no others or another order of them."""
+    ranks(2)
+    mesh = SimpleNamespace(get_group=lambda: None)
+    config = SimpleNamespace(_ulysses_mesh=mesh, ring_degree=1, ulysses_degree=2)
+    transformer = SimpleNamespace(_parallel_config=SimpleNamespace(context_parallel_config=config))
+    exchanges, orders = Exchanges(), [None, torch.tensor([3, 1, 0, 2]), torch.tensor([2, 3, 1, 0])]
+    tokens = Tokens(2, 4, text_first=True)
+    for order in (*orders, *orders):
+        exchange = exchanges.of(transformer, tokens, order, torch.device("cpu"))
+        fresh = Exchange(None, tokens, order, torch.device("cpu"))
+        numbers = torch.arange(6)[None]
+        assert torch.equal(exchange.arrange(numbers), fresh.arrange(numbers))
+        assert exchanges.of(transformer, tokens, order, torch.device("cpu")) is exchange
+    longer = exchanges.of(transformer, Tokens(3, 4, text_first=True), orders[-1], torch.device("cpu"))
+    assert longer.arrange(torch.arange(7)[None]).shape == (1, 7)
 
 
 @pytest.mark.parametrize("head_dim, offset", [(8, 0), (6, 0), (8, 3)], ids=["words", "odd heads", "odd places"])
