@@ -5,7 +5,7 @@
 noticed if one of these tests fails. The tests first run on the unchanged copy, where all of them must pass. The
 checkout itself is never written to.
 
-    python scripts/checks/mutants.py                      # all of them, an hour on one core
+    python scripts/checks/mutants.py                      # all of them, one to two hours on one core
     python scripts/checks/mutants.py --only NAME --only NAME
     python scripts/checks/mutants.py --jobs 4             # in four copies at a time
 

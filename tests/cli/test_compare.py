@@ -54,8 +54,8 @@ def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeyp
     result = run("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--seed", 5, *SMALL)
     assert "enough" in result.stderr
     prompts, warmup = seen
-    assert [(each.text, each.seed) for each in prompts] == [("a fox", 5), ("two whales", 6), ("a lighthouse", 7)]
-    assert warmup.text not in [each.text for each in prompts]
+    assert [(each.prompt, each.seed) for each in prompts] == [("a fox", 5), ("two whales", 6), ("a lighthouse", 7)]
+    assert warmup.prompt not in [each.prompt for each in prompts]
 
 
 def test_an_edited_preset_is_measured_again(run, model, tmp_path):
