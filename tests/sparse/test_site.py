@@ -367,7 +367,7 @@ def test_every_row_has_its_turn_at_the_probe(count, monkeypatch):
 
 @pytest.mark.parametrize("level", ["output", "head"])
 def test_heads_with_shares_of_their_own_tighten_too(level):
-    """Where the probe always finds too large an error, each computed step attends to more, up to all of the tiles."""
+    """Where the probe finds too large an error, each computed step attends to more, up to all of the tiles."""
     densities = []
     for more in ({}, {"probe_error": 1e-6}):
         _, report = run("wan", probed(level, density="adaptive", **more), height=96, width=96)
@@ -375,8 +375,10 @@ def test_heads_with_shares_of_their_own_tighten_too(level):
         densities.append([fmean(each.density for each in attentions) for _, attentions in by_step])
     free, held = densities
     assert free[0] == held[0] < 1 and len(held) > 2
+    rising = held.index(1.0) + 1 if 1.0 in held else len(held)  # where all tiles attend there is no error
+    assert rising > 2
     for step in range(1, len(held)):
-        assert held[step] > free[step] and (held[step] > held[step - 1] or held[step] == 1)
+        assert held[step] > free[step] and (step >= rising or held[step] > held[step - 1])
 
 
 @pytest.mark.parametrize(
