@@ -10,6 +10,7 @@ from torch.distributed import _functional_collectives as functional
 from dit_accel import accelerate_pipeline
 from dit_accel.models.context_parallel import RING, Exchange, Exchanges, agreed
 from dit_accel.models.family import Tokens
+from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 
@@ -108,6 +109,22 @@ def test_a_device_alone_keeps_what_it_measured(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", None)
     numbers = torch.tensor([0.5, torch.nan])
     assert agreed(SimpleNamespace(), numbers) is numbers
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_devices_expect_shares_that_make_up_what_one_expects(monkeypatch, count):
+    """Of what blocks remember, features and symbols, each device of a group holds its part."""
+    asked, size = [], FamilyDriver.size
+    monkeypatch.setattr(FamilyDriver, "size", lambda *call: asked.append(call) or size(*call))
+    skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", skip=skip, blocks={"size": 64})
+    tiny_output(pipe, "flux", steps=2)
+    alone = size(*asked[0])
+    pipe.transformer._parallel_config = parallel(ring_degree=1, ulysses_degree=count)
+    share = size(*asked[0])
+    assert 0 <= alone.symbols - count * share.symbols < count and share.symbols > 0
+    assert 0 <= alone.width - count * share.width < count
+    assert (share.output, share.layout) == (alone.output, alone.layout)
 
 
 def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
