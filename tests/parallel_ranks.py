@@ -103,6 +103,8 @@ def compared(pipe, made: torch.Tensor, alone: torch.Tensor, modes: list[str]) ->
         "errors": [step.error for step in report.steps],
         "fallbacks": report.fallbacks,
         "computed": report.computed_fraction,
+        "held": report.cache_bytes,
+        "expected": report.estimated_bytes,
     }
 
 

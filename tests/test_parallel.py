@@ -64,6 +64,14 @@ def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", SHARED)
+def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
+    """Before the first block runs: outputs whole, and of symbols and residuals its own share, up to bits of a byte."""
+    for rank in on_both(found, family):
+        assert rank[case]["held"] == pytest.approx(rank[case]["expected"], rel=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_leave_tiles_out(found, family):
     """Symbols are drawn where a rank has all tokens of its heads; both tell the share of the one that computes most."""
     first, second = (rank["sparse"] for rank in on_both(found, family))

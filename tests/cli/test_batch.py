@@ -79,13 +79,18 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
-    """What is whole stays as it is; a spoilt file, a lost one and a line that was cut off are made again."""
+    """What is whole stays as it is; a spoilt file, a lost one and a line that was cut off are made again.
+
+    Lines of the manifest count wherever a broken one stands.
+    """
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
     folder, before = tmp_path / "out", manifest(tmp_path)
     (folder / "0001.png").write_bytes(b"spoilt")
     (folder / "0002.png").unlink()
-    lines = (folder / "manifest.jsonl").read_text()
-    (folder / "manifest.jsonl").write_text(lines[: lines.rindex('"sha256"')])
+    first, *others = (folder / "manifest.jsonl").read_text().splitlines(keepends=True)
+    broken = others.pop()
+    cut = broken[: broken.rindex('"sha256"')]
+    (folder / "manifest.jsonl").write_text("".join([first, f"{cut}\n", "[]\n", *others, cut]))
     made = []
     call = batch.timed_call
     monkeypatch.setattr(batch, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
@@ -246,8 +251,10 @@ def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
         ('{"seed": 1}', "line 1 must be an object with a prompt"),
         ('{"prompt": "a", "step": 2}', "line 1: unknown key 'step'; keys are prompt"),
         ('{"prompt": "a", "steps": "2"}', "line 1: steps must be int, got '2'"),
+        ('{"prompt": "a", "seed": true}', "line 1: seed must be int, got True"),
+        ('{"prompt": "a", "guidance": false}', "line 1: guidance must be int or float, got False"),
     ],
-    ids=["no JSON", "no prompt", "unknown key", "wrong kind"],
+    ids=["no JSON", "no prompt", "unknown key", "wrong kind", "flag", "flag for a number"],
 )
 def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, told):
     """Before the model is loaded."""

@@ -313,6 +313,14 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
     assert printed == load_preset("flux-flashomni").effective()
 
 
+def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
+    """What is there goes before what is shipped, and its own values are printed."""
+    (tmp_path / "balanced").write_text("base: balanced\nschedule: {warmup: 7}\n")
+    checked = run("presets", "check", "balanced")
+    assert checked.exit_code == 0, checked.output
+    assert yaml.safe_load(checked.stdout)["schedule"]["warmup"] == 7
+
+
 @pytest.mark.parametrize(
     "action",
     [

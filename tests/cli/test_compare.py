@@ -9,6 +9,7 @@ import torch
 
 from dit_accel.cli import compare
 from dit_accel.cli.loading import load_pipeline
+from dit_accel.errors import UnsupportedError
 from dit_accel.tools.compare import Method
 from dit_accel.tools.testing import tiny_pipeline
 
@@ -38,6 +39,23 @@ def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
     assert second["results"][:3] == first["results"] and len(second["results"]) == 4
     other = run(*asked, "--peers", "none", "--seed", 1)
     assert other.exit_code == 2 and "differs in seed (seed: 0 there, 1 now)" in other.stderr
+
+
+def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):
+    """From --seed on; the warm-up has a prompt that is none of those that are compared."""
+    seen = []
+
+    def bench(load, arguments, prompts, warmup, *_):
+        seen.extend([prompts, warmup])
+        raise UnsupportedError("enough")
+
+    monkeypatch.setattr("dit_accel.tools.compare.Bench", bench)
+    (tmp_path / "prompts.txt").write_text("a fox\ntwo whales\na lighthouse\n")
+    result = run("compare", "-m", model, "--prompts", "prompts.txt", "--peers", "none", "--seed", 5, *SMALL)
+    assert "enough" in result.stderr
+    prompts, warmup = seen
+    assert [(each.prompt, each.seed) for each in prompts] == [("a fox", 5), ("two whales", 6), ("a lighthouse", 7)]
+    assert warmup.prompt not in [each.prompt for each in prompts]
 
 
 def test_an_edited_preset_is_measured_again(run, model, tmp_path):

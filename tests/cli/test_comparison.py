@@ -1,12 +1,14 @@
 """Both sides of one picture, timed in turn."""
 
 import io
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
 from dit_accel.cli.comparison import Side, Sides, both_sides
 from dit_accel.presets import load_preset
+from dit_accel.tools import timing
 from dit_accel.tools.repeats import PLAIN_STEPS
 from dit_accel.tools.testing import tiny_pipeline
 from dit_accel.tools.timing import Output
@@ -24,6 +26,30 @@ def test_a_disturbed_time_changes_no_speedup():
     assert str(shaken.speedup) == "2.00× (0.05 to 2.00)" and (shaken.plain.seconds, shaken.fast.seconds) == (4.0, 2.0)
     assert ["raise --repeats" in remark for remark in shaken.remarks()] == [True]
     assert sides([4.0, 4.1], [2.0, 2.1]).remarks() == [] == Sides(shaken.plain, None, None).remarks()
+
+
+def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
+    """A plain repeat of a few steps counts as many seconds as all calls of the first run at its pace."""
+
+    class Clock:
+        calls = 0
+        loop_seconds = property(lambda clock: 0.5 * clock.calls)
+
+    @contextmanager
+    def clock_of(pipe):
+        clock = Clock()
+        handle = pipe.transformer.register_forward_hook(lambda *_: setattr(clock, "calls", clock.calls + 1))
+        try:
+            yield clock
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(timing, "transformer_clock", clock_of)
+    pipe, console = tiny_pipeline("flux"), Console(file=io.StringIO(), quiet=True)
+    arguments = {"prompt": "a", "num_inference_steps": STEPS, "height": 32, "width": 32}
+    for whole in (False, True):
+        made = both_sides(pipe, arguments, 0, load_preset("exact"), 3, console, whole=whole)
+        assert made.plain.repeats == made.fast.repeats == [0.5 * STEPS] * 3
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_what_cannot_be_quantised_is_told(folder, console):
         load_pipeline(str(folder), Loading(device="cpu", quantize="float8"), console)
     with pytest.raises(OptionError, match="--offload: must be model or none with --quantize"):
         Loading(offload="sequential", quantize="int8")
+    for offload in ("model", "none"):
+        assert Loading(offload=offload, quantize="int8").facts == {"quantize": "int8"}
 
 
 def test_float8_is_of_bfloat16(folder, console, monkeypatch):

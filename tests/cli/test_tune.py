@@ -69,9 +69,10 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
         (("--target-psnr", 30, "--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("--target-psnr", 30, "--output", "no/mine.yaml"), "no does not exist"),
         (("--target-psnr", 30, "--output", "mine.txt"), "--output: mine.txt must end in .yaml"),
+        (("--target-psnr", 30, "--preset", "a.yaml", "--output", "./b/../a.yaml"), "which it would replace"),
         (("--target-psnr", 30, "--preset", "balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
     ],
-    ids=["no-target", "two-targets", "plain", "preset", "prompts", "folder", "suffix", "key"],
+    ids=["no-target", "two-targets", "plain", "preset", "prompts", "folder", "suffix", "own-base", "key"],
 )
 def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
     """Exit code 2 and one line that names the option; the model, which does not exist, is not looked for."""

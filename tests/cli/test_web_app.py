@@ -16,8 +16,11 @@ from PIL import Image
 
 from dit_accel.cli.media import medium_of
 from dit_accel.cli.pipelines import call_arguments, timed_call
-from dit_accel.tools.playground import Playground
+from dit_accel.loop.report import RunReport
+from dit_accel.presets import load_preset
+from dit_accel.tools.playground import Compared, Made, Playground, Wish
 from dit_accel.tools.testing import tiny_pipeline
+from dit_accel.tools.timing import Output
 
 STEPS = 6
 # Outputs of the endpoint /make, but for the state of the session.
@@ -181,6 +184,19 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
     with pytest.raises(AppError) as failure:
         begin(visitor(), **changes).result(timeout=60)
     assert message in str(failure.value) and "\n" not in str(failure.value)
+
+
+def test_what_others_write_is_text_on_the_page(tmp_path):
+    """Notes of the report may name what a user or a model is called, and are no markup."""
+    from dit_accel.cli.web_page import _View
+
+    view = _View(Wish("a <b>fox</b>", "model"), {}, tmp_path)
+    for side in ("plain", "accelerated"):
+        view.take(Made(side, Output([], 1.0, 1.0, STEPS)))
+    notes = ["<script>alert(1)</script>", "1 < 2 & 3"]
+    view.take(Compared(load_preset("balanced"), 40.0, 2.0, RunReport("balanced", "any", [], notes=notes)))
+    assert view.is_finished
+    assert "&lt;script&gt;" in view.status and "1 &lt; 2 &amp; 3" in view.status and "<" not in view.status
 
 
 def test_the_server_asks_nobody_else(site, asked):

@@ -140,6 +140,39 @@ def test_scratch_of_a_masked_plan(backend, make_sparsity):
     assert plan_lists(plain) == naive_lists(rows, tiles, "head")
 
 
+@every_order
+def test_a_scratch_leaves_nothing_of_its_own_in_a_plan(backend, order, make_sparsity):
+    """Whatever symbols a scratch comes from, the plan holds what a fresh one holds: lists, masks and all bits."""
+    kinds = {}
+    for kind, held in {
+        "tiles": (),
+        "linear": ("linear_bits",),
+        "keys": ("slice_bits",),
+        "masks": ("masks",),
+        "all": ("linear_bits", "slice_bits", "masks"),
+    }.items():
+        sparsity = make_sparsity(2, 3, 200, masked=0.5)
+        skipped = pack_bits(~sparsity.tiles & sparsity.rows[..., None])
+        keys = pack_bits((~sparsity.tiles & sparsity.rows[..., None]).repeat_interleave(64, -1))
+        given = {"linear_bits": skipped, "slice_bits": keys, "masks": sparsity.symbols.masks}
+        kinds[kind] = replace(sparsity.symbols, **{"masks": None, **{name: given[name] for name in held}})
+    for before, symbols in itertools.product(kinds.values(), repeat=2):
+        if symbols.masks is not None and before.masks is None:
+            continue  # refused, as below
+        options = {"order": order, "backend": backend}
+        plan, fresh = lower(symbols, scratch=lower(before, **options), **options), lower(symbols, **options)
+        assert plan_lists(plan) == plan_lists(fresh)
+        for name in ("tokens", "block", "masks", "linear_bits"):
+            assert getattr(plan, name) is getattr(fresh, name)
+        assert (plan.full_count is None) == (symbols.masks is None)
+        assert (plan.slices is None) == (symbols.slice_bits is None)
+        if plan.slices is not None:
+            count = int(fresh.slices.work_count)
+            assert plan.slices.bits is symbols.slice_bits and int(plan.slices.work_count) == count > 0
+            assert torch.equal(plan.slices.count, fresh.slices.count)
+            assert torch.equal(plan.slices.work[:count], fresh.slices.work[:count])
+
+
 def test_bits_beyond_the_last_head_and_block_are_ignored(backend, make_sparsity):
     rows, tiles, symbols, _ = make_sparsity(1, 3, 300)
     stray = SparseSymbols(symbols.cache_bits | 0b11111000, symbols.skip_bits | 0b11100000, 3, 300, 64)

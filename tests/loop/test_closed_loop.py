@@ -131,6 +131,14 @@ def test_closed_loop_goes_on_with_the_order_that_reaches_farthest(errors, order)
     assert closed_loop().best_order(errors) == order
 
 
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_a_degree_between_two_reaches_as_far_as_the_higher(degree):
+    """A forecast that follows half of the highest difference is compared with the whole one by its error alone."""
+    for damped, whole in ((0.004, 0.002), (0.002, 0.004), (0.3, 0.2), (0.2, 0.3)):
+        chosen = closed_loop().best_order({degree - 0.5: damped, degree: whole})
+        assert chosen == (degree if whole < damped else degree - 0.5)
+
+
 def test_closed_loop_adds_up_what_forecasts_move_the_latents():
     """e = 0.01 over one step at order 0: forecasts are off by 0.01, 0.02, 0.03, …, times the weight of their step."""
     for weight, interval in ((1.0, 3), (0.5, 4), (4.0, 2)):

@@ -14,7 +14,7 @@ from dit_accel.loop import controller
 from dit_accel.loop.branch import Call
 from dit_accel.loop.closed_loop import NO_SLOPE, ClosedLoop, Course, Gap
 from dit_accel.loop.controller import Controller
-from dit_accel.loop.forecast import History
+from dit_accel.loop.forecast import History, newton_weights
 from dit_accel.loop.growth import responses
 from dit_accel.loop.moves import euler_moves
 from dit_accel.loop.storage import PLAIN
@@ -218,6 +218,41 @@ def test_damping_follows_the_share_of_the_slope_that_fitted_last():
     torch.testing.assert_close(output, outputs[4])
 
 
+@pytest.mark.parametrize("beyond", [0.0, 0.25, 0.5, 1.0])
+def test_forecasts_go_so_far_beyond_the_degree_that_was_best(beyond):
+    """They take that share of what the next degree adds to the one that errs least, and stop at the highest degree."""
+    settings = {"order": 2, "beyond": beyond, "damping": False, "corrector": False, "coordinate": "step"}
+    loop = closed_loop(forecast=settings, **{"schedule.target_error": 100.0, "schedule.warmup": 3})
+    values = [1.0, 1.1, 1.25]
+    for step, value in enumerate(values):
+        call, _ = loop.call(step, value)
+    state = call.branch.loops[0]
+    repeated, line, parabola = (
+        sum(weight * value for weight, value in zip(newton_weights(steps, 3.0), values[::-1], strict=False))
+        for steps in ([2.0], [2.0, 1.0], [2.0, 1.0, 0.0])
+    )
+    assert len({repeated, line, parabola}) == 3
+    state.go_on_with(1)
+    (forecast,) = state.forecast(3)
+    torch.testing.assert_close(forecast, torch.full((1, 4), line + beyond * (parabola - line)))
+    state.go_on_with(2)
+    torch.testing.assert_close(state.forecast(3)[0], torch.full((1, 4), parabola))
+
+
+def test_less_memory_never_raises_the_degree():
+    """Where a budget takes records away, forecasts go on with the degree that they had, or the highest that is left."""
+    preset = load_preset("balanced", **{"forecast.beyond": 0.0})
+    for chosen in range(4):
+        for left in range(4):
+            state = ClosedLoop(Gap(preset, Course(range(STEPS), [1.0] * STEPS)), 3)
+            for step in range(4):
+                state.outputs.record(float(step), (torch.ones(1),))
+            state.go_on_with(chosen)
+            state.adopt(left)
+            assert state.order == min(chosen, left)
+            assert len(state.outputs) == left + 1
+
+
 @pytest.mark.parametrize("slope, damped", [([0, 1, 3], None), ([0, 1, 0], NO_SLOPE), ([1, 1, 1], None)], ids=str)
 def test_damping_is_a_share_below_one(slope, damped):
     """A slope that grows is followed whole, one that turns back not at all; without one nothing is learned."""
@@ -300,6 +335,22 @@ def test_measured_error_is_the_worst_samples():
     assert [step.error for step in loop.controller.report.steps] == [None, 0.5]
 
 
+def test_a_prompts_error_is_that_of_its_worst_branch():
+    """Whichever of its branches was called last, and whatever the errors of other prompts are."""
+    loop = closed_loop(**{"schedule.per_prompt": True})
+    for step in range(2):
+        for context, changes in (("cond", (2.0, 1.0)), ("uncond", (1.0, 4.0))):
+            samples = {"samples": lambda: [(0,), (1,)]}
+            with loop.controller.calling("transformer", context, step, ((2, 4),), **samples) as call:
+                output = torch.tensor(changes if step else (1.0, 1.0))[:, None].expand(2, 4)
+                loop.controller.observe(call, (output,), lambda tensor, rows: tensor)
+                loop.controller.read(call)
+                call.work["first"] = (1.0, 1.0)
+    report = loop.controller.report
+    assert [report.of_prompt(place).steps[1].error for place in range(2)] == [0.5, 0.75]
+    assert report.steps[1].error == 0.75
+
+
 def test_error_that_is_no_number_is_not_hidden():
     """If one tensor of the output has no error, the call has none, whatever the other tensors' errors are."""
     loop = closed_loop()
@@ -310,6 +361,18 @@ def test_error_that_is_no_number_is_not_hidden():
             loop.controller.read(call)
         assert call.mode is not DISPATCH
     assert loop.call(3, context="cond")[0].mode is UPDATE
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_worst_tensor_of_an_output_decides(bad):
+    """Video beside audio: the error of a step is that of the tensor that was forecast worst, wherever it stands."""
+    loop = closed_loop()
+    for step in range(2):
+        with loop.controller.calling("transformer", "cond", step, ()) as call:
+            output = tuple(torch.full((1, 4), 1.0 + step * (place == bad)) for place in range(3))
+            loop.controller.observe(call, output, lambda tensor, rows: tensor)
+            loop.controller.read(call)
+    assert loop.controller.report.steps[1].error == 0.5
 
 
 def test_judged_tokens_decide():
@@ -423,6 +486,21 @@ def test_new_run_starts_clean():
     assert [(step.index, step.mode, step.error) for step in report.steps] == [
         (step.index, step.mode, step.error) for step in expected.steps
     ]
+
+
+def test_a_run_forgets_the_accidents_of_the_one_before():
+    """A branch that is called twice in one step of every run is an accident in each, and never ends the forecasts."""
+    loop, reports = Loop(), []
+    for _ in range(3):
+        for step in range(STEPS):
+            loop.call(step)
+            if step == 3:
+                loop.call(step)
+        reports.append(loop.controller.report)
+        loop.clock.start_run()
+    assert [report.notes for report in reports] == [["branch called twice at step 3: caches dropped"]] * 3
+    assert [[step.mode for step in report.steps] for report in reports] == [[s.mode for s in reports[0].steps]] * 3
+    assert reports[0].steps_by_mode["dispatch"] > 0
 
 
 @pytest.mark.parametrize("control", ["interval", "adaptive"])

@@ -23,6 +23,7 @@ HEADS = load_preset(
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
+ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # judges outputs at every level
 GUIDED = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
 ROWS = "no attention history of text blocks"
 FLOAT8 = "float8 histories"
@@ -160,6 +161,8 @@ def test_history_goes_on_in_another_form():
         pytest.param(CLOSED_LOOP, {}, GUIDED, id="output-closed-loop-two-branches"),
         pytest.param(LAYERS, {}, {}, id="layer"),
         pytest.param(LAYERS, {"memory.history_dtype": "float8"}, {"prompt": ["a", "b"]}, id="layer-float8-batch"),
+        pytest.param(LAYERS, ADAPTIVE, GUIDED, id="layer-closed-loop-two-branches"),
+        pytest.param(HEADS, ADAPTIVE, {}, id="head-closed-loop"),
         pytest.param(HEADS, {}, {}, id="head"),
         pytest.param(HEADS, {"forecast.order": 0}, {}, id="head-reuse"),
         pytest.param(HEADS, {"forecast.order": 2, "skip.policy": "none"}, {}, id="head-second-order-no-tiles"),
@@ -191,6 +194,16 @@ def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
         tiny_output(pipe, name, steps=STEPS)
         report = pipe.dit_accel.report()
     assert report.steps_by_mode.keys() >= {"dispatch"} and report.fallbacks == []
+    assert report.cache_bytes == report.estimated_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["flux-fill", "flux-control", "flux-kontext", "wan-i2v", "hunyuan-i2v-concat", "sd3"])
+def test_outputs_are_expected_as_wide_as_they_are(name):
+    """Where a transformer gets a picture beside the latents, it gives fewer channels than it gets."""
+    with accelerated(tiny_pipeline(name), OUTPUT) as pipe:
+        tiny_output(pipe, name, steps=STEPS)
+        report = pipe.dit_accel.report()
+    assert report.steps_by_mode["dispatch"] > 0
     assert report.cache_bytes == report.estimated_bytes > 0
 
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
     [
         pytest.param([1.0, 0.9, 0.75, 0.55], "auto", False, id="even-enough"),
         pytest.param([1.0, 0.99, 0.98, 0.5], "auto", True, id="seam"),
+        pytest.param([1.0, 0.52, 0.51, 0.5], "auto", True, id="seam-to-shorter-steps"),
+        pytest.param([0.5, 0.98, 0.99, 1.0], "auto", True, id="seam-upwards"),
         pytest.param([1.0, 0.9, 0.75, 0.55], "sigma", True, id="sigma"),
         pytest.param([1.0, 0.99, 0.98, 0.5], "step", False, id="step"),
         pytest.param([1.0, 0.5, 0.5, 0.1], "sigma", False, id="equal-neighbours"),
@@ -174,6 +176,22 @@ def test_image_to_image_counts_from_its_first_step(name):
     assert list(ticks[0].sigmas) == getattr(scheduler, "sigmas", scheduler.timesteps)[4:10].tolist()
 
 
+@pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_a_start_in_the_middle_is_found_by_a_rounded_timestep(name, dtype):
+    """Whichever step of the schedule a pipeline begins at without a word, its first timestep tells, in its own dtype.
+
+    But for the last one, which may be 1 and less, as shares of 1000 are.
+    """
+    for first in range(9):
+        scheduler = SCHEDULERS[name]()
+        clock = SchedulerClock(lambda scheduler=scheduler: scheduler)
+        scheduler.set_timesteps(10)
+        tick = clock.read(scheduler.timesteps[first].to(dtype).expand(1))
+        assert (tick.step, tick.steps) == (0, 10 - first)
+        assert list(tick.timesteps) == scheduler.timesteps[first:].tolist()
+
+
 def test_timesteps_that_round_alike_are_told_apart():
     """At 200 steps neighbouring timesteps are equal in bfloat16; the step still advances."""
     scheduler = SCHEDULERS["flow-match-euler"]()
@@ -231,6 +249,15 @@ def test_timestep_clock_takes_the_nearest():
     assert {tick.run for tick in ticks} == {ticks[0].run}
     assert ticks[0].steps == 4
     assert list(ticks[0].timesteps) == list(ticks[0].sigmas) == [1000.0, 752.0, 421.5, 3.0]
+
+
+def test_timestep_clock_finds_rounded_timesteps_of_any_spacing():
+    """Steps that lie close together at the end leave those far apart the room that bfloat16 takes."""
+    timesteps = [1000.0, 701.7, 333.3, 1.0, 0.5]
+    clock = TimestepClock(timesteps)
+    rounded = torch.tensor(timesteps).bfloat16()
+    assert max(abs(value - timestep) for value, timestep in zip(rounded.tolist(), timesteps, strict=True)) > 0.5
+    assert [clock.read(value).step for value in rounded] == list(range(5))
 
 
 @pytest.mark.parametrize("stopped_at", [2, 3])

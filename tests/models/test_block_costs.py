@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit_accel import accelerate_pipeline
+from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 6
@@ -34,6 +34,19 @@ def test_tiles_count_in_the_steps_that_leave_them_out():
         own = [density for (index, _), density in shares.items() if index == step.index]
         assert step.attended == pytest.approx(sum(own) / len(own) if own else 1.0)
     assert report.attention_sparsity > 0
+
+
+def test_samples_that_attend_apart_count_each():
+    """Mochi attends over one prompt of a batch after the other: the share is the mean of what each attended to."""
+    skip = {"policy": "sparge", "steps": "all", "top_k": 0.5}
+    preset = load_preset("exact", model="mochi", schedule={"warmup": 2}, skip=skip, blocks=SMALL)
+    pipe = accelerate_pipeline(tiny_pipeline("mochi"), preset)
+    tiny_output(pipe, "mochi", steps=4, prompt=["a fox", "two whales"], height=96, width=96)
+    report = pipe.dit_accel.report()
+    assert not report.fallbacks
+    for step in report.steps[2:]:
+        own = [each.density for each in report.attentions if each.step == step.index]
+        assert step.attended == pytest.approx(sum(own) / len(own), rel=0.02) and step.attended < 0.9
 
 
 def test_rows_that_are_reused_count_too():

@@ -3,13 +3,16 @@
 import copy
 import pickle
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, restore_pipeline
+from dit_accel.loop.call_parts import CallParts
 from dit_accel.models import component_times
-from dit_accel.models.component_times import autoencoder_remark
+from dit_accel.models.component_times import autoencoder_remark, time_components
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 
 ENCODERS = ["text_encoder", "text_encoder_2"]
@@ -107,6 +110,25 @@ def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux, error):
     assert list(parts) == [*ENCODERS, "transformer", "vae.decoder", "rest"] and sum(parts.values()) <= whole
     restore_pipeline(flux)
     assert hooks(flux) == []
+
+
+def test_a_part_that_fails_in_a_call_that_goes_on_hides_no_other():
+    """Where a pipeline catches a component's error and goes on, what runs behind it is told, and nothing twice."""
+
+    class Fails(torch.nn.Module):
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    pipe = SimpleNamespace(check_inputs=lambda: None, safety=Fails(), head=torch.nn.Identity())
+    parts = CallParts()
+    with time_components(pipe, parts):
+        for _ in range(2):
+            pipe.check_inputs()
+            with suppress(RuntimeError):
+                pipe.safety(torch.ones(1))
+            pipe.head(torch.ones(1))
+            parts.end()
+            assert list(parts.seconds()) == ["safety", "head", "rest"]
 
 
 def test_what_is_called_outside_of_a_call_is_no_part_of_it(flux):

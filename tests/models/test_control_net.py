@@ -122,6 +122,27 @@ def test_another_size_is_another_form(pipe):
         assert torch.equal(tiny_output(pipe, "flux-controlnet", steps=3, **size), expected)
 
 
+class Flagged(torch.nn.Module):
+    """Gives more or less, by a flag and a number of its call."""
+
+    def forward(self, x, several=False, scale=1.0):
+        return (scale * x, x + 1) if several else (scale * x,)
+
+
+@torch.no_grad()
+def test_a_call_with_another_flag_is_no_call_like_the_one_before():
+    """What comes out has the form that its own flags ask for; other numbers change no form, and count all the same."""
+    net, x = Flagged(), torch.arange(3.0)
+    hook = defer_calls(net)
+    for several, scale in ((False, 1.0), (True, 1.0), (True, 2.0), (False, 2.0), (False, 3.0), (True, 3.0)):
+        made = net(x, several=several, scale=scale)
+        expected = Flagged()(x, several=several, scale=scale)
+        assert len(made) == len(expected)
+        assert all(torch.equal(computed(own), other) for own, other in zip(made, expected, strict=True))
+    assert isinstance(net(x, several=True, scale=4.0)[0], DeferredTensor)
+    stop_deferring(net, hook)
+
+
 def test_reading_makes_the_call_once():
     """Whatever is done with a deferred tensor is done with what the call gives."""
     runs, value = [], torch.arange(6.0).view(2, 3)

@@ -257,6 +257,12 @@ def test_what_pipelines_drop_is_not_judged():
         ("ltx", torch.ones(1, 3, 1), {"timestep": torch.tensor([[0.0, 0.0, 9.0]])}, [[[0], [0], [1]]]),
         ("ltx", torch.ones(2, 1, 1), {"timestep": torch.tensor([9.0, 9.0])}, [[[1]], [[1]]]),
         (
+            "wan-vace",
+            torch.ones(1, 1, 2, 2, 2),
+            {"hidden_states": torch.ones(1, 1, 2, 2, 2), "timestep": torch.tensor([[0.0, 9.0]])},
+            [[[[[0, 0], [0, 0]], [[1, 1], [1, 1]]]]],
+        ),
+        (
             "kandinsky5",
             torch.ones(1, 2, 1, 3, 1),
             {"hidden_states": channels},

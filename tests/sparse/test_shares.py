@@ -67,12 +67,30 @@ def test_heads_that_lose_nothing_leave_their_tiles_to_others():
     assert chosen.tolist() == [pytest.approx([SHARES[0], SHARES[-1]])]
 
 
-def test_steps_share_tiles_by_what_their_errors_count():
-    """As heads do whose errors are larger by the square of it; a step that counts nothing keeps least."""
-    curve = [(1.0 - share) ** 2 for share in SHARES]
-    together = allotted([curve], 0.5, [2.0, 1.0, 0.0])
-    beside = allotted([[4 * error for error in curve], curve, [0.0] * len(SHARES)], 0.5, [1.0])
-    assert torch.equal(together[:, 0], beside[0])
+@pytest.mark.parametrize("mean", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("weights", [(2.0, 1.0, 0.5), (0.3, 4.0, 1.0), (1.0, 1.5, 1.0)], ids=str)
+def test_steps_share_tiles_so_that_least_is_lost(mean, weights):
+    """No choice of as many tiles loses less of ``Σ_i w_i² e(s_i)``, over all that three steps of a head can choose."""
+    shares = [*SHARES, 1.0]
+    for power in (1.5, 2, 4):
+        curve = [(1.0 - share) ** power for share in shares]
+        chosen = allotted([curve[:-1]], mean, weights)[:, 0].tolist()
+        places = [shares.index(pytest.approx(share)) for share in chosen]
+
+        def lost(choice, curve=curve):
+            return sum(weight**2 * curve[place] for weight, place in zip(weights, choice, strict=True))
+
+        as_many = (
+            other
+            for other in itertools.product(range(len(shares)), repeat=3)
+            if sum(shares[place] for place in other) <= sum(chosen) + 1e-6
+        )
+        assert sum(chosen) <= 3 * mean + 1e-6
+        assert lost(places) <= min(map(lost, as_many)) * 1.02  # weights are rounded to a fortieth of a decade
+
+
+def test_a_step_that_counts_nothing_keeps_least():
+    together = allotted([[(1.0 - share) ** 2 for share in SHARES]], 0.5, [2.0, 1.0, 0.0])
     assert together[0] > together[1] > together[2] == pytest.approx(SHARES[0])
 
 

@@ -1,6 +1,9 @@
 """Attention sites of all families: when masks are drawn and how long they stay, blocks of their own, kernel options."""
 
 import functools
+import math
+from itertools import groupby
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +15,10 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.loop.closed_loop import Gap
 from dit_accel.loop.controller import Controller
-from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.forecast import History
+from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.tracker import Tick
 from dit_accel.sparse import policies
 from dit_accel.sparse import site as sparse_site
@@ -194,6 +199,23 @@ def test_kernel_options_reach_every_step(name, overrides, options, spy):
     assert 0 < (result - exact).norm() < 0.2 * exact.norm()
 
 
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_blocks_forecast_by_the_degree_that_the_loop_chose(level, monkeypatch):
+    """A loop that stays at degree 1 makes of two records what it makes of three; a higher degree is another result."""
+    adaptive = {"control": "adaptive", "warmup": 3, "target_error": 10.0, "max_interval": 2}
+
+    def made(order, chosen):
+        monkeypatch.setattr(Gap, "best_order", lambda gap, errors: min(max(errors), chosen))
+        wanted = preset("flux", level, **{"schedule": adaptive, "forecast.order": order})
+        result, report = run("flux", wanted)
+        assert report.steps_by_mode["dispatch"] >= 2
+        return result
+
+    line = made(2, 1)
+    torch.testing.assert_close(line, made(1, 1), rtol=1e-5, atol=1e-5)
+    assert (line - made(2, 2)).norm() > 1e-3 * line.norm()
+
+
 # The residual
 
 
@@ -322,6 +344,73 @@ def test_probe_tightens_until_the_target_is_met(level):
         assert pipe.dit_accel.report().attentions == report.attentions
     errors, blocks = errors_of(report), len(report.layers)
     assert min(errors[:blocks]) > target > sum(errors[-blocks:]) / blocks
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_row_has_its_turn_at_the_probe(count, monkeypatch):
+    """From step to step the probe moves on, until it has measured every token of each site."""
+    measured, original = [], sparse_site.attention_error
+
+    def attention_error(o, q, k, v, rows, **options):
+        measured.append({token for row in rows for token in range(row.start, row.stop)})
+        return original(o, q, k, v, rows, **options)
+
+    monkeypatch.setattr(sparse_site, "attention_error", attention_error)
+    _, report = run("wan", probed("output", probe_blocks=count), height=96, width=96)
+    sites, tokens = len(report.layers), max(token for seen in measured for token in seen) + 1
+    turns = math.ceil(math.ceil(tokens / 64) / count)
+    assert len(measured) // sites >= turns > 2
+    for site in range(sites):
+        seen = measured[site::sites][:turns]
+        assert set().union(*seen) == set(range(tokens)) and seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("level", ["output", "head"])
+def test_heads_with_shares_of_their_own_tighten_too(level):
+    """Where the probe finds too large an error, each computed step attends to more, up to all of the tiles."""
+    densities = []
+    for more in ({}, {"probe_error": 1e-6}):
+        _, report = run("wan", probed(level, density="adaptive", **more), height=96, width=96)
+        by_step = groupby(report.attentions, lambda each: each.step)
+        densities.append([fmean(each.density for each in attentions) for _, attentions in by_step])
+    free, held = densities
+    assert free[0] == held[0] < 1 and len(held) > 2
+    rising = held.index(1.0) + 1 if 1.0 in held else len(held)  # where all tiles attend there is no error
+    assert rising > 2
+    for step in range(1, len(held)):
+        assert held[step] > free[step] and (step >= rising or held[step] > held[step - 1])
+
+
+@pytest.mark.parametrize(
+    "error, kept", [(0.01, True), (0.04, True), (0.05, False), (math.nan, False), (math.inf, False)]
+)
+def test_masks_stay_only_where_their_error_is_known_to_be_small(error, kept):
+    """An error that is no number is none that the target allows."""
+    state = SiteState(tiles=(masks := object()))
+    state.tighten(error, 0.04)
+    assert (state.tiles is masks) == kept
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_what_a_site_keeps_has_its_coordinates(left):
+    """After a smaller plan each value that stays is still found at the step that it was recorded at."""
+    size, state = ModelSize(layout=TokenLayout(text=0, vision=128)), SiteState()
+    coordinates = (6.0, 4.0, 2.0)
+    values = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 128, 16)
+    history = state.history("mlp", MemoryPlan(2))
+    state.attention = History(2)
+    for coordinate, value in zip(reversed(coordinates), values.flip(0), strict=True):
+        history.record(coordinate, (value,))
+        state.attention.record(coordinate, (value,))
+    state.bias_stack, state.bias_coordinates = MemoryPlan(2).biases.keep(values.clone()), coordinates
+    state.adopt(MemoryPlan(left), size)
+    for kept, own, count in (
+        ([value for (value,) in history.values], history.coordinates, left + 1),
+        ([value for (value,) in state.attention.values], state.attention.coordinates, left),
+        (state.bias_stack.read(), state.bias_coordinates, left + 1),
+    ):
+        assert own == coordinates[:count] and len(kept) == count
+        assert all(torch.equal(value, values[place]) for place, value in enumerate(kept))
 
 
 def test_probe_ends_masks_that_pass_its_target():

@@ -48,13 +48,26 @@ def test_a_map_that_is_there_is_not_made_again():
     )
 
 
-def test_padding_is_in_no_class():
-    """Tiles that hold valid keys share the classes among them."""
-    layout, kv_len = LAYOUTS["no-text"], torch.tensor([800, 321], dtype=torch.int32)
-    symbols = draw(features(0), features(1), layout, CONFIG, kv_len=kv_len)
-    critical, marginal = (unpack_bits(bits, 13) for bits in (symbols.skip_bits, symbols.linear_bits))
-    assert not (critical | marginal)[1, ..., 6:].any()
-    assert (critical[1].sum(-1) == 1).all() and (marginal[1].sum(-1) == 6 - 1 - 2).all()
+@pytest.mark.parametrize("valid", [1, 63, 64, 65, 320, 321, 384, 385, 799, 800])
+def test_padding_is_in_no_class(valid):
+    """Rows of a padded sample have the classes that they have without padding, and no tile of padding alone has one.
+
+    A tile that holds one valid key is a tile of the sample.
+    """
+    layout, kv_len = LAYOUTS["no-text"], torch.tensor([800, valid], dtype=torch.int32)
+    q, k = features(0), features(1)
+    padded, alone = (
+        draw(queries, keys, of, CONFIG, kv_len=lengths)
+        for queries, keys, of, lengths in (
+            (q, k, layout, kv_len),
+            (q[1:, :valid], k[1:, :valid], TokenLayout(0, valid, BLOCK), None),
+        )
+    )
+    blocks, whole = -(-valid // BLOCK), valid // BLOCK  # the mean query of a block that ends in padding has it in it
+    for bits, own in ((padded.skip_bits, alone.skip_bits), (padded.linear_bits, alone.linear_bits)):
+        tiles = unpack_bits(bits, layout.blocks)[1]
+        assert not tiles[..., blocks:].any()
+        assert torch.equal(tiles[:, :whole, :blocks], unpack_bits(own, blocks)[0, :, :whole])
 
 
 def test_the_functional_form_gives_the_plan():

@@ -1,0 +1,156 @@
+"""Slips in `dit_accel/loop`: when a step is computed, and what stands in for one that is not."""
+
+from __future__ import annotations
+
+from changes.mutant import Mutant
+
+LOOP = "dit_accel/loop"
+TEST_LOOP = "tests/loop"
+TEST_MODELS = "tests/models"
+
+MUTANTS = [
+    Mutant(
+        "memory-is-the-latest",
+        f"{LOOP}/accounts.py",
+        "max(report.cache_bytes, device)",
+        "device",
+        "the report has the most memory that caches took",
+        f"{TEST_LOOP}/test_controller.py",
+    ),
+    Mutant(
+        "prompt-error-is-the-latest",
+        f"{LOOP}/accounts.py",
+        "errors[-1] = max(error, errors[-1] or 0.0)",
+        "errors[-1] = error",
+        "a prompt's error is that of its worst branch",
+        f"{TEST_LOOP}/test_per_prompt.py {TEST_LOOP}/test_controller.py",
+    ),
+    Mutant(
+        "prompts-share-work",
+        f"{LOOP}/accounts.py",
+        "computed if place in call.computing else 0.0",
+        "computed",
+        "a prompt's computed fraction is of the steps that it computed itself",
+        f"{TEST_LOOP}/test_per_prompt.py",
+    ),
+    Mutant(
+        "moves-from-the-start",
+        f"{LOOP}/moves.py",
+        "timesteps = scheduler.timesteps[first:]",
+        "timesteps = scheduler.timesteps",
+        "from image to image the moves are those of the steps that run",
+        f"{TEST_LOOP}/test_moves.py {TEST_LOOP}/test_tracker.py",
+    ),
+    Mutant(
+        "somewhat-linear",
+        f"{LOOP}/moves.py",
+        "if linear.all()",
+        "if linear.any()",
+        "a scheduler that clips or draws noise in one step has no moves",
+        f"{TEST_LOOP}/test_moves.py",
+    ),
+    Mutant(
+        "samples-in-order-of-parts",
+        f"{LOOP}/rows.py",
+        "places = sorted((row",
+        "places = list((row",
+        "a batch is put together in the order of its samples",
+        f"{TEST_LOOP}/test_per_prompt.py",
+    ),
+    Mutant(
+        "taylor-without-factorial",
+        f"{LOOP}/forecast.py",
+        "distance**order / math.factorial(order)",
+        "distance**order / max(order, 1)",
+        "TaylorSeer's forecast is its equation 3 at any degree",
+        f"{TEST_LOOP}/test_forecast.py",
+    ),
+    Mutant(
+        "nearest-degree-below",
+        f"{LOOP}/forecast.py",
+        "below = int(order)",
+        "below = round(order)",
+        "a degree between two takes its share of what the higher one adds",
+        f"{TEST_LOOP}/test_forecast.py",
+    ),
+    Mutant(
+        "response-points-away",
+        f"{LOOP}/growth.py",
+        "sigmas[-1] - sigmas[0])",
+        "sigmas[0] - sigmas[-1])",
+        "the model answers to a shift of the latents by taking it back",
+        f"{TEST_LOOP}/test_growth.py",
+    ),
+    Mutant(
+        "open-parts-stay",
+        f"{LOOP}/call_parts.py",
+        "        self._open.clear()\n",
+        "",
+        "a call that never came to its end leaves nothing in the times of the next",
+        f"{TEST_MODELS}/test_component_times.py",
+    ),
+    Mutant(
+        "rows-are-a-view",
+        f"{LOOP}/storage.py",
+        "keep(tensor[:, self._rows].clone())",
+        "keep(tensor[:, self._rows])",
+        "rows that are left out take no memory",
+        f"{TEST_LOOP}/test_memory.py",
+    ),
+    Mutant(
+        "warm-up-one-longer",
+        f"{LOOP}/interval.py",
+        "step < schedule.warmup or",
+        "step <= schedule.warmup or",
+        "the step behind the warm-up is an UPDATE",
+        f"{TEST_LOOP}/test_closed_loop.py",
+    ),
+    Mutant(
+        "moves-have-a-sign",
+        f"{LOOP}/closed_loop.py",
+        "if abs(end[step]) <=",
+        "if end[step] <=",
+        "what lasts of an output counts by its size, whichever way it moves the latents",
+        f"{TEST_LOOP}/test_controller.py",
+    ),
+    Mutant(
+        "whole-slope-is-damped",
+        f"{LOOP}/closed_loop.py",
+        "fitted if fitted != 1.0 else None",
+        "fitted",
+        "a slope that fits whole is a forecast of degree 1, and no damped one",
+        f"{TEST_LOOP}/test_controller.py",
+    ),
+    Mutant(
+        "notes-repeat",
+        f"{LOOP}/report.py",
+        "if remark not in self.notes:",
+        "if remark:",
+        "the report has each remark once",
+        f"{TEST_LOOP}/test_report.py {TEST_LOOP}/test_controller.py",
+    ),
+    Mutant(
+        "lowest-order-first",
+        f"{LOOP}/memory.py",
+        "in reversed(range(preset.forecast.order))",
+        "in range(preset.forecast.order)",
+        "a budget lowers the order no more than it must",
+        f"{TEST_LOOP}/test_memory.py",
+    ),
+    Mutant(
+        "guessed-start-begins-anew",
+        f"{LOOP}/tracker.py",
+        "index > self._latest + 1)",
+        "index > self._latest)",
+        "a run whose start was guessed right goes on",
+        f"{TEST_LOOP}/test_tracker.py",
+    ),
+    Mutant(
+        "least-mode-of-a-batch",
+        f"{LOOP}/controller.py",
+        "mode = max(modes, key=MODES_BY_WORK.index)",
+        "mode = min(modes, key=MODES_BY_WORK.index)",
+        "a call computes where any of its samples does",
+        f"{TEST_LOOP}/test_per_prompt.py",
+    ),
+]

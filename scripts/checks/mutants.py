@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Which plausible mistakes the tests notice: one change at a time in a copy of the checkout, and the nearest tests.
+
+`changes/` lists the changes, each with the property that it breaks and the test files nearest to it. A change is
+noticed if one of these tests fails. The tests first run on the unchanged copy, where all of them must pass. The
+checkout itself is never written to.
+
+    python scripts/checks/mutants.py                      # all of them, one to two hours on one core
+    python scripts/checks/mutants.py --only NAME --only NAME
+    python scripts/checks/mutants.py --jobs 4             # in four copies at a time
+
+Prints a table and the share that was noticed by folder, and exits with 1 if that is below 90% of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from changes import MUTANTS
+from changes.mutant import Mutant
+
+ROOT = Path(__file__).parents[2]
+ENOUGH = 0.9  # of all changes must be noticed
+LIMIT_S = 600  # that the tests of one change may take
+NOTICED, PASSED, TIMED_OUT = "noticed", "not noticed", "timed out"
+PYTEST_OUTCOMES = {0: PASSED, 1: NOTICED, 2: NOTICED}  # 2: a test file can't be imported; others are mistakes in a call
+
+
+def copy_checkout(target: Path) -> None:
+    """Copies the files that git knows or would add, and links the environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def run_tests(tree: Path, tests: str, limit: float = LIMIT_S) -> tuple[str, str]:
+    """Runs test files in a copy until one fails; returns the outcome and what pytest printed.
+
+    Raises:
+        RuntimeError: pytest could not run them.
+    """
+    # Compiled files are told apart by seconds and size, which a change may leave as they are.
+    changes = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=os.environ | changes, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT, ""
+    printed = done.stdout + done.stderr
+    if done.returncode not in PYTEST_OUTCOMES:
+        raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{printed[-4000:]}")
+    return PYTEST_OUTCOMES[done.returncode], printed
+
+
+def try_out(mutant: Mutant, tree: Path, limit: float = LIMIT_S) -> str:
+    """What the nearest tests make of one change in a copy, which is undone afterwards."""
+    path = tree / mutant.file
+    source = path.read_text(encoding="utf-8")
+    path.write_text(mutant.of(source), encoding="utf-8")
+    try:
+        return run_tests(tree, mutant.tests, limit)[0]
+    finally:
+        path.write_text(source, encoding="utf-8")
+
+
+def try_all(mutants: Sequence[Mutant], jobs: int) -> list[str]:
+    """The outcome of every change, in as many copies at a time as there are jobs.
+
+    Raises:
+        RuntimeError: tests fail without any change.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees: queue.Queue[Path] = queue.Queue()
+        for job in range(jobs):
+            copy_checkout(Path(folder) / str(job))
+            trees.put(Path(folder) / str(job))
+
+        def outcome(mutant: Mutant) -> str:
+            tree, begin = trees.get(), time.perf_counter()
+            try:
+                found = try_out(mutant, tree)
+            finally:
+                trees.put(tree)
+            print(f"{time.perf_counter() - begin:5.0f} s  {found:11}  {mutant.name}", file=sys.stderr, flush=True)
+            return found
+
+        with ThreadPoolExecutor(jobs) as pool:
+            require_passing(mutants, Path(folder) / "0")
+            return list(pool.map(outcome, mutants))
+
+
+def require_passing(mutants: Sequence[Mutant], tree: Path) -> None:
+    """Raises if any of the tests fails in an unchanged copy, where it would notice everything."""
+    tests = " ".join(sorted({test for mutant in mutants for test in mutant.tests.split()}))
+    outcome, printed = run_tests(tree, tests, limit=LIMIT_S * len(mutants))
+    if outcome != PASSED:
+        raise RuntimeError(f"the tests must pass without a change, got {outcome!r}:\n{printed[-4000:]}")
+
+
+def table(mutants: Sequence[Mutant], outcomes: Sequence[str]) -> str:
+    """A row for each change, and the share that was noticed by folder."""
+    rows = ["| change | file | outcome | breaks |", "|---|---|---|---|"]
+    folders: dict[str, list[bool]] = defaultdict(list)
+    for mutant, outcome in zip(mutants, outcomes, strict=True):
+        rows.append(f"| {mutant.name} | {mutant.file} | {outcome} | {mutant.breaks} |")
+        folders[str(Path(mutant.file).parent)].append(outcome == NOTICED)
+    rows += ["", "| folder | changes | noticed |", "|---|---|---|"]
+    everything = [noticed for found in folders.values() for noticed in found]
+    for folder, found in [*sorted(folders.items()), ("all", everything)]:
+        rows.append(f"| {folder} | {len(found)} | {sum(found) / len(found):.0%} |")
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=known, metavar="NAME", help="one change; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="copies at work at a time")
+    options = parser.parse_args(arguments)
+    mutants = [known[name] for name in options.only or known]
+    outcomes = try_all(mutants, options.jobs)
+    print(table(mutants, outcomes))
+    return int(outcomes.count(NOTICED) < ENOUGH * len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

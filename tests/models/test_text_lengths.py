@@ -1,0 +1,50 @@
+"""How long prompts are, by the masks that pipelines pass."""
+
+import pytest
+import torch
+
+from dit_accel.models.samples import TextLengths, TextMasks
+
+
+def mask_of(*lengths, tokens=6):
+    return (torch.arange(tokens) < torch.tensor(lengths)[:, None]).long()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_lengths_are_those_of_the_call(mode):
+    """A mask is read once as long as nobody writes to it; another one, or other ones in it, has lengths of its own."""
+    masks = TextMasks()
+    with mode():
+        mask, other = mask_of(3, 5), mask_of(2, 2)
+        found = masks.lengths(mask)
+        assert (found.lengths, found.end, found.leading) == ((3, 5), 5, True)
+        assert masks.lengths(mask) is found
+        assert masks.lengths(other).lengths == (2, 2)
+    if mode is torch.no_grad:  # tensors of inference mode count no versions
+        mask[0] = 1
+        assert masks.lengths(mask).lengths == (6, 5)
+        mask[:, 0] = 0
+        assert masks.lengths(mask).lengths == (5, 4) and not masks.lengths(mask).leading
+
+
+def test_an_empty_prompt_has_a_token():
+    """Attention over no key at all would give what is no number."""
+    found = TextMasks().lengths(mask_of(0, 4))
+    assert found.lengths == (1, 4) and found.counts.tolist() == [1, 4] and found.leading
+    assert TextMasks().lengths(mask_of(0)).end == 1
+
+
+def test_gaps_count_up_to_the_last_token():
+    """As many tokens as the mask has ones are read, and none behind the last of them is needed."""
+    found = TextMasks().lengths(torch.tensor([[1, 0, 0, 1, 0, 0]]))
+    assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 4])
+@pytest.mark.parametrize("end", [1, 4, 5, 6])
+def test_devices_share_text_with_the_least_padding(shares, end):
+    """The end is the first from there on that divides by the devices, and never behind the text that there is."""
+    most = 6
+    found = TextLengths((end,), torch.tensor([end]), end).divisible(shares, most)
+    wanted = [length for length in range(end, most + 1) if length % shares == 0] or [most]
+    assert found.end == wanted[0] and found.lengths == (end,)

@@ -1,0 +1,68 @@
+"""The table of changes that tests must notice stays true, and the script that tries them tells what they notice."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).parents[2] / "scripts" / "checks"
+sys.path.insert(0, str(CHECKS))
+
+import mutants  # noqa: E402
+
+TINY = "response-points-away"  # whose nearest tests take a second
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_change_can_be_made(mutant):
+    """Its old text is in the file once, what comes of it is Python, and its test files are there."""
+    source = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
+    compile(mutant.of(source), mutant.file, "exec")
+    assert mutant.of(source) != source and mutant.breaks
+    assert all((mutants.ROOT / test).is_file() for test in mutant.tests.split())
+
+
+def test_changes_have_names_of_their_own():
+    names = [mutant.name for mutant in mutants.MUTANTS]
+    assert len(set(names)) == len(names) >= 50
+
+
+def test_a_change_that_a_test_notices_is_told(capfd):
+    """The tests pass without it and fail with it, in a copy: the checkout stays as it is."""
+    (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
+    file = mutants.ROOT / mutant.file
+    before = file.read_bytes()
+    assert mutants.main(["--only", TINY]) == 0
+    assert f"| {TINY} | {mutant.file} | noticed | {mutant.breaks} |" in capfd.readouterr().out
+    assert file.read_bytes() == before
+
+
+def test_a_change_that_makes_no_difference_is_not_noticed(tmp_path):
+    """A copy is whole again after each change, so that the next one is tried by itself."""
+    (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
+    mutants.copy_checkout(tmp_path)
+    same = replace(mutant, new=mutant.old + "  # as before")
+    assert mutants.try_out(same, tmp_path) == mutants.PASSED
+    assert (tmp_path / mutant.file).read_bytes() == (mutants.ROOT / mutant.file).read_bytes()
+
+
+def test_tests_that_are_not_there_are_an_error(tmp_path):
+    """They would notice nothing, or everything."""
+    with pytest.raises(RuntimeError, match=r"pytest nowhere\.py ended with 4"):
+        mutants.run_tests(tmp_path, "nowhere.py")
+
+
+@pytest.mark.parametrize("passed, code", [(1, 0), (2, 1)])
+def test_nine_of_ten_must_be_noticed(monkeypatch, capsys, passed, code):
+    """What ran out of time is not noticed; the table has the share of each folder."""
+    names = [mutant.name for mutant in mutants.MUTANTS[:10]]
+    outcomes = [mutants.TIMED_OUT, mutants.PASSED][:passed] + [mutants.NOTICED] * (10 - passed)
+    monkeypatch.setattr(mutants, "try_all", lambda chosen, jobs: outcomes)
+    assert mutants.main([part for name in names for part in ("--only", name)]) == code
+    assert f"| all | 10 | {10 - passed}0% |" in capsys.readouterr().out
+
+
+def test_a_text_that_occurs_twice_is_no_change():
+    with pytest.raises(ValueError, match=r"the old text must occur once in .*, got 2 times: 'a'"):
+        replace(mutants.MUTANTS[0], old="a").of("a = a")
