@@ -3,16 +3,22 @@
 import json
 import logging
 import os
+import re
 import sys
 
 import pytest
-import ray
+from rich.console import Console
 
 from dit_accel.cli import ray_engine
 from dit_accel.cli.batch import Made
+from dit_accel.cli.failures import OutOfMemoryError
+from dit_accel.cli.jobs import Job
+from dit_accel.cli.loading import Loading
+from dit_accel.cli.pipelines import Setup
 from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.tools.testing import tiny_pipeline
 
+ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
 SMALL = ("--steps", "2", "--height", "64", "--width", "64")
 RAY = ("--engine", "ray", "--actors", "2")
@@ -72,6 +78,15 @@ class Simple:
             raise RuntimeError("CUDA error")
         indices = [job.index for job in batch]
         return [Made(prompt.encode(), 0.5, None, indices) for prompt in prompts]
+
+
+class Large(Simple):
+    """Makes a file of its process's number; runs out of memory at "large" and in batches of it."""
+
+    def make(self, batch):
+        if any(job.settings["prompt"] == "large" for job in batch):
+            raise OutOfMemoryError(f"no memory in {os.getpid()}")
+        return [Made(str(os.getpid()).encode(), 0.5, None, []) for _ in batch]
 
 
 class Willing(Simple):
@@ -135,6 +150,69 @@ def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, t
         **{index: [index] for index in (0, 2)},
         **{index: [4, 5] for index in (4, 5)},
     }
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["lines", "batches"])
+def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
+    cluster, generate, tmp_path, monkeypatch, size
+):
+    """What fills it may stay there; a batch was too large as such, and its lines are made by the same one."""
+    monkeypatch.setattr(ray_engine, "_Actor", Large)
+    monkeypatch.setattr(ray_engine, "ATTEMPTS", 1)
+    lines = ["large", "b"] if size == 1 else ["a", "large", "b", "c"]  # of which the first two share a call
+    result = generate(lines, "--engine", "ray", "--actors", "1", "--batch-size", size)
+    assert result.exit_code == 1 and "error: 1 of" in result.output
+    full = {*re.findall(r"no memory in (\d+)", result.output)}
+    made = [path.read_text() for path in sorted((tmp_path / "out").glob("*.png"))]
+    assert len(made) == len(lines) - 1 and len({*made}) == len(full) == 1
+    assert ({*made} == full) == (size == 2)
+
+
+def test_errors_that_come_of_every_attempt_are_tried_once():
+    """What was asked for can't be; memory and devices may do another time."""
+    refused = [UnsupportedError("no"), ray_engine.OptionError("--steps", "no")]
+    assert all(map(ray_engine._refuses, refused))
+    assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
+
+
+@pytest.mark.parametrize(
+    ("place", "asked", "device", "needs", "count"),
+    [
+        ({"GPU": 4, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 3),
+        ({"GPU": 2, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 2),
+        ({"CPU": 8}, 2, "cpu", {"num_cpus": 1, "num_gpus": 0}, 2),
+    ],
+    ids=["more GPUs than lines", "fewer", "CPUs"],
+)
+def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
+    """As many as there is work for, each with what it loads the pipeline on; a cluster of one's own stays up."""
+    made = []
+
+    class Engine:
+        def __init__(self, *what):
+            made.append(what)
+
+        wait_for_one = close = lambda self: made.append("called")
+
+    monkeypatch.setattr(ray_engine, "RayEngine", Engine)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: place)
+    monkeypatch.setattr(ray, "shutdown", lambda: made.append("shut down"))
+    setup = Setup("model", None, {}, None, Loading(), {}, {}, 1)
+    with ray_engine.ray_engine(setup, None, [Job(index, {}) for index in range(3)], asked, Console(quiet=True)):
+        pass
+    (what, *after) = made
+    assert what[0].loading.device == device and what[3:5] == (count, needs) and after == ["called", "called"]
+
+
+def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
+    """So that paths of models and pictures mean the same; elsewhere it stays where it is."""
+    monkeypatch.setattr(ray_engine, "Worker", lambda *what: type("Worker", (), {"suffix": ".png", "preset": None}))
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("missing", "there"):
+        assert ray_engine._Actor().open((None, None, []), str(tmp_path / folder)) == (".png", None)
+        assert os.getcwd() == str(tmp_path if folder == "missing" else tmp_path / "there")
 
 
 @pytest.mark.parametrize(
