@@ -2,16 +2,21 @@
 
 import json
 import os
+from io import BytesIO
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import batch
 from dit_accel.cli.batch import Failure, Made, run_jobs
 from dit_accel.cli.jobs import Job
+from dit_accel.cli.media import Pictures
 from dit_accel.cli.options import OptionError
+from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
+from dit_accel.tools.timing import Output
 
 FACTS = {"model": "some/model", "lora": {"owner/name": 0.5}, "call": {"sigmas": [1.0, 0.5]}}
 PRESET = {"name": "balanced", "schedule": {"order": 1}}
@@ -188,3 +193,72 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
     worker = batch.Worker(SimpleNamespace(batch_size=size), None, [], Console(quiet=True))
     assert worker.preset == preset.effective()
     assert started[0].schedule.per_prompt == apart
+
+
+def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
+    """Seconds are those of the call, and a plain run has no report."""
+    pictures = [Image.new("RGB", (2, 2), (level,) * 3) for level in (0, 99)]
+    report = SimpleNamespace(of_prompt=lambda place: SimpleNamespace(to_json=lambda: {"prompt": place}))
+    pipe, seeds = SimpleNamespace(dit_accel=SimpleNamespace(report=lambda: report)), []
+    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), load_preset("balanced")))
+    monkeypatch.setattr(batch, "start_pipeline", lambda *_: None)
+    monkeypatch.setattr(batch, "call_arguments", lambda _, __, options, others: options | others)
+    arguments = []
+
+    def call(pipe, given, seed):
+        arguments.append(given), seeds.append(seed)
+        return Output(pictures[: len(seed) if isinstance(seed, list) else 1], 9.0, 5.0, 1)
+
+    monkeypatch.setattr(batch, "timed_call", call)
+    setup = SimpleNamespace(batch_size=2, model="some/model", call={"sigmas": [1.0]})
+    jobs = [Job(3, {"prompt": "a", "negative-prompt": "x", "seed": 7, "steps": 2}), Job(4, {"prompt": "b", "seed": 8})]
+    jobs[1].settings.update({"negative-prompt": "y", "steps": 2})
+    worker = batch.Worker(setup, "picture", [], Console(quiet=True))
+    made = worker.make(jobs)
+    assert [Image.open(BytesIO(each.data)).getpixel((0, 0))[0] for each in made] == [0, 99]
+    assert [(each.report, each.seconds, each.batch) for each in made] == [
+        ({"prompt": 0}, 5.0, [3, 4]),
+        ({"prompt": 1}, 5.0, [3, 4]),
+    ]
+    worker.preset = None
+    assert [each.report for each in worker.make(jobs[:1])] == [None]
+    common = {"image": "picture", "steps": 2, "sigmas": [1.0]}
+    assert arguments == [
+        common | {"prompt": ["a", "b"], "negative-prompt": ["x", "y"]},
+        common | {"prompt": "a", "negative-prompt": "x"},
+    ]
+    assert seeds == [[7, 8], 7]
+    monkeypatch.setattr(batch, "timed_call", lambda *_: Output(pictures[:1], 9.0, 5.0, 1))
+    with pytest.raises(UnsupportedError, match="SimpleNamespace made 1 of 2 prompts"):
+        worker.make(jobs)
+
+
+def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
+    """The last one's mistake is told before the first one's hours."""
+    pipe, looked = SimpleNamespace(), []
+    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), None))
+    monkeypatch.setattr(batch, "start_pipeline", lambda *_: looked.append("started"))
+    monkeypatch.setattr(batch, "call_arguments", lambda _, __, options, ___: looked.append(options["prompt"]))
+    setup = SimpleNamespace(batch_size=1, model="some/model", call={})
+    batch.Worker(setup, None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True))
+    assert looked == [0, 1, 2, "started"]
+
+
+def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(monkeypatch):
+    """Alone, the other lines are made first; one process of several can't know what the others do, and leaves."""
+    worker = object.__new__(batch.Worker)
+    worker._pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
+
+    def make(batch):
+        if len(batch) > 1 or batch[0].index != 1:
+            raise UnsupportedError(f"line {batch[0].index}")
+        return ["made"]
+
+    monkeypatch.setattr(worker, "make", make)
+    jobs, progress = [Job(index, {}) for index in range(3)], SimpleNamespace(watch=id, begin=lambda *_: None)
+    for processes, expected in (("1", [(jobs[1], "made")]), ("2", [])):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        made = []
+        with pytest.raises(UnsupportedError, match="line 0"):
+            made.extend(worker.make_all([jobs], progress))
+        assert made == expected
