@@ -108,7 +108,12 @@ def reached(monkeypatch, made, tmp_path):
         def __init__(self, load, arguments, prompts, tuning_prompt, begin, repeats):
             self.pipe = load()
             note_call("arguments.", arguments)
-            put(prompts=[(each.prompt, each.seed) for each in prompts], tuning_seed=tuning_prompt.seed, repeats=repeats)
+            put(
+                prompts=[(each.prompt, each.seed) for each in prompts],
+                tuning_seed=tuning_prompt.seed,
+                tuning_prompt=tuning_prompt.prompt,
+                repeats=repeats,
+            )
 
     class Sweep:
         document = None

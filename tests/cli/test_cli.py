@@ -313,6 +313,16 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
     assert printed == load_preset("flux-flashomni").effective()
 
 
+def test_a_file_is_checked_and_a_shipped_preset_is_shown(run, tmp_path):
+    """Each says what the other is for; a file may have the name of a preset."""
+    for name in ("mine.yaml", "mine.yml"):
+        assert f"got the file {name}; see dit-accel presets check" in run("presets", "show", name).stderr
+    assert "got the shipped preset balanced; see dit-accel presets show" in run("presets", "check", "balanced").stderr
+    (tmp_path / "balanced").write_text("base: turbo\n")
+    checked = run("presets", "check", "balanced")
+    assert checked.exit_code == 0 and yaml.safe_load(checked.stdout) == load_preset(tmp_path / "balanced").effective()
+
+
 @pytest.mark.parametrize(
     "action",
     [
