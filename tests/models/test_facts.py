@@ -278,10 +278,31 @@ def test_all_images_of_the_layered_form_are_judged():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx", "chroma"]
+    "name",
+    [
+        *(
+            "sd3",
+            "sd35",
+            "wan-vace",
+            "lumina2",
+            "flux2",
+            "z-image",
+            "ltx2",
+            "mochi",
+            "prx",
+            "chroma",
+            "kandinsky5",
+            "ltx",
+        ),
+        *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2"),
+        *("hunyuan15", "hunyuan", "hunyuan-i2v", "flux", "flux-kontext", "qwen-image", "qwen-image-edit"),
+    ],
 )
 def test_flops_are_those_that_torch_counts(name):
-    """Of each block but for its modulation, also where blocks of a class differ in their parts."""
+    """Of each block but for its modulation, also where blocks of a class differ in their parts.
+
+    HiDream's MLPs are rounded up by more than such a small width has; CogVideoX's modulation is 2% of such a block.
+    """
     transformer, calls = pipeline(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     tiny.output(name, 2)
@@ -296,7 +317,8 @@ def test_flops_are_those_that_torch_counts(name):
     works = BlockCosts(family, blocks, sites).of(transformer, arguments, family.tokens(transformer, arguments))
     assert works.keys() == blocks.keys()
     for block, work in works.items():
-        assert work.plain == pytest.approx(counted[block.removeprefix("transformer.")], rel=0.01), block
+        expected = counted[block.removeprefix("transformer.")]
+        assert work.plain == pytest.approx(expected, rel=0.02 if name == "cogvideox" else 0.01), block
 
 
 def _overwriting(schedule):
