@@ -106,9 +106,12 @@ def test_one_lora_twice_is_told():
 
 
 def test_ids_on_the_hub_are_taken_as_they_are():
-    assert parse_loras(["owner/name", "owner/name/file.safetensors:0.5"]) == {
+    given = ["owner/name", "owner/name/file.safetensors:0.5", "owner/na:me:-2", "owner/other:name"]
+    assert parse_loras(given) == {
         "owner/name": 1.0,
         "owner/name/file.safetensors": 0.5,
+        "owner/na:me": -2.0,
+        "owner/other:name": 1.0,
     }
 
 

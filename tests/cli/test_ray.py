@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -203,6 +204,27 @@ def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, devic
         pass
     (what, *after) = made
     assert what[0].loading.device == device and what[3:5] == (count, needs) and after == ["called", "called"]
+
+
+@pytest.mark.parametrize(
+    ("error", "loads"),
+    [(RuntimeError("CUDA error"), 3), (UnsupportedError("no such model"), 1)],
+    ids=["defect", "refusal"],
+)
+def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
+    """What is refused once is refused always; anything else may go well another time."""
+    engine = object.__new__(ray_engine.RayEngine)
+    engine._opening, engine._busy, engine._idle, engine._console, engine._told = {}, {}, [], Console(quiet=True), set()
+    opened, killed = [], []
+    remote = SimpleNamespace(remote=lambda *_: opened.append("load") or len(opened))
+    engine._actor, engine._opens = SimpleNamespace(remote=lambda: SimpleNamespace(open=remote)), ()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._opening)))
+    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: error)
+    engine._open()
+    with pytest.raises(UnsupportedError if loads == 1 else ray_engine.BatchError):
+        engine.wait_for_one()
+    assert len(opened) == len(killed) == loads
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
