@@ -1,5 +1,6 @@
 """``generate --parallel``: what fits the processes there are, and how a failure of one ends all."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -152,6 +153,38 @@ def test_a_process_without_a_device_of_its_own_is_told(processes, monkeypatch, d
     with pytest.raises(OptionError) as error:
         join({"ulysses": 4}, device)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [("torchrun's", [True, False, False]), ("gone", [False, True, False]), (None, [False, True, False])],
+    ids=["counted", "gone", "none"],
+)
+def test_the_first_process_that_fails_tells_why(processes, monkeypatch, store, told):
+    """torchrun's store counts them; where there is none the leading one tells, whichever failed."""
+    count = itertools.count(1)
+
+    class Store:
+        def __init__(self, host, port, is_master, timeout):
+            if store == "gone":
+                raise RuntimeError("no store")
+            assert (host, port, is_master) == ("here", 7, False)
+
+        def add(self, name, number):
+            return next(count)
+
+    processes(3)
+    monkeypatch.setattr(dist, "TCPStore", Store)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "7")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(store is not None))
+    tell = []
+    for rank in (1, 0, 2):
+        monkeypatch.setenv("RANK", str(rank))
+        tell.append(parallel.tells())
+    assert tell == told
+    processes(1)
+    assert parallel.tells()
 
 
 class Left(BaseException):
