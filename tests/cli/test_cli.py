@@ -201,6 +201,7 @@ MISTAKES = {
     "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
     "guidance-without-embedding": (["-m", "{models}/flux-schnell", "--guidance", "3"], "no guidance embedding"),
     "compare-of-plain": (["--preset", "none", "--compare"], "--compare: needs an accelerated run"),
+    "set-of-plain": (["--preset", "none", "--set", "order=2"], "--set: needs an accelerated run"),
     "plot-of-plain": (["--preset", "none", "--plot", "p.png"], "--plot: needs an accelerated run"),
     "size": (["-m", "{models}/sd3", "--height", "33"], "divisible by"),
 }

@@ -285,6 +285,21 @@ def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):
     assert result.exit_code == 2 and "--engine: no Ray cluster at RAY_ADDRESS=127.0.0.1:1: " in result.output
 
 
+@pytest.mark.parametrize("given, told", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])
+def test_a_cluster_that_is_started_here_tells_nobody_of_itself(monkeypatch, given, told):
+    """Ray would report its use to its makers unless the user's own environment has a say."""
+    started = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    if given is not None:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", given)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append((os.environ["RAY_USAGE_STATS_ENABLED"], options)))
+    ray_engine._connect(Console(quiet=True))
+    ((enabled, options),) = started
+    assert enabled == told and options["include_dashboard"] is options["log_to_driver"] is False
+
+
 def test_without_ray_its_extra_is_named(generate, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     result = generate(["a"], *RAY)
