@@ -58,6 +58,10 @@ LAYERS = {  # what hand-written blocks forecast whole at level layer; of other f
     "flux2": ("attn", "ff", "ff_context"),
 }
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
+INEXACT = {  # memory where blocks differ: a second attention, narrower text, a first or last block's parts, no queries
+    **{"sd3": 0.5, "sd35": 0.35, "prx": 0.1},
+    **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1},
+}
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
 PADDED = {  # arguments that tell padding
     "qwen-image": "encoder_hidden_states_mask",
@@ -198,7 +202,7 @@ def test_the_probe_measures(name):
 def test_level_layer_forecasts_the_parts(name):
     """Attention and MLP outputs before their gates are forecast, and gates, norms and modulation stay fresh.
 
-    What is left of a block in a DISPATCH step multiplies no token with a matrix.
+    What is left of a block in a DISPATCH step multiplies no token with a matrix, and memory is what was expected.
     """
     schedule = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1}
     forecast = {"level": "layer", "method": "newton", "order": 1}
@@ -230,6 +234,7 @@ def test_level_layer_forecasts_the_parts(name):
     assert distance(result, expected) < TOLERANCE.get(name, 1e-5)
     assert report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 2}
     assert 0.5 < report.computed_fraction < 0.9
+    assert report.estimated_bytes == pytest.approx(report.cache_bytes, rel=INEXACT.get(name, 0), abs=0)
 
 
 @every_family
