@@ -1,5 +1,6 @@
 """``generate --prompts --engine ray``: the same files as in one process, whatever becomes of an actor."""
 
+import io
 import json
 import logging
 import os
@@ -225,6 +226,23 @@ def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
     with pytest.raises(UnsupportedError if loads == 1 else ray_engine.BatchError):
         engine.wait_for_one()
     assert len(opened) == len(killed) == loads
+
+
+def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(monkeypatch):
+    """So that it waits for no disk; and what all actors say is told once."""
+    engine = object.__new__(ray_engine.RayEngine)
+    told, handed = io.StringIO(), []
+    actor = SimpleNamespace(make=SimpleNamespace(remote=lambda batch: handed.append(batch) or len(handed)))
+    engine._opening, engine._busy, engine._idle, engine._told = {}, {}, [actor], set()
+    engine._console = Console(file=told)
+    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._busy)))
+    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: ["made"])
+    batches = [[Job(index, {})] for index in range(3)]
+    before = [len(handed) for _ in engine.make_all(batches, SimpleNamespace(begin=lambda *_: None))]
+    assert before == [2, 3, 3] and handed == batches
+    for note in ("no model", "no model", "no memory"):
+        engine._note(note)
+    assert told.getvalue().splitlines() == ["note: no model", "note: no memory"]
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):

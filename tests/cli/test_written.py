@@ -1,11 +1,16 @@
 """Files that commands write, and the settings that they note beside them; nothing is loaded, run or drawn."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from dit_accel.cli import generate
+from dit_accel.cli.comparison import Side, Sides
+from dit_accel.presets import load_preset
+from dit_accel.tools.timing import Output
 
 PICTURES = "some/pictures"
 TUNE, COMPARE = ("tune", "--target-psnr", 30), ("compare", "--prompt", "a")
@@ -134,3 +139,41 @@ def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
         assert result.exit_code == 0, result.output
         facts = json.loads((tmp_path / "j.json").read_text())
         assert facts.items() >= {"model": PICTURES, "prompt": "a", **expected}.items()
+
+
+def test_figures_of_a_comparison_are_over_everything_made():
+    """All pictures of both sides, and seconds of the loop and of the call by their names."""
+    compared = []
+    medium = SimpleNamespace(quality=lambda *sides: compared.append(sides) or {"psnr_db": 40.0})
+    plain, fast = (
+        Side(Output([f"{name} {index}" for index in range(3)], 9.0, 8.0, 4), [8.0, 6.0, 7.0]) for name in "pf"
+    )
+    summary = generate._summary(medium, Sides(plain, fast, None))
+    assert compared == [(plain.output.results, fast.output.results)] and summary["psnr_db"] == 40.0
+    assert (summary["plain_seconds"], summary["plain_call_seconds"], summary["plain_seconds_each"]) == (
+        7.0,
+        9.0,
+        [8, 6, 7],
+    )
+
+
+@pytest.mark.parametrize("count, told", [(0, ""), (1, "'x0'. Its words: "), (8, "'x7'. Its"), (9, "'x7', …. Its")])
+def test_words_that_a_demo_model_does_not_know_are_told(capsys, count, told):
+    """The first eight of them, with all that it knows."""
+    prompt = " ".join(["star", *(f"x{index}" for index in range(count))])
+    generate._note_unknown_words(Console(width=9999), "demo-flux", prompt)
+    out = capsys.readouterr().out
+    assert told in out and bool(out) == (count > 0) and "x8" not in out
+
+
+@pytest.mark.parametrize(
+    "notes, modes, advised", [([], {"full": 3}, True), (["why"], {"full": 3}, False), ([], {"dispatch": 1}, False)]
+)
+def test_a_run_that_says_why_it_computed_every_step_gets_no_other_advice(capsys, notes, modes, advised):
+    """More steps would not help there, nor where some were forecast."""
+    fast = Side(Output([], 9.0, 8.0, 4), [8.0])
+    report = SimpleNamespace(computed_fraction=1.0, to_json=lambda: {"notes": notes, "steps_by_mode": modes})
+    sides = Sides(None, fast, report)
+    generate._print_summary(Console(width=200), generate._summary(None, sides), load_preset("balanced"), sides)
+    out = capsys.readouterr().out
+    assert ("a run of more --steps" in out) == advised and all(f"note: {note}" in out for note in notes)
