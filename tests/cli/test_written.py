@@ -157,6 +157,16 @@ def test_figures_of_a_comparison_are_over_everything_made():
     )
 
 
+def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
+    """They come from what else runs on the machine."""
+    medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
+    for seconds, told in (([8.0, 8.0, 8.0], False), ([8.0, 80.0, 8.0], True)):
+        sides = Sides(*(Side(Output([], 9.0, 8.0, 4), each) for each in ([8.0] * 3, seconds)), None)
+        summary = generate._summary(medium, sides)
+        generate._print_summary(Console(width=200), summary, load_preset("balanced"), sides)
+        assert ("raise --repeats" in capsys.readouterr().out) == told
+
+
 @pytest.mark.parametrize("count, told", [(0, ""), (1, "'x0'. Its words: "), (8, "'x7'. Its"), (9, "'x7', …. Its")])
 def test_words_that_a_demo_model_does_not_know_are_told(capsys, count, told):
     """The first eight of them, with all that it knows."""
