@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dit_accel.presets import Preset
 
 MANIFEST = "manifest.jsonl"
+RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # of a line of the manifest; all else are settings
 
 
 class BatchError(DitAccelError, RuntimeError):
@@ -226,6 +227,8 @@ def run_jobs(
         BatchError: some jobs failed.
     """
     facts = {**facts, "preset": engine.preset}
+    if leads():
+        _end_last_line(folder / MANIFEST)
     there = _made(folder, {job.index: facts | job.settings for job in jobs}, force)
     left = [job for job in jobs if job.index not in there]
     console.out(f"{len(there)} of {len(jobs)} made before", highlight=False)
@@ -255,36 +258,53 @@ def run_jobs(
 
 
 def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
-    """Lines whose files are there, as the manifest says."""
+    """Return the lines whose files are there, as the latest row of each says."""
     made = set()
-    for row in _rows(folder / MANIFEST):
-        index = row.get("index")
-        if index not in wanted or "error" in row:
+    latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
+    for index, settings in wanted.items():
+        if index not in latest:
             continue
-        changed = [key for key, value in wanted[index].items() if row.get(key) != value]
+        row = latest[index]
+        keys = [*settings, *(row.keys() - settings.keys() - RESULTS)]
+        changed = [key for key in keys if row.get(key) != settings.get(key)]
         if changed and not force:
             raise OptionError(
                 "--output-dir",
                 f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed[0]} "
-                f"({shown(row.get(changed[0]))}, now {shown(wanted[index][changed[0]])}): name another folder, or make "
+                f"({shown(row.get(changed[0]))}, now {shown(settings.get(changed[0]))}): name another folder, or make "
                 "it anew with --force",
             )
         file = folder / str(row.get("file"))
-        is_whole = not changed and file.is_file() and _checksum(file) == row.get("sha256")
-        made = made | {index} if is_whole else made - {index}
+        if not changed and file.is_file() and _checksum(file) == row.get("sha256"):
+            made.add(index)
     return made
 
 
 def _rows(manifest: Path) -> list[dict[str, Any]]:
-    """The manifest's lines; one that was cut off in the writing is none."""
+    """Return the manifest's rows, without lines that hold none."""
     rows = []
-    for line in manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else ():
+    for line in manifest.read_bytes().splitlines() if manifest.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        rows += [row] if isinstance(row, dict) else []
+        rows += [row] if isinstance(row, dict) and isinstance(row.get("index"), int) else []
     return rows
+
+
+def _end_last_line(manifest: Path) -> None:
+    """End the last line where a crash cut it off: a whole row gets its newline, a part of one goes."""
+    data = manifest.read_bytes() if manifest.is_file() else b""
+    start = data.rfind(b"\n") + 1
+    if start == len(data):
+        return
+    try:
+        json.loads(data[start:])
+    except ValueError:
+        os.truncate(manifest, start)
+    else:
+        with manifest.open("ab") as file:
+            file.write(b"\n")
 
 
 def _write_whole(file: Path, data: bytes) -> None:
@@ -295,10 +315,8 @@ def _write_whole(file: Path, data: bytes) -> None:
 
 
 def _append(manifest: Path, row: dict[str, Any]) -> None:
-    """Adds a line, on its own also where the last one was cut off."""
-    with manifest.open("a+b") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")
+    """Add a line, which is on disk when this returns."""
+    with manifest.open("ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -191,7 +191,7 @@ def command(
     if output_dir is not None:
         make_folder(output_dir)
         facts = {"model": model, "image": image and str(image)} | ({"call": others} if others else {})
-        facts |= loading.facts
+        facts |= loading.facts | {name: value for name, value in (("dtype", dtype), ("fps", fps)) if value}
         what = setup, picture, jobs
         with ray_engine(*what, actors, console) if engine == "ray" else nullcontext(Worker(*what, console)) as maker:
             run_jobs(maker, jobs, output_dir, facts, console, batch_size=batch_size, force=force)

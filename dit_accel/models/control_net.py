@@ -18,6 +18,7 @@ from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, regi
 
 NUMBERS = (bool, int, float)
 CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one
+SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default)  # a part, and a part that is the whole
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if op is torch.ops.aten.slice.Tensor:  # what a pipeline drops reference tokens by, long before it reads others
+        if op in SLICES:  # what a pipeline drops reference tokens by, long before it reads others
             whole, *where = args
             shape = op(torch.empty(whole.shape, device="meta"), *where).shape
             part = DeferredCall(lambda: op(whole.computed(), *where))

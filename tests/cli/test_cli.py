@@ -201,6 +201,7 @@ MISTAKES = {
     "negative-without-guidance": (["--negative-prompt", "blue"], "only with --guidance above 1"),
     "guidance-without-embedding": (["-m", "{models}/flux-schnell", "--guidance", "3"], "no guidance embedding"),
     "compare-of-plain": (["--preset", "none", "--compare"], "--compare: needs an accelerated run"),
+    "set-of-plain": (["--preset", "none", "--set", "order=2"], "--set: needs an accelerated run"),
     "plot-of-plain": (["--preset", "none", "--plot", "p.png"], "--plot: needs an accelerated run"),
     "size": (["-m", "{models}/sd3", "--height", "33"], "divisible by"),
 }
@@ -319,6 +320,14 @@ def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
     checked = run("presets", "check", "balanced")
     assert checked.exit_code == 0, checked.output
     assert yaml.safe_load(checked.stdout)["schedule"]["warmup"] == 7
+def test_a_file_is_checked_and_a_shipped_preset_is_shown(run, tmp_path):
+    """Each says what the other is for; a file may have the name of a preset."""
+    for name in ("mine.yaml", "mine.yml"):
+        assert f"got the file {name}; see dit-accel presets check" in run("presets", "show", name).stderr
+    assert "got the shipped preset balanced; see dit-accel presets show" in run("presets", "check", "balanced").stderr
+    (tmp_path / "balanced").write_text("base: turbo\n")
+    checked = run("presets", "check", "balanced")
+    assert checked.exit_code == 0 and yaml.safe_load(checked.stdout) == load_preset(tmp_path / "balanced").effective()
 
 
 @pytest.mark.parametrize(

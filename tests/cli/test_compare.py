@@ -3,6 +3,7 @@
 import json
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dit_accel.cli import compare
 from dit_accel.cli.loading import load_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.compare import Method
+from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.testing import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
@@ -113,3 +115,46 @@ def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
     result = run("compare", "-m", "nowhere/at-all", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_methods_are_those_that_were_asked_for(monkeypatch):
+    """Presets by name, else the three levels of the model's kind and targets between them; peers, as many as wanted."""
+    asked = {}
+    bench = SimpleNamespace(pipe=tiny_pipeline("wan"), subject=SimpleNamespace(steps=6))
+
+    def ours(pipe, presets, target_of=None):
+        asked.setdefault("ours", []).append((list(presets), target_of))
+        return [f"target {index}" for index in range(9)] if target_of else list(presets)
+
+    def theirs(pipe, steps, names, settings):
+        asked["theirs"] = steps, names, settings
+        return ["peer"], {"other": "missing"}
+
+    monkeypatch.setattr("dit_accel.tools.compare.our_methods", ours)
+    monkeypatch.setattr("dit_accel.tools.compare.peer_methods", theirs)
+    assert compare._methods(bench, ["turbo", "exact"], "some/model", ["dbcache"], 3) == (
+        ["turbo", "exact", "peer"],
+        {"other": "missing"},
+    )
+    assert asked["theirs"] == (6, ["dbcache"], 3)
+    levels = ["video-quality", "video-balanced", "video-turbo"]
+    methods, _ = compare._methods(bench, [], "some/model", None, 3)
+    assert methods == [*levels, "target 0", "target 4", "target 8", "peer"] and asked["theirs"] == (6, None, 3)
+    assert asked["ours"][1:] == [([], "video-balanced"), (levels, None)]
+
+
+@pytest.mark.parametrize(
+    "peers, handed", [("all", None), ("none", []), ("dbcache, taylorseer", ["dbcache", "taylorseer"])]
+)
+def test_peers_are_all_none_or_some(handed_on, peers, handed):
+    seen = handed_on("compare", "-p", "a", "-m", "some/pictures", "--image", "black.png", "--peers", peers)
+    assert seen["peers"] == handed
+
+
+def test_calibration_sees_no_prompt_that_is_compared(handed_on, tmp_path):
+    """Else methods that are calibrated would know their test."""
+    first, second, *_ = tuning_prompts("some/model")
+    for prompts, expected in (([first], second), ([second], first), ([second, first], tuning_prompts("some/model")[2])):
+        (tmp_path / "mine.txt").write_text("\n".join(prompts))
+        seen = handed_on("compare", "--prompts", "mine.txt", "-m", "some/pictures", "--image", "black.png")
+        assert [prompt for prompt, _ in seen["prompts"]] == prompts and seen["tuning_prompt"] == expected

@@ -2,11 +2,16 @@
 
 import io
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
+from dit_accel.cli import comparison
 from dit_accel.cli.comparison import Side, Sides, both_sides
+from dit_accel.cli.progress import Progress
+from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.tools import timing
 from dit_accel.tools.repeats import PLAIN_STEPS
@@ -74,3 +79,42 @@ def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
     assert len(made.plain.repeats) == len(made.fast.repeats) == repeats
     assert made.plain.repeats[0] == made.plain.output.denoising_seconds and min(made.plain.repeats) > 0
     assert made.report.computed_fraction == 1.0
+
+
+def test_a_preset_that_does_not_fit_is_told_before_any_run():
+    """Not after a plain run of minutes."""
+    pipe, seen = tiny_pipeline("sd3"), []
+    pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
+    console = Console(file=io.StringIO(), quiet=True)
+    with pytest.raises(UnsupportedError, match="is for flux models"):
+        both_sides(pipe, {"prompt": "a"}, 0, load_preset("flux-fora"), 3, console, whole=False)
+    assert seen == []
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a few steps", "whole runs"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
+    """Plain repeats of a few steps count as many as a run has; on a GPU kernels compile in a run that is not timed."""
+    pipe, called, denoised, expected = tiny_pipeline("flux"), [], [], []
+    pipe_device = type("Pipe", (type(pipe),), {"_execution_device": torch.device(device)})
+    pipe.__class__ = pipe_device
+
+    def call(pipe, arguments, seed):
+        called.append((hasattr(pipe, "dit_accel"), arguments.get("num_inference_steps"), seed))
+        return Output([], 9.0, 8.0, 40)
+
+    @contextmanager
+    def clock(pipe):
+        yield SimpleNamespace(loop_seconds=3.0, calls=10)
+
+    monkeypatch.setattr(comparison, "timed_call", call)
+    monkeypatch.setattr("dit_accel.tools.timing.transformer_clock", clock)
+    monkeypatch.setattr("dit_accel.tools.timing.denoise", lambda pipe, arguments, seed, steps: denoised.append(steps))
+    monkeypatch.setattr(Progress, "expect", lambda self, total, done: expected.append(total))
+    console = Console(file=io.StringIO(), quiet=True)
+    made = both_sides(pipe, {"num_inference_steps": 20}, 5, load_preset("exact"), 3, console, whole=whole)
+    compiles = [(True, 20, 5)] if device == "cuda" else []
+    assert called == [(False, 2, 5), (False, 20, 5), *compiles, (True, 20, 5)]
+    assert denoised == [None if whole else PLAIN_STEPS, None] * 2
+    assert made.plain.repeats == made.fast.repeats == [8.0, 12.0, 12.0]
+    assert expected == [1 + len(compiles) + 3 + 2 * whole], "runs of whole length"

@@ -1,10 +1,12 @@
 """How commands load a pipeline: quantised by torchao where asked, and what can't be is told before any work."""
 
+import io
 import json
 
 import pytest
 import torch
 
+from dit_accel.cli import loading
 from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.options import OptionError
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
@@ -85,3 +87,126 @@ def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch
     monkeypatch.setattr(FluxTransformer2DModel, "hf_quantizer", object(), raising=False)
     with pytest.raises(OptionError, match="the model's transformer is quantised already"):
         load_pipeline(str(folder), Loading(quantize="int8"), console)
+
+
+class Pipe:
+    """Notes what is done with it, in order."""
+
+    def __init__(self):
+        self.done = []
+
+    def __getattr__(self, name):
+        return lambda *given, **named: self.done.append((name, *given, *named.values()))
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Loads a pipeline that notes what is done with it, on a GPU unless another device is named."""
+    import diffusers
+    from rich.console import Console
+
+    def load(how, source="owner/name", quiet=True):
+        pipe = Pipe()
+
+        def from_pretrained(source, **dtype):
+            pipe.done.append(("load", source, *dtype.values()))
+            return pipe
+
+        monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", from_pretrained)
+        monkeypatch.setattr(loading, "_resolve_device", lambda device: torch.device(device or "cuda"))
+        monkeypatch.setattr(loading, "load_loras", lambda pipe, loras: pipe.done.append(("loras", *loras)))
+        monkeypatch.setattr(loading, "_quantize", lambda pipe, kind, place: pipe.done.append(("quantize", kind)))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (8, 9))
+        load_pipeline(source, how, Console(quiet=quiet, file=io.StringIO()))
+        return pipe.done
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        (Loading(), torch.bfloat16),
+        (Loading(device="cpu"), torch.float32),
+        (Loading(device="mps"), torch.float32),
+        (Loading(dtype="float16"), torch.float16),
+        (Loading(device="cpu", dtype="bfloat16"), torch.bfloat16),
+    ],
+    ids=["gpu", "cpu", "mps", "asked on a gpu", "asked on a cpu"],
+)
+def test_weights_have_the_type_of_the_device_unless_another_is_asked_for(loaded, how, dtype):
+    assert loaded(how)[0] == ("load", "owner/name", dtype)
+
+
+@pytest.mark.parametrize(
+    ("offload", "done"),
+    [("none", "to"), ("model", "enable_model_cpu_offload"), ("sequential", "enable_sequential_cpu_offload")],
+)
+def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
+    """In place, or in host memory in one of two ways; elsewhere than on a GPU the latter has no sense."""
+    assert (done, torch.device("cuda")) in loaded(Loading(offload=offload))
+    if offload != "none":
+        with pytest.raises(OptionError, match="--offload: needs a CUDA device, and the device is mps"):
+            loaded(Loading(device="mps", offload=offload))
+
+
+def test_loras_come_before_quantising_and_both_before_the_weights_move(loaded):
+    """Nothing can be added to quantised weights, and offloading hooks layers as they are then."""
+    how = Loading(loras={"owner/lora": 1.0}, quantize="float8", offload="model")
+    names = [name for name, *_ in loaded(how)]
+    assert names == ["load", "loras", "quantize", "enable_model_cpu_offload", "set_progress_bar_config"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_quiet_command_shows_no_bar(loaded, quiet):
+    assert loaded(Loading(), quiet=quiet)[-1] == ("set_progress_bar_config", quiet)
+
+
+def test_a_model_is_found_in_the_home_folder(loaded, folder, monkeypatch):
+    """Shells expand `~` at the beginning of a word alone."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert loaded(Loading(), f"~/{folder.name}")[0][1] == str(folder)
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "/owner/name", "./owner/name"])
+def test_what_is_no_id_and_no_folder_is_not_looked_for_on_the_hub(loaded, name):
+    with pytest.raises(OptionError, match=r"--model: .* is neither a pipeline's folder, nor a hub id"):
+        loaded(Loading(), name)
+
+
+@pytest.mark.parametrize("capability, runs", [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_float8_runs_from_a_capability_on(monkeypatch, capability, runs):
+    """That of an RTX 4090."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
+    if runs:
+        loading._require_float8(torch.device("cuda"), torch.bfloat16)
+    else:
+        with pytest.raises(OptionError, match="float8 needs a GPU"):
+            loading._require_float8(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "kind, config", [("int8", "Int8WeightOnly"), ("float8", "Float8DynamicActivationFloat8Weight")]
+)
+def test_layers_get_the_kind_that_is_asked_for(monkeypatch, kind, config):
+    import torchao.quantization
+
+    configs = []
+    monkeypatch.setattr(torchao.quantization, "quantize_", lambda module, config, *_, **__: configs.append(config))
+    loading._quantize(tiny_pipeline("flux"), kind, torch.device("cpu"))
+    assert [type(each).__name__ for each in configs] == [f"{config}Config"]
+
+
+@pytest.mark.parametrize(
+    "device, told", [("cuda:1", None), ("cuda:2", "cuda:2 does not exist: there are 2 GPUs"), ("cuda", None)]
+)
+def test_a_gpu_that_does_not_exist_is_told(monkeypatch, device, told):
+    """They are counted from 0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(1))
+    if told is None:
+        assert loading._resolve_device(device) == torch.device(device)
+    else:
+        with pytest.raises(OptionError, match=told):
+            loading._resolve_device(device)

@@ -1,6 +1,7 @@
 """LoRAs on the command line: loaded with their weights, told of what is wrong, and SLA's file beside them used."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline
+from dit_accel.cli import generate, inspect, tune
 from dit_accel.cli.loras import load_loras, parse_loras, with_projections
 from dit_accel.cli.options import OptionError
 from dit_accel.tools.demo import demo_path
@@ -104,9 +106,12 @@ def test_one_lora_twice_is_told():
 
 
 def test_ids_on_the_hub_are_taken_as_they_are():
-    assert parse_loras(["owner/name", "owner/name/file.safetensors:0.5"]) == {
+    given = ["owner/name", "owner/name/file.safetensors:0.5", "owner/na:me:-2", "owner/other:name"]
+    assert parse_loras(given) == {
         "owner/name": 1.0,
         "owner/name/file.safetensors": 0.5,
+        "owner/na:me": -2.0,
+        "owner/other:name": 1.0,
     }
 
 
@@ -132,3 +137,61 @@ def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path)
     assert with_projections("wan21-sparge", {}, loras) == {}
     own = {"skip.projection": "own.safetensors"}
     assert with_projections("wan21-sla", own, loras) == own
+
+
+class Pipe:
+    """Notes the LoRAs that it is given; its transformer is quantised or not."""
+
+    def __init__(self):
+        self.done = []
+
+    def load_lora_weights(self, place, adapter_name, weight_name):
+        self.done.append((place, weight_name))
+
+    def set_adapters(self, names, weights):
+        self.done.append(tuple(weights))
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_path, is_quantised):
+    """A folder, or a file in a repository of the hub, in folders there too; in quantised weights they stay layers."""
+    (tmp_path / "style").mkdir()
+    pipe, fused = Pipe(), []
+    transformer = SimpleNamespace(peft_config={}, hf_quantizer=is_quantised or None)
+    transformer.fuse_lora, transformer.unload_lora = (lambda: fused.append("fused")), (lambda: fused.append("unloaded"))
+    monkeypatch.setattr("dit_accel.models.denoisers", lambda pipe: {"transformer": transformer})
+    given = [f"{tmp_path}/style:0", "owner/name:-0.5", "owner/other/deep/file.safetensors"]
+    load_loras(pipe, parse_loras(given))
+    assert pipe.done == [
+        (f"{tmp_path}/style", None),
+        ("owner/name", None),
+        ("owner/other", "deep/file.safetensors"),
+        (0.0, -0.5, 1.0),
+    ]
+    assert fused == ([] if is_quantised else ["fused", "unloaded"])
+
+
+def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
+    """And what is not there is no repository of that name."""
+    monkeypatch.setenv("HOME", str(folder))
+    assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
+    with pytest.raises(OptionError, match="is neither"):
+        parse_loras(["~/nothing"])
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        (("generate", "-p", "a"), "target_error", 0.77),
+        (("inspect", "-p", "a", "-o", "run"), "target_error", 0.77),
+        (("tune", "--target-psnr", 30), "order", 2),
+    ],
+    ids=["generate", "inspect", "tune"],
+)
+def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monkeypatch, command, name, value):
+    """Where their preset runs SLA."""
+    asked = []
+    for module in (generate, inspect, tune):
+        monkeypatch.setattr(module, "with_projections", lambda *given: asked.append(given) or {name: value})
+    seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")
+    assert asked == [(None, {}, {"owner/name": 0.5})] and seen[name] == value

@@ -1,18 +1,26 @@
 """``generate --prompts --engine ray``: the same files as in one process, whatever becomes of an actor."""
 
+import io
 import json
 import logging
 import os
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
-import ray
+from rich.console import Console
 
 from dit_accel.cli import ray_engine
 from dit_accel.cli.batch import Made
+from dit_accel.cli.failures import OutOfMemoryError
+from dit_accel.cli.jobs import Job
+from dit_accel.cli.loading import Loading
+from dit_accel.cli.pipelines import Setup
 from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.tools.testing import tiny_pipeline
 
+ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests
 SMALL = ("--steps", "2", "--height", "64", "--width", "64")
 RAY = ("--engine", "ray", "--actors", "2")
@@ -72,6 +80,15 @@ class Simple:
             raise RuntimeError("CUDA error")
         indices = [job.index for job in batch]
         return [Made(prompt.encode(), 0.5, None, indices) for prompt in prompts]
+
+
+class Large(Simple):
+    """Makes a file of its process's number; runs out of memory at "large" and in batches of it."""
+
+    def make(self, batch):
+        if any(job.settings["prompt"] == "large" for job in batch):
+            raise OutOfMemoryError(f"no memory in {os.getpid()}")
+        return [Made(str(os.getpid()).encode(), 0.5, None, []) for _ in batch]
 
 
 class Willing(Simple):
@@ -137,6 +154,107 @@ def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, t
     }
 
 
+@pytest.mark.parametrize("size", [1, 2], ids=["lines", "batches"])
+def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
+    cluster, generate, tmp_path, monkeypatch, size
+):
+    """What fills it may stay there; a batch was too large as such, and its lines are made by the same one."""
+    monkeypatch.setattr(ray_engine, "_Actor", Large)
+    monkeypatch.setattr(ray_engine, "ATTEMPTS", 1)
+    lines = ["large", "b"] if size == 1 else ["a", "large", "b", "c"]  # of which the first two share a call
+    result = generate(lines, "--engine", "ray", "--actors", "1", "--batch-size", size)
+    assert result.exit_code == 1 and "error: 1 of" in result.output
+    full = {*re.findall(r"no memory in (\d+)", result.output)}
+    made = [path.read_text() for path in sorted((tmp_path / "out").glob("*.png"))]
+    assert len(made) == len(lines) - 1 and len({*made}) == len(full) == 1
+    assert ({*made} == full) == (size == 2)
+
+
+def test_errors_that_come_of_every_attempt_are_tried_once():
+    """What was asked for can't be; memory and devices may do another time."""
+    refused = [UnsupportedError("no"), ray_engine.OptionError("--steps", "no")]
+    assert all(map(ray_engine._refuses, refused))
+    assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
+
+
+@pytest.mark.parametrize(
+    ("place", "asked", "device", "needs", "count"),
+    [
+        ({"GPU": 4, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 3),
+        ({"GPU": 2, "CPU": 8}, None, "cuda", {"num_cpus": 1, "num_gpus": 1}, 2),
+        ({"CPU": 8}, 2, "cpu", {"num_cpus": 1, "num_gpus": 0}, 2),
+    ],
+    ids=["more GPUs than lines", "fewer", "CPUs"],
+)
+def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
+    """As many as there is work for, each with what it loads the pipeline on; a cluster of one's own stays up."""
+    made = []
+
+    class Engine:
+        def __init__(self, *what):
+            made.append(what)
+
+        wait_for_one = close = lambda self: made.append("called")
+
+    monkeypatch.setattr(ray_engine, "RayEngine", Engine)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: place)
+    monkeypatch.setattr(ray, "shutdown", lambda: made.append("shut down"))
+    setup = Setup("model", None, {}, None, Loading(), {}, {}, 1)
+    with ray_engine.ray_engine(setup, None, [Job(index, {}) for index in range(3)], asked, Console(quiet=True)):
+        pass
+    (what, *after) = made
+    assert what[0].loading.device == device and what[3:5] == (count, needs) and after == ["called", "called"]
+
+
+@pytest.mark.parametrize(
+    ("error", "loads"),
+    [(RuntimeError("CUDA error"), 3), (UnsupportedError("no such model"), 1)],
+    ids=["defect", "refusal"],
+)
+def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
+    """What is refused once is refused always; anything else may go well another time."""
+    engine = object.__new__(ray_engine.RayEngine)
+    engine._opening, engine._busy, engine._idle, engine._console, engine._told = {}, {}, [], Console(quiet=True), set()
+    opened, killed = [], []
+    remote = SimpleNamespace(remote=lambda *_: opened.append("load") or len(opened))
+    engine._actor, engine._opens = SimpleNamespace(remote=lambda: SimpleNamespace(open=remote)), ()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._opening)))
+    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: error)
+    engine._open()
+    with pytest.raises(UnsupportedError if loads == 1 else ray_engine.BatchError):
+        engine.wait_for_one()
+    assert len(opened) == len(killed) == loads
+
+
+def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(monkeypatch):
+    """So that it waits for no disk; and what all actors say is told once."""
+    engine = object.__new__(ray_engine.RayEngine)
+    told, handed = io.StringIO(), []
+    actor = SimpleNamespace(make=SimpleNamespace(remote=lambda batch: handed.append(batch) or len(handed)))
+    engine._opening, engine._busy, engine._idle, engine._told = {}, {}, [actor], set()
+    engine._console = Console(file=told)
+    monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._busy)))
+    monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: ["made"])
+    batches = [[Job(index, {})] for index in range(3)]
+    before = [len(handed) for _ in engine.make_all(batches, SimpleNamespace(begin=lambda *_: None))]
+    assert before == [2, 3, 3] and handed == batches
+    for note in ("no model", "no model", "no memory"):
+        engine._note(note)
+    assert told.getvalue().splitlines() == ["note: no model", "note: no memory"]
+
+
+def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
+    """So that paths of models and pictures mean the same; elsewhere it stays where it is."""
+    monkeypatch.setattr(ray_engine, "Worker", lambda *what: type("Worker", (), {"suffix": ".png", "preset": None}))
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("missing", "there"):
+        assert ray_engine._Actor().open((None, None, []), str(tmp_path / folder)) == (".png", None)
+        assert os.getcwd() == str(tmp_path if folder == "missing" else tmp_path / "there")
+
+
 @pytest.mark.parametrize(
     ("model", "code", "told"),
     [
@@ -183,6 +301,21 @@ def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = generate(["a"], *RAY)
     assert result.exit_code == 2 and "--engine: no Ray cluster at RAY_ADDRESS=127.0.0.1:1: " in result.output
+
+
+@pytest.mark.parametrize("given, told", [(None, "0"), ("1", "1")], ids=["unsaid", "allowed"])
+def test_a_cluster_that_is_started_here_tells_nobody_of_itself(monkeypatch, given, told):
+    """Ray would report its use to its makers unless the user's own environment has a say."""
+    started = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    if given is not None:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", given)
+    monkeypatch.setattr(ray, "init", lambda **options: started.append((os.environ["RAY_USAGE_STATS_ENABLED"], options)))
+    ray_engine._connect(Console(quiet=True))
+    ((enabled, options),) = started
+    assert enabled == told and options["include_dashboard"] is options["log_to_driver"] is False
 
 
 def test_without_ray_its_extra_is_named(generate, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 import typer
 
 from dit_accel.cli import app
+from dit_accel.cli.recommend import span
 
 
 def test_recommend_prints_figures_notes_and_lines(run):
@@ -48,3 +49,15 @@ def test_gpu_that_is_there_is_the_default(run, monkeypatch):
     for other in ("NVIDIA Quadro", "NVIDIA GeForce RTX 4090 Laptop GPU"):  # half of the card of that name
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda other=other: other)
         assert "Nothing was timed on your card" in run("recommend", "--model", "flux").stdout
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA Quadro"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert "Nothing was timed on your card" in run("recommend", "--model", "flux").stdout
+    assert "Nothing was timed on your card" in run("recommend", "--model", "flux").stdout
+
+
+def test_ranges_are_one_number_where_both_ends_are_shown_alike():
+    assert [span((0.301, 0.304), 2), span((0.301, 0.309), 2), span((39.6, 55.2), 0)] == [
+        "0.30",
+        "0.30 to 0.31",
+        "40 to 55",
+    ]

@@ -79,3 +79,27 @@ def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
     result = run("tune", "-m", "nowhere/at-all", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("preset", ["./mine.yaml", "folder/../mine.yaml"])
+def test_a_tuning_does_not_replace_what_it_starts_from(run, tmp_path, preset):
+    """However its path is written."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "mine.yaml").write_text("base: balanced\n")
+    result = run("tune", "--target-psnr", 30, "-m", "nowhere/at-all", "--preset", preset, "-o", "mine.yaml", "--force")
+    assert result.exit_code == 2 and "--output: mine.yaml is the preset to start from" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "base"),
+    [
+        ("some/pictures", (), "balanced"),
+        ("some/clips", (), "video-balanced"),
+        ("some/clips", ("--preset", "turbo"), "turbo"),
+    ],
+    ids=["pictures", "clips", "named"],
+)
+def test_a_tuning_starts_from_the_models_own_preset(handed_on, model, given, base):
+    """Unless another is named."""
+    image = () if model == "some/clips" else ("--image", "black.png")
+    assert handed_on("tune", "--target-psnr", 30, "-m", model, *image, *given)["base"] == base

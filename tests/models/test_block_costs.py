@@ -1,8 +1,15 @@
 """What a run's report says of its attention: the share of all pairs of queries and keys that it left out."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from dit_accel import accelerate_pipeline, load_preset
+from dit_accel import accelerate_pipeline
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models.block_costs import BlockCosts
+from dit_accel.models.family import Attention, BlockWork
+from dit_accel.sparse.site_state import SiteState
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 6
@@ -63,3 +70,76 @@ def test_rows_that_are_reused_count_too():
 def test_models_whose_attentions_are_not_known_have_none():
     report = report_of("framepack", "balanced")
     assert report.attention_sparsity is None and "attention sparsity" not in str(report)
+
+
+WORK = BlockWork(tiles={"attn": 60.0, "attn2": 40.0}, rest=200.0, rows=30.0, row_blocks=20.0, bias=8.0)
+
+
+def state(**facts):
+    """A site of the block, as its latest call has left it."""
+    return SiteState(**facts)
+
+
+def costs_of(mode, level, sites, dense=(), step=4, two=True):
+    """What a block did: pairs of queries and keys, and all else."""
+    attentions = [Attention("blocks.0", "blocks.0", "attn", None, True)]
+    if two:
+        attentions.append(Attention("blocks.0.attn2", "blocks.0", "attn2", None, False))
+    call = SimpleNamespace(
+        mode=mode,
+        dense=set(dense),
+        tick=SimpleNamespace(step=step),
+        branch=SimpleNamespace(sites=sites),
+        site=lambda name, kind: sites[name],
+    )
+    costs = BlockCosts(SimpleNamespace(), {}, {"blocks.0": attentions})
+    return costs.computed(call, "blocks.0", WORK, level)
+
+
+def test_work_is_the_sum_of_its_parts():
+    """A plain call does all of it but for the bias, of which rows have theirs already."""
+    assert WORK.plain == 350.0
+
+
+@pytest.mark.parametrize(
+    ("level", "facts", "dense", "expected"),
+    [
+        ("output", {}, (), (0.0, 0.0)),
+        ("output", {}, ("blocks.0",), (0.0, 0.0)),
+        ("layer", {}, (), (0.0, 0.0)),
+        ("layer", {}, ("blocks.0",), (100.0, 250.0)),
+        ("head", {"degraded": True}, (), (0.0, 0.0)),
+        (
+            "head",
+            {"row_density": 0.5, "row_block_density": 0.75, "tile_density": 0.25},
+            (),
+            (25.0, 30 * 0.5 + 20 * 0.75 + 200),
+        ),
+        ("head", {"row_density": 0.5}, ("blocks.0",), (100.0, 250.0)),
+    ],
+    ids=["output", "output-dense", "layer", "layer-dense", "degraded", "head", "head-dense"],
+)
+def test_a_forecast_step_costs_what_its_level_computes(level, facts, dense, expected):
+    """Nothing, all of a block that fell back, or at level head the rows and tiles that are not reused."""
+    assert costs_of(StepMode.DISPATCH, level, {"blocks.0": state(**facts)}, dense) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", [StepMode.FULL, StepMode.UPDATE])
+def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
+    """Each attention its own, of which samples have a share each, what a probe computes again not being left out."""
+    first = state(measured_step=4, attended=0.5, probed=0.1)
+    second = state(measured_step=4, attended=0.25)
+    older = state(measured_step=3, attended=0.1)
+    assert costs_of(mode, "output", {}) == (100.0, 250.0)
+    assert costs_of(mode, "output", {"blocks.0": first})[0] == pytest.approx(100 - 60 * 0.4)
+    assert costs_of(mode, "output", {"blocks.0.attn2": second})[0] == pytest.approx(100 - 40 * 0.75)
+    assert costs_of(mode, "output", {"blocks.0": older}) == (100.0, 250.0), "another step's"
+    apart = {"blocks.0": first, "blocks.0, sample 2": second}
+    assert costs_of(mode, "output", apart)[0] == pytest.approx(100 - 60 * (0.4 + 0.75) / 2)
+
+
+@pytest.mark.parametrize(("remembered", "more"), [(0, 0), (1, 0), (3, 2)], ids=["none", "its own", "two older"])
+def test_an_update_projects_once_more_for_each_older_step(remembered, more):
+    """Of its bias, in the rows where heads are reused."""
+    site = state(measured_step=4, bias_density=0.5, bias_coordinates=(0.9, 0.8, 0.7)[:remembered])
+    assert costs_of(StepMode.UPDATE, "head", {"blocks.0": site}) == pytest.approx((100.0, 250 + 8 * 0.5 * more))

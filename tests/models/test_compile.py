@@ -1,6 +1,7 @@
 """Compiled blocks, and transformers that are compiled whole, run under the closed loop, which decides as without."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.compiled import compiled_entry, is_wrapper
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
@@ -182,3 +184,65 @@ def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
         blocks[index] = torch.compile(block, backend="eager")
     accelerate_pipeline(pipe, "exact")
     torch.testing.assert_close(tiny_output(pipe, "flux", steps=2), plain)
+
+
+class Compiled(torch.nn.Module):
+    """A transformer whose compiled entry runs its forward and keeps its output's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.memory = [], torch.zeros(2)
+        self._compiled_call_impl = self.enter
+
+    def forward(self, x):
+        return x + 1
+
+    def enter(self, x):
+        self.seen.append(vars(self).get("forward"))
+        if x is None:
+            raise RuntimeError("no input")
+        self.memory.copy_(self.forward(x))
+        return {"sample": self.memory, "others": (self.memory, 1)}
+
+
+def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out():
+    """As the compiler has seen it, or with what another has put beneath; the hook is back whatever happens."""
+    module = Compiled()
+    hook = module.forward = lambda x: "hooked"
+    entry = compiled_entry(module, module)
+    assert module._compiled_call_impl is entry and entry(1) == "hooked" and compiled_entry(module, module) is entry
+    plain = functools.partial(Compiled.forward, module)
+    other = lambda x: x + 2  # noqa: E731
+    for beneath, added in ((types.MethodType(Compiled.forward, module), 1), (plain, 1), (other, 2)):
+        output = entry.compute(beneath, torch.zeros(2))
+        assert torch.equal(output["sample"], torch.full((2,), float(added))) and output["others"][1] == 1
+        assert module.forward is hook
+        assert output["sample"].data_ptr() != module.memory.data_ptr() != output["others"][0].data_ptr()
+    assert module.seen == [None, plain, other]
+    with pytest.raises(RuntimeError, match="no input"):
+        entry.compute(other, None)
+    assert module.forward is hook
+
+
+def test_an_entry_goes_back_unless_something_else_is_there():
+    """Where accelerate's offload keeps it, too; an earlier one goes where calls enter elsewhere by now."""
+    module = Compiled()
+    own = module._compiled_call_impl
+    entry = compiled_entry(module, module)
+    module._old_forward = entry
+    entry.put_back()
+    assert module._compiled_call_impl == module._old_forward == own
+    again = compiled_entry(module, module)
+    module._compiled_call_impl = replaced = lambda x: x
+    again.put_back()
+    assert module._compiled_call_impl is replaced
+    module._compiled_call_impl = None
+    assert compiled_entry(module, module) is None and module._compiled_call_impl is None
+    module._compiled_call_impl = own
+    wrapper = types.SimpleNamespace(_orig_mod=module, forward=own)
+    assert is_wrapper(wrapper, module) and not is_wrapper(module, module) and not is_wrapper(object(), module)
+    first = compiled_entry(module, module)
+    second = compiled_entry(module, wrapper, first)
+    assert module._compiled_call_impl == own and wrapper.forward is second is not first
+    wrapper.forward, module._hf_hook = own, object()
+    assert compiled_entry(module, wrapper, second) is second and wrapper.forward == own, "offload puts it there itself"

@@ -169,12 +169,94 @@ def test_a_transformer_of_its_own_has_no_parts(flux):
     ("seconds", "told"),
     [
         ({"transformer": 6.0, "vae.decoder": 2.0, "audio_vae.decoder": 1.0, "rest": 1.0}, "took 30% of the call"),
+        ({"vae.encoder": 4.0, "transformer": 4.0, "vae.decoder": 1.0, "rest": 1.0}, "took 50% of the call"),
         ({"transformer": 8.0, "vae.decoder": 1.0, "rest": 1.0}, None),
+        ({"transformer": 2.0, "vae.decoder": 1.0, "rest": 1.0}, None),
+        ({"text_encoder": 8.0, "transformer": 1.0, "rest": 1.0}, None),
         ({"transformer": 1.0, "vae.decoder": 1.0}, None),
         ({}, None),
     ],
-    ids=["much", "little", "not over", "no call"],
+    ids=["much", "both ways", "little", "a quarter", "text", "not over", "no call"],
 )
 def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
     remark = autoencoder_remark(seconds)
     assert told in remark if told else remark is None
+
+
+class Parts:
+    """Notes what is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def begin(self, device):
+        self.told.append(("begin", device.type))
+
+    def enter(self, name):
+        self.told.append(name)
+
+    def leave(self):
+        self.told.append("left")
+
+
+class Encoder(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class Pipe:
+    """A pipeline that checks nothing; one module has two names, and one is compiled."""
+
+    def __init__(self):
+        self.encoder = self.same = Encoder()
+        self.compiled = torch.compile(self.encoder, backend="eager")
+        self.other = Encoder()
+        self.vae = torch.nn.Module()
+        self.vae.encoder, self.vae.decoder, self.vae.decode = Encoder(), Encoder(), lambda x: x
+        self.odd = torch.nn.Module()
+        self.odd.decoder = Encoder()  # without decode it is no autoencoder
+        self.number = 1
+
+    def encode_prompt(self, x):
+        return self.encoder(x)
+
+
+def test_a_module_is_timed_once_under_its_first_name():
+    """Whatever other names it has, compiled or not; an autoencoder is timed by its parts, which no forward leads to."""
+    assert [name for name, _ in component_times._components(Pipe())] == [
+        "encoder",
+        "other",
+        "vae.encoder",
+        "vae.decoder",
+        "odd",
+    ]
+
+
+def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
+    """Each call tells the beginning, and each component when it comes and goes; closed, nobody hears any more."""
+    pipe, parts = Pipe(), Parts()
+    undo = component_times.time_components(pipe, parts)
+    pipe.encode_prompt(1)
+    with pytest.raises(TypeError):
+        pipe.vae.decoder(None)
+    told = [("begin", "cpu"), "encoder", "left", "vae.decoder", "left"]
+    assert parts.told == told
+    undo.close()
+    pipe.encode_prompt(1)
+    assert parts.told == told and "encode_prompt" not in vars(pipe)
+
+
+@pytest.mark.parametrize("own", [None, lambda x: ("own", x)], ids=["of the class", "own"])
+@pytest.mark.parametrize("later", [None, lambda x: ("later", x)], ids=["alone", "replaced"])
+def test_a_watched_method_is_what_it_was(own, later):
+    """What took its place meanwhile stays there."""
+    pipe = Pipe()
+    if own is not None:
+        pipe.encode_prompt = own
+    told = []
+    undo = component_times._watch(pipe, "encode_prompt", lambda: told.append(1))
+    assert pipe.encode_prompt(1) == (2 if own is None else ("own", 1)) and told == [1]
+    if later is not None:
+        pipe.encode_prompt = later
+    undo()
+    assert vars(pipe).get("encode_prompt") is (later or own)

@@ -1,5 +1,6 @@
 """How several devices share a sequence; what two processes make of it is in tests/test_parallel.py."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,20 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
 from dit_accel.models.context_parallel import RING, Exchange, Exchanges, agreed
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.context_parallel import (
+    RING,
+    Exchange,
+    Exchanges,
+    _shares,
+    _words,
+    agreed,
+    config_of,
+    parallel_degree,
+    shares_layers,
+    split_plan,
+)
+from dit_accel.models.families import require_family
 from dit_accel.models.family import Tokens
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
@@ -137,3 +152,88 @@ def test_a_ring_leaves_no_tiles_out_and_says_so(ranks):
     report = pipe.dit_accel.report()
     assert report.computed_fraction == 1.0
     assert {each["reason"] for each in report.fallbacks} == {RING}
+
+
+def test_tokens_are_dealt_out_as_torch_splits_them():
+    """The first ranks get one more where they don't divide; there may be fewer than ranks."""
+    for count in range(12):
+        for number in range(1, 6):
+            expected = [len(each) for each in torch.arange(count).tensor_split(number)]
+            assert _shares(count, number) == expected
+
+
+@pytest.mark.parametrize("ring, ulysses", [(1, 2), (2, 1), (2, 3)])
+def test_the_degree_is_that_of_all_devices(ring, ulysses):
+    """Those of a ring and those that exchange heads, each of which has a share of the tokens."""
+    transformer = SimpleNamespace(_parallel_config=parallel(ring_degree=ring, ulysses_degree=ulysses))
+    assert parallel_degree(transformer) == ring * ulysses
+    for alone in (SimpleNamespace(), SimpleNamespace(_parallel_config=None)):
+        assert parallel_degree(alone) == 1 and config_of(alone) is None and not shares_layers(alone)
+    assert shares_layers(SimpleNamespace(_parallel_config=SimpleNamespace(tensor_parallel_config=object())))
+    numbers = torch.tensor([torch.nan])
+    assert agreed(SimpleNamespace(), numbers) is numbers, "one device asks nobody"
+
+
+def test_an_exchange_is_made_anew_where_anything_of_it_changes(ranks):
+    """Tokens, their order, the device or the ranks; a ring has none."""
+    ranks(2)
+    config = SimpleNamespace(ring_degree=1, ulysses_degree=2, _ulysses_mesh=SimpleNamespace(get_group=lambda: None))
+    transformer = SimpleNamespace(_parallel_config=SimpleNamespace(context_parallel_config=config))
+    exchanges, cpu, meta = Exchanges(), torch.device("cpu"), torch.device("meta")
+    first, second = torch.tensor([1, 0, 2, 3]), torch.tensor([3, 2, 1, 0])
+    calls = [
+        (Tokens(2, 4), None, cpu),
+        (Tokens(2, 4), first, cpu),
+        (Tokens(2, 4), second, cpu),
+        (Tokens(2, 4, text_first=False), second, cpu),
+        (Tokens(4, 4), second, cpu),
+        (Tokens(4, 4), second, meta),
+    ]
+    seen = []
+    for call in calls:
+        seen.append(exchanges.of(transformer, *call))
+        assert exchanges.of(transformer, *call) is seen[-1], "kept"
+    assert len({*map(id, seen)}) == len(calls)
+    transformer._parallel_config = SimpleNamespace(context_parallel_config=SimpleNamespace(**vars(config), other=1))
+    assert exchanges.of(transformer, *calls[-1]) is not seen[-1]
+    transformer._parallel_config.context_parallel_config.ring_degree = 2
+    assert exchanges.of(transformer, *calls[0]) is None and exchanges.of(SimpleNamespace(), *calls[0]) is None
+
+
+@pytest.mark.parametrize(("name", "apart"), [("hunyuan15", False), ("hunyuan-i2v", True)])
+def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
+    """Of a family's facts: the entrance's streams, the tables and the exit; a class's own plan comes first."""
+    transformer = copy.copy(tiny_pipeline(name).transformer)
+    family = require_family(transformer)
+    transformer._cp_plan = None
+    if family.split is None:
+        assert split_plan(transformer, family) is None
+    elif apart:
+        with pytest.raises(UnsupportedError, match="run it on one device"):
+            split_plan(transformer, family)
+    else:
+        plan = split_plan(transformer, family)
+        assert set(plan) == {family.split.entrance, family.split.exit, *(family.order.tables if family.order else ())}
+        assert set(plan[family.split.entrance]) == {*family.split.streams}
+        assert {(each.split_dim, each.expected_dims) for each in plan[family.split.entrance].values()} == {(1, 3)}
+        assert plan[family.split.exit].gather_dim == 1
+        for module, parts in (family.order.tables if family.order else {}).items():
+            assert {place: (each.split_dim, each.split_output) for place, each in plan[module].items()} == {
+                place: (axis, True) for place, axis in parts.items()
+            }
+    transformer._cp_plan = own = {"": {}}
+    assert split_plan(transformer, family) is own is split_plan(transformer, None)
+
+
+def test_pieces_of_eight_bytes_are_taken_where_all_tensors_have_such():
+    """Else each number is moved by itself; the values are the same either way."""
+    whole = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
+    assert _words(whole)[0].dtype == torch.int64 and _words(whole)[0].shape == (2, 3, 2)
+    memory = torch.zeros(100, dtype=torch.bfloat16)
+    for other in (
+        torch.zeros(2, 3, 6, dtype=torch.bfloat16),
+        whole.transpose(1, 2),
+        memory[1:49].view(2, 3, 8),
+        memory.as_strided((2, 3, 8), (33, 8, 1)),
+    ):
+        assert _words(other)[0] is other and _words(whole, other)[0] is whole

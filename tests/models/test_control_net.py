@@ -12,6 +12,9 @@ from dit_accel.models.control_net import (
     computed,
     stop_watching,
     watch_net,
+    control_net,
+    defer_calls,
+    stop_deferring,
 )
 from dit_accel.models.hooks import find_hook
 from dit_accel.tools.testing import flux, tiny_output, tiny_pipeline
@@ -167,3 +170,122 @@ def test_autocast_and_another_pipelines_hook_are_left_alone(pipe):
     assert find_hook(pipe.controlnet) is later
     stop_watching(pipe.controlnet, later)
     assert not hasattr(pipe.controlnet, "_diffusers_hook")
+
+
+def deferred(value):
+    """A deferred tensor, and how often its call was made."""
+    runs = []
+    call = DeferredCall(lambda: runs.append(1) or value)
+    return DeferredTensor(call, 0, TensorForm.of(value)), runs
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x[:, 2:],
+        lambda x: x[:, :-1],
+        lambda x: x[1:2],
+        lambda x: x[:, 1:6:2],
+        lambda x: x[1:, 1:][:, 1:],
+        lambda x: x[..., -2:],
+        lambda x: x[:, :99],
+    ],
+    ids=["from", "to", "rows", "step", "twice", "last", "beyond"],
+)
+def test_a_part_is_cut_off_without_the_call(part):
+    """As pipelines drop reference tokens; it has the form and the values of that part, from one call."""
+    value = torch.arange(48.0).view(2, 8, 3)
+    whole, runs = deferred(value)
+    cut = part(whole)
+    assert isinstance(cut, DeferredTensor) and cut.shape == part(value).shape and cut.dtype == value.dtype
+    assert runs == []
+    assert torch.equal(cut + 0, part(value)) and torch.equal(whole + 0, value) and runs == [1]
+
+
+def test_a_call_that_is_read_where_gradients_count_has_none():
+    """It was deferred where they don't."""
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        form = TensorForm.of(layer(torch.ones(1, 2)))
+    call = DeferredCall(lambda: layer(torch.ones(1, 2)))
+    with torch.enable_grad():
+        assert not computed(DeferredTensor(call, 0, form)).requires_grad
+
+
+class Net(torch.nn.Module):
+    """Gives parts of its input, as flags and other arguments say."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, scale=1.0, both=False, more=None):
+        self.calls += 1
+        made = [x * scale, None, x.sum(1)] if both else [x * scale, None]
+        return {"parts": made, "name": "net", "more": more}
+
+
+FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, True),
+        ({"x": torch.zeros(2, 3)}, True),
+        ({"scale": 0.25}, True),
+        ({"x": torch.ones(3, 2).T}, True),
+        ({"both": True}, False),
+        ({"x": torch.ones(2, 4)}, False),
+        ({"x": torch.ones(1, 3)}, False),
+        ({"x": torch.ones(2, 3, dtype=torch.float64)}, False),
+        ({"x": torch.ones(2, 3, device="meta")}, False),
+        ({"scale": 1}, False),
+        ({"more": torch.ones(1)}, False),
+        ({"more": [1]}, False),
+    ],
+    ids=["same", "values", "scale", "strides", "flag", "shape", "batch", "dtype", "device", "kind", "tensor", "list"],
+)
+def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
+    """From the call before, which differed in values alone; what comes is what the net gives at once."""
+    net, alone = Net(), Net()
+    defer_calls(net)
+    net(**FIRST)
+    assert net.calls == 1, "the first tells the form"
+    given = FIRST | changes
+    output, expected = net(**given), alone(**given)
+    assert net.calls == (1 if waits else 2)
+    assert output["name"] == "net" and output["parts"][1] is None and len(output["parts"]) == len(expected["parts"])
+    for made, own in zip(output["parts"], expected["parts"], strict=True):
+        assert own is None or TensorForm.of(made) == TensorForm.of(own)
+        assert own is None or own.is_meta or torch.equal(made + 0, own)
+    if not waits:
+        assert isinstance(net(**given)["parts"][0], DeferredTensor), "its form is the known one now"
+
+
+@pytest.mark.parametrize("why", ["gradients", "offload", "hook", "cpu", "cuda", "compiled"])
+def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
+    """Gradients would be lost, weights may have moved, another hook or autocast be gone, and compilers see calls."""
+    net = Net()
+    hook = defer_calls(net)
+    with torch.no_grad():
+        net(**FIRST)
+    if why == "offload":
+        net._hf_hook = object()
+    if why == "hook":
+        net._diffusers_hook.register_hook(diffusers.hooks.ModelHook(), "another")
+    if why == "compiled":
+        monkeypatch.setattr("dit_accel.models.control_net.is_compiled", lambda module: module is net)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == why)
+    with torch.set_grad_enabled(why == "gradients"):
+        output = net(**FIRST)
+    assert net.calls == 2 and not isinstance(output["parts"][0], DeferredTensor)
+    stop_deferring(net, hook)
+
+
+def test_only_a_net_of_a_pipeline_is_deferred(pipe):
+    """Components of that name may be of any kind, or missing."""
+    assert control_net(pipe) is pipe.controlnet
+    for other in (object(), None, type("Pipe", (), {"controlnet": None})(), type("Pipe", (), {"controlnet": [1]})()):
+        assert control_net(other) is None

@@ -58,6 +58,10 @@ LAYERS = {  # what hand-written blocks forecast whole at level layer; of other f
     "flux2": ("attn", "ff", "ff_context"),
 }
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
+INEXACT = {  # memory where blocks differ: a second attention, narrower text, a first or last block's parts, no queries
+    **{"sd3": 0.5, "sd35": 0.35, "prx": 0.1},
+    **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1},
+}
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
 PADDED = {  # arguments that tell padding
     "qwen-image": "encoder_hidden_states_mask",
@@ -198,7 +202,7 @@ def test_the_probe_measures(name):
 def test_level_layer_forecasts_the_parts(name):
     """Attention and MLP outputs before their gates are forecast, and gates, norms and modulation stay fresh.
 
-    What is left of a block in a DISPATCH step multiplies no token with a matrix.
+    What is left of a block in a DISPATCH step multiplies no token with a matrix, and memory is what was expected.
     """
     schedule = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 1}
     forecast = {"level": "layer", "method": "newton", "order": 1}
@@ -230,6 +234,7 @@ def test_level_layer_forecasts_the_parts(name):
     assert distance(result, expected) < TOLERANCE.get(name, 1e-5)
     assert report.steps_by_mode == {"full": 3, "update": 2, "dispatch": 2}
     assert 0.5 < report.computed_fraction < 0.9
+    assert report.estimated_bytes == pytest.approx(report.cache_bytes, rel=INEXACT.get(name, 0), abs=0)
 
 
 @every_family
@@ -284,10 +289,31 @@ def test_all_images_of_the_layered_form_are_judged():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", ["sd3", "sd35", "wan-vace", "lumina2", "flux2", "z-image", "ltx2", "mochi", "prx", "chroma"]
+    "name",
+    [
+        *(
+            "sd3",
+            "sd35",
+            "wan-vace",
+            "lumina2",
+            "flux2",
+            "z-image",
+            "ltx2",
+            "mochi",
+            "prx",
+            "chroma",
+            "kandinsky5",
+            "ltx",
+        ),
+        *("cogvideox", "wan", "wan-i2v", "wan-i2v-clip", "wan22-5b-i2v", "wan-animate", "skyreels-v2"),
+        *("hunyuan15", "hunyuan", "hunyuan-i2v", "flux", "flux-kontext", "qwen-image", "qwen-image-edit"),
+    ],
 )
 def test_flops_are_those_that_torch_counts(name):
-    """Of each block but for its modulation, also where blocks of a class differ in their parts."""
+    """Of each block but for its modulation, also where blocks of a class differ in their parts.
+
+    HiDream's MLPs are rounded up by more than such a small width has; CogVideoX's modulation is 2% of such a block.
+    """
     transformer, calls = pipeline(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     tiny.output(name, 2)
@@ -302,7 +328,8 @@ def test_flops_are_those_that_torch_counts(name):
     works = BlockCosts(family, blocks, sites).of(transformer, arguments, family.tokens(transformer, arguments))
     assert works.keys() == blocks.keys()
     for block, work in works.items():
-        assert work.plain == pytest.approx(counted[block.removeprefix("transformer.")], rel=0.01), block
+        expected = counted[block.removeprefix("transformer.")]
+        assert work.plain == pytest.approx(expected, rel=0.02 if name == "cogvideox" else 0.01), block
 
 
 def _overwriting(schedule):

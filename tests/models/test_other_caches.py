@@ -1,5 +1,6 @@
 """Other caches on an accelerated transformer are refused by name, and with what takes them off."""
 
+import diffusers
 import pytest
 import torch
 from diffusers.hooks import (
@@ -14,6 +15,7 @@ from diffusers.hooks import (
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.other_caches import _cache_of, refuse_other_cache
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 6
@@ -109,3 +111,35 @@ def test_cache_dit_is_refused(pipe):
         tiny_output(pipe, "flux", steps=STEPS)
     with refused("a cache of cache-dit", r"cache_dit\.disable_cache\(pipe\)"):
         accelerate_pipeline(restore_pipeline(pipe))
+
+
+def test_every_cache_of_diffusers_that_forecasts_is_known():
+    """By the module of its config, whose hooks are there too; that of a prompt's keys and values forecasts nothing."""
+    configs = [getattr(diffusers.hooks, name) for name in dir(diffusers.hooks) if name.endswith("CacheConfig")]
+    assert len(configs) >= 5
+    for config in (*configs, PyramidAttentionBroadcastConfig):
+        name = config.__name__.removesuffix("Config")
+        known = None if name == "TextKVCache" else name
+        assert _cache_of(object.__new__(config)) == known
+    for foreign in ("first_block_cache", "mine.first_block_cache", "diffusers.hooks.mine", "diffusers.mag_cache"):
+        assert _cache_of(type("Config", (), {"__module__": foreign})()) is None
+
+
+def test_a_cache_that_forecasts_nothing_is_left_alone(pipe):
+    """Also one of somebody else's, whose config stands where diffusers has its own."""
+    for config in (object(), None):
+        pipe.transformer._cache_config = config
+        refuse_other_cache(pipe.transformer, "transformer")
+    pipe.transformer._is_cached = False
+    refuse_other_cache(pipe.transformer, "transformer")
+
+
+def test_hooks_are_looked_for_where_there_is_time(pipe):
+    """Walking over all modules takes milliseconds, which a step has not; its own marks are always seen."""
+    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1))
+    refuse_other_cache(pipe.transformer, "other", by_hooks=False)
+    with pytest.raises(UnsupportedError, match=r"pipe\.other .* on it.*check_if_exists_or_initialize\(pipe\.other\)"):
+        refuse_other_cache(pipe.transformer, "other")
+    pipe.transformer._is_cached = True
+    with pytest.raises(UnsupportedError, match="a cache of cache-dit"):
+        refuse_other_cache(pipe.transformer, "other", by_hooks=False)

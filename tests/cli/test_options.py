@@ -1,0 +1,251 @@
+"""Every option of every command changes what it says, and nothing else: what commands hand to the library is noted."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from PIL import Image
+
+from dit_accel.cli import app
+from dit_accel.presets import load_preset
+
+REPOSITORY = Path(__file__).parents[2]
+PICTURES, CLIPS = "some/pictures", "some/clips"
+
+
+class Acts(NamedTuple):
+    """What a command is given, and how what it hands on differs from what it hands on without.
+
+    Args:
+        given: the option with a value, and whatever else it needs.
+        changes: by name, what is handed on.
+        model: that the command runs on, with and without.
+        replaces: options that are not given beside it.
+    """
+
+    given: tuple
+    changes: dict
+    model: str | None = PICTURES
+    replaces: tuple[str, ...] = ()
+
+
+def shared(call: str, preset: str = "preset") -> dict[str, Acts]:
+    """Options of every command that runs a pipeline.
+
+    Args:
+        call: of names under which arguments of the pipeline's call are noted.
+    """
+    quality = load_preset("quality").schedule.target_error
+    return {
+        "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures"}),
+        "--call": Acts(("--call", "max_sequence_length=8"), {f"{call}max_sequence_length": 8}),
+        "--steps": Acts(("--steps", 7), {f"{call}num_inference_steps": 7}),
+        "--height": Acts(("--height", 48), {f"{call}height": 48}),
+        "--width": Acts(("--width", 80), {f"{call}width": 80}),
+        "--num-frames": Acts(("--num-frames", 9), {f"{call}num_frames": 9}, CLIPS),
+        "--image": Acts(("--image", "grey.png"), {f"{call}image": (99, 99, 99)}),
+        "--preset": Acts(("--preset", "quality"), {preset: "quality", "target_error": quality}),
+        "--set": Acts(("--set", "target_error=0.5"), {"target_error": 0.5}),
+        "--seed": Acts(("--seed", 5), {"seed": 5}),
+        "--dtype": Acts(("--dtype", "float16"), {"dtype": "float16"}),
+        "--device": Acts(("--device", "cuda:1"), {"device": "cuda:1"}),
+        "--offload": Acts(("--offload", "sequential"), {"offload": "sequential"}),
+        "--lora": Acts(("--lora", "owner/name:0.5"), {"loras": {"owner/name": 0.5}}),
+        "--quantize": Acts(("--quantize", "int8"), {"quantize": "int8"}),
+        "--quiet": Acts(("--quiet",), {"prints": False}),
+    }
+
+
+BATCH = "tests/cli/test_batch.py::test_"
+COMMAND = "tests/cli/test_cli.py::test_"
+HOSTILE = "tests/cli/test_hostile.py::test_"
+FORCED = "tests/cli/test_written.py::test_force_is_what_replaces_files"
+BASES = {
+    "generate": ("generate", "--prompt", "a fox"),
+    "inspect": ("inspect", "--prompt", "a fox", "--output", "run"),
+    "tune": ("tune", "--target-psnr", 30),
+    "compare": ("compare", "--prompt", "a fox"),
+    "recommend": ("recommend",),
+    "app": ("app",),
+}
+# By command and option: what it changes, or the test that shows it.
+OPTIONS: dict[str, dict[str, Acts | str]] = {
+    "generate": shared("call.")
+    | {
+        "--prompt": Acts(("--prompt", "an owl"), {"call.prompt": "an owl"}),
+        "--guidance": Acts(("--guidance", 2), {"call.guidance_scale": 2.0}),
+        "--negative-prompt": Acts(
+            ("--negative-prompt", "blue", "--guidance", 4), {"call.negative_prompt": "blue", "call.true_cfg_scale": 4.0}
+        ),
+        "--fps": Acts(("--fps", 12.5), {"fps": 12.5}, CLIPS),
+        "--num-images": Acts(
+            ("--num-images", 2), {"call.num_images_per_prompt": 2, "files": {"output-0.png", "output-1.png"}}
+        ),
+        "--output": Acts(("--output", "o.png"), {"files": {"o.png"}}),
+        "--compare": Acts(
+            ("--compare",),
+            {
+                "files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"},
+                "repeats": 3,
+                "whole": False,
+            },
+        ),
+        "--plot": Acts(("--plot", "p.svg"), {"files": {"output-2.png", "p.svg"}}),
+        "--json": Acts(("--json", "j.json"), {"files": {"output-2.png", "j.json"}}),
+        "--force": Acts(("--force",), {"files": {"output.png"}}),
+        "--repeats": Acts(
+            ("--compare", "--repeats", 5),
+            {
+                "files": {"output-2.png", "output-2-plain.png", "output-2-compare.png"},
+                "repeats": 5,
+                "whole": False,
+            },
+        ),
+        "--parallel": "tests/cli/test_parallel.py::test_the_pipeline_is_shared_as_asked",
+        "--prompts": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
+        "--output-dir": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
+        "--batch-size": f"{BATCH}neighbours_share_a_call_and_get_what_they_get_alone",
+        "--engine": "tests/cli/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
+        "--actors": "tests/cli/test_ray.py::test_gpus_are_taken_where_there_are_some",
+    },
+    "inspect": shared("call.")
+    | {
+        "--prompt": Acts(("--prompt", "an owl"), {"call.prompt": "an owl"}),
+        "--output": Acts(("--output", "other"), {"folder": "other"}),
+        "--layer": Acts(("--layer", "transformer_blocks.1"), {"layer": "transformer_blocks.1"}),
+        "--force": FORCED,
+    },
+    "tune": shared("arguments.")
+    | {
+        "--target-psnr": Acts(("--target-psnr", 31), {"target_psnr": 31.0}),
+        "--target-error": Acts(
+            ("--target-error", 0.1), {"target_error": 0.1, "target_psnr": None}, replaces=("--target-psnr",)
+        ),
+        "--preset": Acts(("--preset", "quality"), {"base": "quality"}),
+        "--set": Acts(("--set", "order=2"), {"order": 2}),
+        "--output": Acts(
+            ("--output", "mine.yaml"), {"state": "mine-tuning", "written": "mine.yaml", "plotted": "mine.png"}
+        ),
+        "--prompts": Acts(("--prompts", "two.txt"), {"prompts": ["a cat", "a dog"]}),
+        "--tuning-prompts": Acts(("--tuning-prompts", 3), {"tuning_prompts": 3}),
+        "--held-out-prompts": Acts(("--held-out-prompts", 5), {"held_out_prompts": 5}),
+        "--evaluations": Acts(("--evaluations", 6), {"evaluations": 6}),
+        "--force": FORCED,
+    },
+    "compare": {
+        name: acts for name, acts in shared("arguments.").items() if name not in ("--preset", "--set", "--offload")
+    }
+    | {
+        "--prompt": Acts(("--prompt", "an owl"), {"prompts": [("an owl", 0)]}),
+        "--prompts": Acts(("--prompts", "two.txt"), {"prompts": [("a cat", 0), ("a dog", 1)]}, replaces=("--prompt",)),
+        "--seed": Acts(("--seed", 5), {"prompts": [("a fox", 5)], "tuning_seed": 5}),
+        "--presets": Acts(("--presets", "turbo, exact"), {"presets": ["turbo", "exact"]}),
+        "--peers": Acts(("--peers", "dbcache"), {"peers": ["dbcache"]}),
+        "--settings": Acts(("--settings", 2), {"settings": 2}),
+        "--output": Acts(("--output", "mine"), {"stem": "mine"}),
+        "--repeats": Acts(("--repeats", 5), {"repeats": 5}),
+        "--force": FORCED,
+    },
+    "recommend": {
+        "--model": Acts(("--model", "wan"), {"model": "wan"}),
+        "--gpu": Acts(("--gpu", "H100"), {"gpu": "h100"}),
+        "--steps": Acts(("--steps", 7), {"steps": 7}),
+        "--height": Acts(("--height", 48), {"height": 48}),
+        "--width": Acts(("--width", 80), {"width": 80}),
+        "--frames": Acts(("--frames", 9), {"frames": 9}),
+        "--lora": Acts(("--lora",), {"lora": True}),
+        "--quantized": Acts(("--quantized",), {"quantized": True}),
+        "--distilled": Acts(("--distilled",), {"distilled": True}),
+        "--gpus": Acts(("--gpus", 2), {"gpus": 2}),
+    },
+    "app": {name: shared("")[name] for name in ("--dtype", "--device", "--offload", "--lora", "--quantize")}
+    | {
+        "--model": Acts(("--model", "other/pictures"), {"model": "other/pictures", "offered": "other/pictures"}),
+        "--host": Acts(("--host", "0.0.0.0"), {"server_name": "0.0.0.0", "any_model": False}),
+        "--port": Acts(("--port", 8123), {"server_port": 8123}),
+        "--share": Acts(("--share",), {"share": True, "any_model": False, "opened": "http://public/"}),
+    },
+    "presets list": {
+        "--model": f"{COMMAND}presets_list_filters_by_model",
+        "--all": f"{COMMAND}presets_list_names_every_preset",
+    },
+    "presets schema": {"--output": f"{COMMAND}schema_is_json_and_can_be_written", "--force": FORCED},
+    "presets show": {},
+    "presets check": {},
+    "bench kernels": {},  # has a parser of its own
+    "env": {},
+}
+ACTING = {
+    f"{command} {option}": (command, acts)
+    for command, options in OPTIONS.items()
+    for option, acts in options.items()
+    if isinstance(acts, Acts)
+}
+
+
+def commands(group, path=()):
+    """The command line's commands, by their names."""
+    for name, each in group.commands.items():
+        if hasattr(each, "commands"):
+            yield from commands(each, (*path, name))
+        else:
+            yield " ".join((*path, name)), each
+
+
+def test_every_option_is_in_the_table():
+    """So that none comes without showing that it acts; tests that are named there exist."""
+    there = {
+        name: {param.opts[0] for param in command.params if param.param_type_name == "option"}
+        for name, command in commands(typer.main.get_command(app))
+    }
+    assert {name: set(options) for name, options in OPTIONS.items()} == there
+    for named in (each for options in OPTIONS.values() for each in options.values() if isinstance(each, str)):
+        file, _, test = named.partition("::")
+        assert re.search(rf"^def {test}\(", (REPOSITORY / file).read_text(), re.MULTILINE), named
+
+
+@pytest.mark.parametrize(("command", "acts"), ACTING.values(), ids=ACTING)
+def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, acts):
+    """Of everything that the command hands to the library, prints and writes."""
+    base = list(BASES[command])
+    for option in acts.replaces:
+        place = base.index(option)
+        del base[place : place + 2]
+    image = ("--image", "black.png") if acts.model == PICTURES and command not in ("recommend", "app") else ()
+    without = handed_on(*BASES[command], "--model", acts.model, *image)
+    given = handed_on(*base, "--model", acts.model, *image, *acts.given)
+    without.pop("facts", None), given.pop("facts", None)
+    changes = {name: given.get(name) for name in without | given if given.get(name) != without.get(name)}
+    assert changes == acts.changes
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--call",
+        "--steps",
+        "--height",
+        "--width",
+        "--num-frames",
+        "--image",
+        "--seed",
+        "--lora",
+        "--quantize",
+        "--model",
+    ],
+)
+def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_path, option):
+    """Its file holds whatever changes what is measured, under the option's name, so that another value is refused."""
+    for index, name in enumerate(("black.png", "grey.png")):
+        Image.new("RGB", (16, 16), (99 * index,) * 3).save(tmp_path / name)
+    acts, facts = OPTIONS["compare"][option], []
+    image = ("--image", "black.png") if acts.model == PICTURES else ()
+    for given in ((), acts.given):
+        result = run(*BASES["compare"], "--model", acts.model, *image, *given)
+        assert result.exit_code == 0, result.output
+        facts.append(reached["facts"])
+    names = {name for name in facts[0] | facts[1] if facts[0].get(name) != facts[1].get(name)}
+    assert names == {option.removeprefix("--")}
+    assert facts[0]["dtype"] == "torch.float32" and facts[0]["prompts"] == ["a fox"]

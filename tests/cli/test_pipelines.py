@@ -1,0 +1,229 @@
+"""What commands call a pipeline with, how its failures are told, and what lines of a file ask for."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from PIL import Image
+
+from dit_accel import cli, errors
+from dit_accel.cli import TALKATIVE, env, options, pipelines
+from dit_accel.cli.failures import OutOfMemoryError, explained_failures, explained_loading
+from dit_accel.cli.jobs import Job, batches, read_jobs
+from dit_accel.cli.options import OptionError, named_preset, parse_overrides, read_prompts
+from dit_accel.cli.pipelines import call_arguments, read_image, start_pipeline
+from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.testing import tiny_pipeline
+
+
+def pipe_that_takes(signature):
+    """A pipeline whose call has these parameters."""
+    scope = {}
+    exec(f"def call({signature}): pass", scope)
+    return SimpleNamespace(__call__=scope["call"])  # commands read the signature of the attribute
+
+
+def test_what_is_given_replaces_a_demo_models_own_arguments():
+    """Options first, and --call over both; what is not given stays the model's own."""
+    pipe, own = tiny_pipeline("flux"), demo_arguments(demo_path("demo-flux"))
+    assert call_arguments(pipe, "demo-flux", {"steps": None}) == own
+    assert call_arguments(pipe, "demo-flux", {"steps": 3}) == own | {"num_inference_steps": 3}
+    assert call_arguments(pipe, "demo-flux", {"steps": 3}, {next(iter(own)): 7}).items() >= {next(iter(own)): 7}.items()
+    assert call_arguments(pipe, "some/model", {"height": 8}) == {"height": 8}
+
+
+@pytest.mark.parametrize("option, key", [("guidance", "guidance_scale"), ("num-images", "num_images_per_prompt")])
+def test_nothing_is_a_value_too(option, key):
+    """An option of 0 is given, and one of None is not."""
+    pipe = tiny_pipeline("flux")
+    assert call_arguments(pipe, "some/model", {option: 0}) == {key: 0}
+    assert call_arguments(pipe, "some/model", {option: None}) == {}
+
+
+def test_call_takes_whatever_a_pipeline_takes():
+    """Names that its signature has, or any where it takes any; numbers where it has one by default."""
+    strict, open_to_all = (
+        pipe_that_takes(f"prompt=None, num_inference_steps=9, guidance_rescale=0.0, sigmas=None{more}")
+        for more in ("", ", **kwargs")
+    )
+    assert call_arguments(open_to_all, "some/model", {}, {"anything": 1}) == {"anything": 1}
+    with pytest.raises(OptionError, match="takes no anything; it takes guidance_rescale, num_inference_steps, sigmas"):
+        call_arguments(strict, "some/model", {}, {"anything": 1})
+    for value in ("much", {"a": 1}):
+        with pytest.raises(OptionError, match=r"guidance_rescale must be a number or a bool, such as 0\.0"):
+            call_arguments(strict, "some/model", {}, {"guidance_rescale": value})
+    assert call_arguments(strict, "some/model", {}, {"sigmas": {"a": 1}}) == {"sigmas": {"a": 1}}
+    with pytest.raises(OptionError, match="num_inference_steps is set by an option of its own already"):
+        call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_pictures_are_read_as_rgb(tmp_path, mode):
+    """Whatever they are saved as."""
+    path = tmp_path / "picture.tiff"
+    Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode).save(path)
+    image = read_image(path)
+    assert image.mode == "RGB" and image.getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_bar_of_a_pipeline_says_which_run_it_is_of(preset, told, quiet):
+    from dit_accel import load_preset, restore_pipeline
+
+    pipe = tiny_pipeline("flux")
+    start_pipeline(pipe, preset and load_preset(preset), quiet)
+    assert pipe._progress_bar_config == {"disable": quiet, "desc": told} and hasattr(pipe, "dit_accel") == bool(preset)
+    restore_pipeline(pipe) if preset else None
+
+
+def check_inputs(error):
+    raise error
+
+
+def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
+    """What a pipeline's own checks raise is the user's; the same error from elsewhere is a defect of somebody's."""
+    for kind in (ValueError, TypeError):
+        with pytest.raises(UnsupportedError, match="dict refuses its arguments: not so"), explained_failures(dict):
+            check_inputs(kind("not so"))
+        with pytest.raises(kind, match=r"^not so$"), explained_failures(dict):
+            raise kind("not so")
+    with pytest.raises(RuntimeError, match="device-side assert"), explained_failures(dict):
+        raise RuntimeError("device-side assert")
+    with pytest.raises(KeyError), explained_failures(dict):
+        check_inputs(KeyError("a"))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("9 GiB")])
+def test_memory_that_does_not_suffice_is_no_mistake_in_a_name(error):
+    """Neither while a model is loaded, nor in its own checks."""
+    with pytest.raises(type(error)), explained_loading("--model", "some/model"):
+        raise error
+    told = rf"try --offload model.* \({str(error) or 'MemoryError'}\)$"
+    with pytest.raises(OutOfMemoryError, match=told), explained_failures(dict):
+        check_inputs(error)
+
+
+MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "TuningError", "ComparisonError")
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, "ShapeError", "OutOfMemoryError", "BatchError"])
+def test_exit_codes_tell_mistakes_from_failures(capsys, name):
+    """2 where something else has to be asked for, 1 where it may go well another time; one line either way."""
+    from dit_accel.cli import batch, failures
+
+    kind = next(getattr(module, name) for module in (errors, options, failures, batch) if hasattr(module, name))
+    error = kind("--option", "no") if kind is OptionError else kind("no")
+    with pytest.raises(typer.Exit) as end, cli._told():
+        raise error
+    assert issubclass(kind, DitAccelError) and end.value.exit_code == (2 if name in MISTAKES else 1)
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_talkative_packages_are_quiet_under_the_command(monkeypatch):
+    """Their warnings are of nothing that a user of the command can change; Python's own users hear them."""
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
+    monkeypatch.setattr(cli, "run_to_end", lambda app: None)
+    try:
+        cli.main()
+        assert {logging.getLogger(name).level for name in TALKATIVE} == {logging.ERROR}
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
+    """Each GPU with its capability and memory, packages that are missing, and every extra."""
+    properties = SimpleNamespace(name="NVIDIA Any", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(env, "PACKAGES", (*env.PACKAGES, "no-such-package"))
+    rows = {
+        name.strip(): rest.strip()
+        for name, _, rest in (line.partition("  ") for line in run("env").stdout.splitlines())
+    }
+    assert rows["cuda:0"] == rows["cuda:1"] == "NVIDIA Any, sm_90, 80 GiB" and rows["CUDA"] == "12.9"
+    assert rows["no-such-package"] == "not installed" and rows.keys() >= {"gradio", "ray", "peft", "matplotlib"}
+
+
+def test_values_of_set_may_hold_anything():
+    """The first `=` ends the key, and spaces around it are no part of it."""
+    assert parse_overrides([" order = 2", "name=a=b", "skip.layers={a: 1}", "x="]) == {
+        "order": 2,
+        "name": "a=b",
+        "skip.layers": {"a": 1},
+        "x": None,
+    }
+
+
+def test_a_demo_models_own_preset_is_the_default():
+    """A name that is given wins, and both are checked before anything is loaded."""
+    own = named_preset(None, "demo-wan", None)[0]
+    assert own == options.model_preset("demo-wan") is not None and named_preset("turbo", "demo-wan", None)[0] == "turbo"
+    assert named_preset(None, "some/model", ["order=2"]) == (None, {"order": 2})
+    for name, settings in (("turbp", None), (None, ["ordr=2"])):
+        with pytest.raises(errors.PresetError, match="did you mean"):
+            named_preset(name, "some/model", settings)
+    with pytest.raises(OptionError, match="--preset: nothing to see"):
+        named_preset("none", "some/model", None, "nothing to see")
+    assert named_preset("none", "some/model", None)[0] == "none"
+
+
+def test_overrides_reach_the_preset_of_a_pipeline():
+    """Those of --set, also where the plain name stands for a video's form."""
+    for name in ("flux", "wan"):
+        preset = options.choose_preset(None, {"target_error": 0.5}, tiny_pipeline(name))
+        assert preset.schedule.target_error == 0.5 and preset.name.endswith("balanced")
+
+
+def test_a_file_of_prompts_has_one_a_line(tmp_path):
+    """Spaces around them and empty lines are none."""
+    (tmp_path / "prompts.txt").write_text("  a red fox \n\n\t\ntwo whales\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["a red fox", "two whales"]
+
+
+def test_a_lines_own_settings_win(tmp_path):
+    """Over those of the command, which hold where a line has none; whole numbers guide, too, and nothing is a value."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "a", "steps": 2, "guidance": 3}\n{"prompt": "b", "guidance": 0.0, "negative-prompt": ""}\n'
+    )
+    first, second = read_jobs(file, {"steps": 9, "guidance": 7.0, "seed": 0, "height": None})
+    assert first.settings == {"prompt": "a", "steps": 2, "guidance": 3, "seed": 0}
+    assert second.settings == {"prompt": "b", "steps": 9, "guidance": 0.0, "seed": 0, "negative-prompt": ""}
+    assert (first.name(".png"), second.name(".mp4")) == ("0000.png", "0001.mp4")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a", "steps": true}', '{"prompt": "a", "seed": 1.5}', '{"prompt": 1}', '["a"]', '"a"']
+)
+def test_values_of_another_kind_are_told_by_their_line(tmp_path, line):
+    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(OptionError, match="--prompts: line 2"):
+        read_jobs(tmp_path / "prompts.jsonl", {})
+
+
+def test_neighbours_of_one_kind_share_a_call():
+    """Prompt, negative prompt and seed may differ, but all or none have a negative prompt; no call is too large."""
+    kinds = [{}, {}, {}, {"steps": 2}, {"negative-prompt": "a"}, {"negative-prompt": "b"}, {"negative-prompt": "b"}, {}]
+    jobs = [Job(index, {"prompt": str(index), "seed": index, **kind}) for index, kind in enumerate(kinds)]
+    for size, expected in (
+        (1, [[index] for index in range(8)]),
+        (2, [[0, 1], [2], [3], [4, 5], [6], [7]]),
+        (9, [[0, 1, 2], [3], [4, 5, 6], [7]]),
+    ):
+        assert [[job.index for job in batch] for batch in batches(jobs, size)] == expected
+
+
+def test_where_guidance_does_nothing_it_is_refused(monkeypatch):
+    """A FLUX transformer without guidance embedding; one that has no such setting is guided otherwise."""
+    for embeds, refused in ((False, True), (True, False), (None, False)):
+        config = SimpleNamespace() if embeds is None else SimpleNamespace(guidance_embeds=embeds)
+        monkeypatch.setattr(
+            "dit_accel.models.denoisers", lambda pipe, config=config: {"t": SimpleNamespace(config=config)}
+        )
+        assert pipelines._ignores_guidance(object()) == refused

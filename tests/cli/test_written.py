@@ -1,0 +1,189 @@
+"""Files that commands write, and the settings that they note beside them; nothing is loaded, run or drawn."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from dit_accel.cli import generate
+from dit_accel.cli.comparison import Side, Sides
+from dit_accel.presets import load_preset
+from dit_accel.tools.timing import Output
+
+PICTURES = "some/pictures"
+TUNE, COMPARE = ("tune", "--target-psnr", 30), ("compare", "--prompt", "a")
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("generate", "--prompt", "a", "--output", "o.png"), "o.png"),
+        (("generate", "--prompt", "a", "--output", "o.png", "--compare"), "o-plain.png"),
+        (("generate", "--prompt", "a", "--json", "o.json"), "o.json"),
+        (("inspect", "--prompt", "a", "--output", "run"), "run/timeline.png"),
+        (("inspect", "--prompt", "a", "--output", "run"), "run/report.json"),
+        (("inspect", "--prompt", "a", "--output", "run"), "run/picture.png"),
+        (("inspect", "--prompt", "a", "--output", "run"), "run/symbols-transformer_blocks.0.png"),
+        (TUNE, "tuned.yaml"),
+        (TUNE, "tuned.png"),
+        (COMPARE, "comparison.md"),
+        (COMPARE, "comparison-time.png"),
+        (("presets", "schema", "--output", "s.json"), "s.json"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else " ".join(map(str, given)),
+)
+def test_force_is_what_replaces_files(run, reached, tmp_path, command, file):
+    """Every command leaves files that are there, even empty ones, and replaces them where it is told to."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    model = () if command[0] == "presets" else ("--model", PICTURES)
+    image = ("--image", "i.png") if model else ()
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    refused = run(*command, *model, *image)
+    assert refused.exit_code == 2 and f"{file} exists" in refused.stderr
+    assert (tmp_path / file).read_bytes() == b""
+    assert run(*command, *model, *image, "--force").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "there"), [(TUNE, "tuned-tuning/state.json"), (COMPARE, "comparison.json")], ids=["tune", "compare"]
+)
+def test_what_goes_on_replaces_its_own_files(run, reached, tmp_path, command, there):
+    """An interrupted tuning or comparison needs no --force to write what it has written before."""
+    for file in (there, "tuned.yaml", "tuned.png", "comparison.md", "comparison.png", "comparison-time.png"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    result = run(*command, "--model", PICTURES, "--image", "i.png")
+    assert result.exit_code == 0, result.output
+
+
+def test_whole_runs_are_repeated_where_weights_are_moved(handed_on):
+    """Offloading moves weights at the start of a run, which a few steps of one would count too often."""
+    base = ("generate", "--prompt", "a", "--model", PICTURES, "--image", "black.png", "--compare")
+    assert [handed_on(*base, "--offload", way)["whole"] for way in ("none", "model", "sequential")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("option", ["--output", "--json", "--plot", "--num-images", "--compare"])
+def test_what_is_of_one_prompt_is_refused_for_a_file_of_prompts(run, reached, option):
+    """It would say nothing, or write what nobody asked for."""
+    value = {"--num-images": ("2",), "--compare": ()}.get(option, ("a.png",))
+    result = run("generate", "--prompts", "two.txt", "--output-dir", "out", option, *value)
+    assert result.exit_code == 2 and f"{option}: is for one --prompt" in result.stderr and not reached
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        (("--negative-prompt", "blue"), {"negative-prompt": "blue"}),
+        (("--steps", 7), {"steps": 7}),
+        (("--height", 48), {"height": 48}),
+        (("--width", 80), {"width": 80}),
+        (("--num-frames", 9), {"num-frames": 9}),
+        (("--guidance", 0.0), {"guidance": 0.0}),
+        (("--seed", 0), {"seed": 0}),
+        (("--seed", 5), {"seed": 5}),
+        (("--image", "grey.png"), {"image": "grey.png"}),
+        (("--call", "max_sequence_length=8"), {"call": {"max_sequence_length": 8}}),
+        (("--lora", "owner/name:0.5"), {"lora": {"owner/name": 0.5}}),
+        (("--quantize", "int8"), {"quantize": "int8"}),
+        (("--dtype", "float16"), {"dtype": "float16"}),
+        (("--fps", 12.5), {"fps": 12.5}),
+        (("--device", "cuda:1"), {}),
+        (("--offload", "model"), {}),
+        (("--batch-size", 3), {}),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+)
+def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch, given, setting):
+    """Options of the command hold for lines without their own, and the manifest has whatever changes what is made."""
+    started = {}
+    monkeypatch.setattr(
+        generate, "Worker", lambda setup, picture, jobs, console: started.update(setup=setup, at=picture)
+    )
+
+    def note(engine, jobs, folder, facts, console, *, batch_size, force):
+        started.update(rows=[facts | job.settings for job in jobs], batch_size=batch_size, force=force)
+
+    monkeypatch.setattr(generate, "run_jobs", note)
+    Image.new("RGB", (16, 16), (99,) * 3).save(tmp_path / "grey.png")
+    (tmp_path / "two.txt").write_text("a cat\na dog\n")
+    result = run("generate", "--model", PICTURES, "--prompts", "two.txt", "--output-dir", "out", "--force", *given)
+    assert result.exit_code == 0, result.output
+    common = {"model": PICTURES, "image": None, "seed": 0} | setting
+    assert started["rows"] == [common | {"prompt": prompt} for prompt in ("a cat", "a dog")]
+    assert started["force"] and started["batch_size"] == started["setup"].batch_size == (
+        3 if "--batch-size" in given else 1
+    )
+    assert (started["at"] is not None) == ("--image" in given)
+    assert (started["setup"].fps, started["setup"].call) == (setting.get("fps"), setting.get("call", {}))
+
+
+def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
+    """Model, preset, prompt, seed and further arguments are those of the command, and null stands for a plain run."""
+    Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
+    common = ("generate", "--prompt", "a", "--model", PICTURES, "--image", "i.png", "--json", "j.json", "--force")
+    for given, expected in {
+        ("--seed", 7, "--preset", "turbo"): {"seed": 7, "preset": "turbo", "computed_fraction": 0.5},
+        ("--preset", "none"): {"seed": 0, "preset": None, "computed_fraction": 1.0, "report": None},
+        ("--call", "max_sequence_length=8"): {"call": {"max_sequence_length": 8}},
+        ("--compare",): {"speedup": 1.0, "speedup_spread": [1.0, 1.0], "plain_call_seconds": 2.0},
+    }.items():
+        result = run(*common, *given)
+        assert result.exit_code == 0, result.output
+        facts = json.loads((tmp_path / "j.json").read_text())
+        assert facts.items() >= {"model": PICTURES, "prompt": "a", **expected}.items()
+
+
+def test_figures_of_a_comparison_are_over_everything_made():
+    """All pictures of both sides, and seconds of the loop and of the call by their names."""
+    compared = []
+    medium = SimpleNamespace(quality=lambda *sides: compared.append(sides) or {"psnr_db": 40.0})
+    plain, fast = (
+        Side(Output([f"{name} {index}" for index in range(3)], 9.0, 8.0, 4), [8.0, 6.0, 7.0]) for name in "pf"
+    )
+    summary = generate._summary(medium, Sides(plain, fast, None))
+    assert compared == [(plain.output.results, fast.output.results)] and summary["psnr_db"] == 40.0
+    assert (summary["plain_seconds"], summary["plain_call_seconds"], summary["plain_seconds_each"]) == (
+        7.0,
+        9.0,
+        [8, 6, 7],
+    )
+
+
+def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
+    """They come from what else runs on the machine."""
+    medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
+    for seconds, told in (([8.0, 8.0, 8.0], False), ([8.0, 80.0, 8.0], True)):
+        sides = Sides(*(Side(Output([], 9.0, 8.0, 4), each) for each in ([8.0] * 3, seconds)), None)
+        summary = generate._summary(medium, sides)
+        generate._print_summary(Console(width=200), summary, load_preset("balanced"), sides)
+        assert ("raise --repeats" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("count, told", [(0, ""), (1, "'x0'. Its words: "), (8, "'x7'. Its"), (9, "'x7', …. Its")])
+def test_words_that_a_demo_model_does_not_know_are_told(capsys, count, told):
+    """The first eight of them, with all that it knows."""
+    prompt = " ".join(["star", *(f"x{index}" for index in range(count))])
+    generate._note_unknown_words(Console(width=9999), "demo-flux", prompt)
+    out = capsys.readouterr().out
+    assert told in out and bool(out) == (count > 0) and "x8" not in out
+
+
+@pytest.mark.parametrize(
+    "notes, modes, advised", [([], {"full": 3}, True), (["why"], {"full": 3}, False), ([], {"dispatch": 1}, False)]
+)
+def test_a_run_that_says_why_it_computed_every_step_gets_no_other_advice(capsys, notes, modes, advised):
+    """More steps would not help there, nor where some were forecast."""
+    fast = Side(Output([], 9.0, 8.0, 4), [8.0])
+    report = SimpleNamespace(computed_fraction=1.0, to_json=lambda: {"notes": notes, "steps_by_mode": modes})
+    sides = Sides(None, fast, report)
+    generate._print_summary(Console(width=200), generate._summary(None, sides), load_preset("balanced"), sides)
+    out = capsys.readouterr().out
+    assert ("a run of more --steps" in out) == advised and all(f"note: {note}" in out for note in notes)

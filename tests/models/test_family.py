@@ -1,0 +1,243 @@
+"""Facts of families, one by one: tokens and grids of a call, what is judged, and what is to be remembered."""
+
+import math
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+
+from dit_accel.models.families import require_family
+from dit_accel.models.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
+from dit_accel.models.hidream import FAMILY as HIDREAM
+from dit_accel.models.kandinsky5 import FAMILY as KANDINSKY
+from dit_accel.models.lumina2 import FAMILY as LUMINA
+from dit_accel.models.prx import FAMILY as PRX
+from dit_accel.models.wan import FAMILY as WAN
+from dit_accel.models.wan_relatives import SKYREELS_V2
+from tests.models import tiny
+
+
+def model(**config):
+    """A transformer that has this configuration alone."""
+    return SimpleNamespace(config=SimpleNamespace(**config))
+
+
+def clip(frames, height, width, channels=4, batch=2):
+    return torch.zeros(batch, channels, frames, height, width)
+
+
+TEXT = torch.zeros(2, 5, 8)
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+GRIDS = {  # by what is given: family, transformer, arguments, tokens
+    "wan": (WAN, model(patch_size=(1, 2, 2)), {"hidden_states": clip(3, 8, 6)}, Tokens(0, 36, grid=(3, 4, 3))),
+    "wan-patched-frames": (
+        WAN,
+        model(patch_size=(2, 1, 2)),
+        {"hidden_states": clip(4, 8, 6)},
+        Tokens(0, 48, grid=(2, 8, 3)),
+    ),
+    "kandinsky": (
+        KANDINSKY,
+        model(patch_size=(1, 2, 2)),
+        {"hidden_states": torch.zeros(2, 3, 8, 6, 4)},
+        Tokens(0, 36, grid=(3, 4, 3)),
+    ),
+    "prx": (
+        PRX,
+        model(patch_size=2),
+        {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_hidden_states": TEXT},
+        Tokens(5, 12, masks_text=True, text_asks=False),
+    ),
+    "lumina": (  # the longest prompt without padding
+        LUMINA,
+        model(patch_size=2),
+        {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_attention_mask": MASK},
+        Tokens(4, 12, pads_end=True),
+    ),
+    "hidream-square": (
+        HIDREAM,
+        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
+        {
+            "hidden_states": torch.zeros(2, 4, 8, 8),
+            "encoder_hidden_states_t5": TEXT,
+            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
+        },
+        Tokens(19, 16, text_first=False),
+    ),
+    "hidream-not-square": (
+        HIDREAM,
+        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
+        {
+            "hidden_states": torch.zeros(2, 4, 8, 6),
+            "encoder_hidden_states_t5": TEXT,
+            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
+        },
+        Tokens(19, 64, text_first=False),
+    ),
+    "hidream-patches": (
+        HIDREAM,
+        SimpleNamespace(config=SimpleNamespace(patch_size=2), max_seq=64),
+        {
+            "hidden_states": torch.zeros(2, 12, 16),
+            "encoder_hidden_states_t5": TEXT,
+            "encoder_hidden_states_llama3": torch.zeros(3, 2, 7, 8),
+        },
+        Tokens(19, 12, text_first=False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "transformer", "arguments", "tokens"), GRIDS.values(), ids=GRIDS)
+def test_tokens_of_a_call_follow_from_its_arguments(family, transformer, arguments, tokens):
+    """Sides that differ, patches of any shape, and a batch, which adds none to a sequence."""
+    assert family.tokens(transformer, arguments) == tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])
+def test_cogvideox_rounds_frames_up_to_whole_patches(frames):
+    """Version 1.5 has two latent frames to a token; the model's own blocks see as many tokens."""
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=8,
+        num_layers=1,
+        sample_width=8,
+        sample_height=6,
+        sample_frames=8,
+        patch_size=2,
+        patch_size_t=2,
+        max_text_seq_length=5,
+        use_rotary_positional_embeddings=True,
+    )
+    family, grid = require_family(transformer), ((frames + 1) // 2, 3, 4)
+    for given in (frames, frames + frames % 2):
+        arguments = {"hidden_states": torch.zeros(1, given, 4, 6, 8), "encoder_hidden_states": TEXT[:1]}
+        assert family.tokens(transformer, arguments) == Tokens(5, math.prod(grid), grid=grid)
+    seen, rotary = [], (torch.ones(math.prod(grid), 16),) * 2
+    transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda _, given, named: seen.append(given[0].shape[1] if given else named["hidden_states"].shape[1]),
+        with_kwargs=True,
+    )
+    transformer(**arguments, timestep=torch.ones(1), image_rotary_emb=rotary)
+    assert seen == [math.prod(grid)]
+
+
+VIDEOS = ("wan", "wan22-5b-i2v", "hunyuan", "hunyuan15", "mochi", "cogvideox", "skyreels-v2", "kandinsky5")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VIDEOS)
+def test_a_grid_is_that_of_the_latents(name):
+    """Frames, rows and columns, in this order, of a clip whose sides all differ."""
+    pipe, calls = tiny.pipeline(name), []
+    handle = pipe.transformer.register_forward_pre_hook(lambda _, given, named: calls.append(named), with_kwargs=True)
+    try:
+        tiny.output(name, 2, **({} if name in ("kandinsky5", "skyreels-v2") else {"height": 64, "width": 96}))
+    finally:
+        handle.remove()
+    latents = calls[-1]["hidden_states"]
+    tokens = require_family(pipe.transformer).tokens(pipe.transformer, calls[-1])
+    sizes = {"cogvideox": (1, 3, 4), "kandinsky5": (1, 2, 3)}.get(name, (2, 3, 4))
+    frames, height, width = (latents.shape[axis] for axis in sizes)
+    assert tokens.vision == math.prod(tokens.grid)
+    ratios = [size / count for size, count in zip((frames, height, width), tokens.grid, strict=True)]
+    assert all(ratio == int(ratio) for ratio in ratios) and ratios[1] == ratios[2]
+
+
+def test_frames_that_are_given_to_wan_are_not_judged():
+    """Their tokens have timestep 0; without timesteps of tokens all is made."""
+    transformer, latents = model(patch_size=(1, 2, 2)), clip(2, 4, 6, batch=1)
+    output = torch.ones_like(latents)
+    timestep = torch.tensor([[0.0] * 6 + [9.0] * 6])
+    judged = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})
+    assert not judged[:, :, 0].any() and (judged[:, :, 1] == 1).all()
+    timestep[:, 7] = 0  # the second token of the second frame's first row
+    judged = WAN.used(transformer, output, {"hidden_states": latents, "timestep": timestep})[0, 0, 1]
+    assert judged.tolist() == [[1, 1, 0, 0, 1, 1]] * 2 + [[1] * 6] * 2
+    assert WAN.used(transformer, output, {"hidden_states": latents, "timestep": torch.zeros(1)}) is output
+    assert SKYREELS_V2.used(transformer, output, {"hidden_states": latents, "timestep": timestep}) is output
+
+
+@pytest.mark.parametrize(
+    ("forcing", "frames", "has_grid"), [(None, 1, True), (False, 1, True), (True, 1, False), (False, 4, False)]
+)
+def test_skyreels_keeps_its_order_where_frames_differ(forcing, frames, has_grid):
+    """In timesteps of their own, or in whom they may look at; the tokens are as many."""
+    transformer = model(patch_size=(1, 2, 2), num_frame_per_block=frames)
+    given = {"hidden_states": clip(3, 8, 6)} | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
+    tokens = SKYREELS_V2.tokens(transformer, given)
+    assert tokens.vision == 36 and (tokens.grid == (3, 4, 3) if has_grid else tokens.grid is None)
+
+
+def test_images_beside_wans_prompt_count_for_their_sample():
+    """A first and a last frame come in two rows a sample."""
+    transformer = model(num_attention_heads=2, attention_head_dim=8, ffn_dim=64)
+    given = {"hidden_states": clip(1, 4, 4), "encoder_hidden_states": torch.zeros(2, 6, 8)}
+    for rows, prompt in ((None, 6), (2, 6 + 3), (4, 6 + 6)):
+        image = {} if rows is None else {"encoder_hidden_states_image": torch.zeros(rows, 3, 8)}
+        work = WAN.work(transformer, given | image, Tokens(0, 4), None)
+        assert work == work_beside_prompt("attn1", 2, 4, prompt, 16, 8)
+
+
+@pytest.mark.parametrize("routed, activated", [(4, 2), (4, 1), (0, 0)], ids=["two experts", "one expert", "none"])
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
+    """As many numbers as their matrices have, at the model's own width, which is rounded up by little."""
+    from diffusers.models.transformers import transformer_hidream_image as own
+
+    kind = own.HiDreamImageTransformerBlock if double else own.HiDreamImageSingleTransformerBlock
+    with torch.device("meta"):
+        inner = kind(
+            dim=2560,
+            num_attention_heads=20,
+            attention_head_dim=128,
+            num_routed_experts=routed,
+            num_activated_experts=activated,
+        )
+    block = SimpleNamespace(block=inner)
+    transformer = model(num_routed_experts=routed, num_activated_experts=activated)
+
+    def numbers(module):
+        return sum(weight.numel() for name, weight in module.named_parameters() if "gate" not in name)
+
+    image = numbers(inner.ff_i)
+    if routed:
+        expert = numbers(inner.ff_i.experts[0])
+        image -= (routed - activated) * expert
+    text = numbers(inner.ff_t) if double else image
+    assert HIDREAM.mlp(transformer) * 2560**2 == pytest.approx(image, rel=0.03)
+    assert HIDREAM.text_mlp(transformer, block) * 2560**2 == pytest.approx(text, rel=0.03)
+
+
+def test_heads_are_those_of_the_configuration():
+    """Whatever it calls them."""
+    assert KANDINSKY.heads(model(axes_dims=(16, 24, 24), model_dim=256)) == (4, 64)
+    assert LUMINA.heads(model(num_attention_heads=6, hidden_size=576)) == (6, 96)
+    assert PRX.heads(model(num_heads=4, hidden_size=128)) == (4, 32)
+    assert [LUMINA.mlp(model(num_attention_heads=8, num_kv_heads=kv)) for kv in (None, 8, 2)] == [12, 12, 10.5]
+
+
+def test_an_attention_is_known_by_its_queries_and_keys():
+    """Over all tokens, without padding where samples attend apart, or with text among the keys alone."""
+    joint, apart, keyed = Tokens(4, 10), Tokens(4, 10, samples_apart=True), Tokens(4, 10, text_asks=False)
+    assert joint.of_attention(14, 14) is joint and joint.of_attention(10, 14) is joint.of_attention(12, 12) is None
+    assert apart.of_attention(14, 14) is apart and apart.of_attention(12, 12).text == 2
+    assert apart.of_attention(10, 10).text == 0 and apart.of_attention(9, 9) is apart.of_attention(15, 15) is None
+    assert keyed.of_attention(10, 14) is keyed and keyed.of_attention(14, 14) is keyed.of_attention(10, 10) is None
+    assert joint.seen(False) == Tokens(0, 10) and joint.seen(True) is joint
+    layout = Tokens(4, 10, text_first=False).layout(64)
+    assert (layout.text, layout.vision, layout.block, layout.text_first) == (4, 10, 64, False)
+
+
+def test_latents_are_found_by_either_name_in_lists_too():
+    """Of a list each sample is one, whatever its size."""
+    samples = [torch.zeros(4, 2, 2), torch.zeros(4, 3, 2)]
+    assert latents_of({"x": samples}) == samples and batch_of({"x": samples}) == 2
+    assert batch_of({"hidden_states": torch.zeros(3, 5), "x": samples}) == 3 and latents_of({"prompt": 1}) == []
+    block = SimpleNamespace(block=SimpleNamespace(ff_i=1))
+    assert part_of(block, "block.ff_i") == 1 and part_of(block, "block.ff_t") is part_of(block, "other.ff_i") is None
