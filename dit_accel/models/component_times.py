@@ -82,12 +82,14 @@ def _device(pipe: Any) -> torch.device:
 
 def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
     """Has a method of the pipeline tell that it is called; returns what undoes that."""
-    method, own = getattr(pipe, name), vars(pipe).get(name)
+    own = vars(pipe).get(name)
 
-    @wraps(method)
+    @wraps(getattr(pipe, name))
     def watched(*args: Any, **kwargs: Any) -> Any:
         tell()
-        return method(*args, **kwargs)
+        if own is not None:
+            return own(*args, **kwargs)
+        return getattr(type(pipe), name)(pipe, *args, **kwargs)  # which may have been replaced since
 
     def undo() -> None:
         if vars(pipe).get(name) is watched:
