@@ -38,7 +38,7 @@ class Hook(ModelHook):
     runs_eagerly = False  # also where what calls it is being compiled
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Mends the chain; diffusers calls this before it reads which forward to call, also of a hook that is cut off."""
+        """Mends the chain; diffusers calls this before it reads which forward to call, even if the hook is cut off."""
         if not torch.compiler.is_compiling():
             mend_chain(module)
         return args, kwargs
