@@ -88,19 +88,21 @@ def _device(pipe: Any) -> torch.device:
 class _Watched:
     """Stands in for a method of a pipeline and tells that it is called. A shallow copy of the pipeline has it, too."""
 
-    def __init__(self, method: Callable, own: Callable | None, tell: Callable[[], None]) -> None:
-        update_wrapper(self, method)
-        self._method, self._tell = method, tell
-        self.own = own
+    def __init__(self, pipe: Any, name: str, tell: Callable[[], None]) -> None:
+        update_wrapper(self, getattr(pipe, name))
+        self._pipe, self._name, self._tell = pipe, name, tell
+        self.own = vars(pipe).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._tell()
-        return self._method(*args, **kwargs)
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return getattr(type(self._pipe), self._name)(self._pipe, *args, **kwargs)  # which may have been replaced since
 
 
 def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> None:
     """Has a method of the pipeline tell that it is called."""
-    setattr(pipe, name, _Watched(getattr(pipe, name), vars(pipe).get(name), tell))
+    setattr(pipe, name, _Watched(pipe, name, tell))
 
 
 def stop_watching_calls(pipe: Any) -> None:

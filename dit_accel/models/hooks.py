@@ -4,6 +4,9 @@
 gets what that hook called as its ``forward``, in the place of its own ``new_forward``, and keeps the hook taken out as
 its ``original_forward``. So the next one no longer runs, and when it is taken out in turn, the first is back. The chain
 on a module is mended whenever a hook of ours on it is put on, taken off or called.
+
+``register_hook`` of diffusers also keeps the forward that a class had at the time. Beneath a hook of ours a module
+follows its class: a forward that is put on the class, or taken off it, takes effect at the next call.
 """
 
 from __future__ import annotations
@@ -24,16 +27,18 @@ HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
+GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code does what it is known to do
 
 
 class Hook(ModelHook):
     """A hook of ours, which belongs to one module and can't be copied or pickled with it."""
 
+    follows_class = False  # whether the module has no forward of its own; known once the hook is on it
     runs_eagerly = False  # also where what calls it is being compiled
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Mends the chain; diffusers runs it before it reads what forward to call, also of a hook that is cut off."""
+        """Mends the chain; diffusers calls this before it reads which forward to call, even if the hook is cut off."""
         if not torch.compiler.is_compiling():
             mend_chain(module)
         return args, kwargs
@@ -46,14 +51,16 @@ class Hook(ModelHook):
 
 
 def parameter_names(module: torch.nn.Module) -> list[str]:
-    """Names of what a module's forward takes."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    """Names of what a module's forward takes, without ``*args`` and ``**kwargs``."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [each.name for each in parameters if each.kind not in GATHERED]
 
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
     """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
     with _beneath_offload(module):
         _put_on_top(module, hook, name)
+        hook.follows_class = _is_of_class(module, _bottom(module))
 
 
 def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
@@ -67,7 +74,7 @@ def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
         mend_chain(module)
         if not registry.hooks:
             del module._diffusers_hook
-            if getattr(module.forward, "__func__", None) is type(module).forward:
+            if _is_of_class(module, module.forward):
                 del module.forward
 
 
@@ -89,7 +96,9 @@ def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
 
 
 def mend_chain(module: torch.nn.Module) -> None:
-    """Has every hook on a module run, and call the one beneath it that is still there."""
+    """Makes every hook on a module run and call the next one that is still there, and the last one call the forward
+    that the module's class has now.
+    """
     registry = module._diffusers_hook
     for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
         own = getattr(registry.hooks[name], "new_forward", None)
@@ -100,6 +109,11 @@ def mend_chain(module: torch.nn.Module) -> None:
         reference.original_forward = _beneath(reference.forward if is_cut else reference.original_forward, registry)
         if is_cut:
             reference.forward = update_wrapper(partial(own, module), own)
+    follows_class = any(isinstance(hook, Hook) and hook.follows_class for hook in registry.hooks.values())
+    if follows_class and not _is_of_class(module, _bottom(module)):
+        reference = registry._fn_refs[0]
+        name = "forward" if reference.original_forward is None else "original_forward"
+        setattr(reference, name, type(module).forward.__get__(module))
 
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
@@ -121,18 +135,35 @@ def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
     return forward
 
 
+def _bottom(module: torch.nn.Module) -> Callable:
+    """The forward beneath all hooks of diffusers on a module."""
+    held = vars(module)
+    registry = held.get("_diffusers_hook")
+    if registry is None or not registry._fn_refs:
+        return held.get("_old_forward", module.forward)  # the former beneath accelerate's offload hook
+    reference = registry._fn_refs[0]
+    return reference.original_forward or reference.forward  # a hook without a new_forward has the latter alone
+
+
+def _is_of_class(module: torch.nn.Module, forward: Callable) -> bool:
+    """Return True if a forward is the one of the module's class, and not one of the module's own."""
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+def own_forward(module: torch.nn.Module) -> Callable:
+    """The function that runs beneath all hooks on a module: its class's, or one that was set on the module itself."""
+    if "_diffusers_hook" in vars(module):
+        mend_chain(module)
+    bottom = _bottom(module)
+    return getattr(bottom, "__func__", bottom)
+
+
 def runs_known_code(module: torch.nn.Module) -> bool:
     """Whether a module runs its class's own forward, beneath hooks, and all of that is code of known packages."""
     if not is_known_class(type(module)):
         return False
-    held, own = vars(module), type(module).forward
-    registry = held.get("_diffusers_hook")
-    references = registry._fn_refs if registry is not None else ()
-    if references:  # a hook that comes before and after a forward, and not in its place, has no other
-        beneath = references[0].original_forward or references[0].forward
-    else:
-        beneath = held.get("forward", module.forward)
-    return getattr(beneath, "__func__", None) is own and is_known(own) and is_known(held.get("forward", own))
+    own = type(module).forward
+    return _is_of_class(module, _bottom(module)) and is_known(own) and is_known(vars(module).get("forward", own))
 
 
 def is_known_class(cls: type) -> bool:

@@ -1,12 +1,17 @@
-"""Caches of diffusers and of cache-dit on a transformer, which would forecast from our forecasts as we from theirs."""
+"""Other caches on a transformer, which would forecast from our forecasts as we from theirs: those of diffusers and of
+cache-dit, and scripts that replace the transformer's forward, on its class or on the transformer.
+
+A forward that was replaced and is no known cache stays, and the report names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
 # Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values forecasts nothing.
 _CACHES = {
@@ -16,6 +21,15 @@ _CACHES = {
     "pyramid_attention_broadcast": "PyramidAttentionBroadcast",
     "sea_cache": "SeaCache",
     "taylorseer_cache": "TaylorSeerCache",
+}
+# Caches that replace a forward, by how their functions are called, underscores aside.
+_REPLACING = {
+    "teacache": "TeaCache",
+    "magcache": "MagCache",
+    "easycache": "EasyCache",
+    "dicache": "DiCache",
+    "taylorseer": "TaylorSeer",
+    "firstblockcache": "first-block cache",
 }
 
 
@@ -45,12 +59,58 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
         return f"diffusers' {_cache_of(config)}", f"pipe.{name}.disable_cache()"
     if getattr(transformer, "_is_cached", False):
         return "a cache of cache-dit", "cache_dit.disable_cache(pipe)"
+    forward, model = replaced_forward(transformer), type(transformer).__name__
+    if forward is not None and getattr(transformer, "enable_teacache", False):
+        return f"TeaCache ({_place(forward)})", f"{model}.enable_teacache = False"
+    if forward is not None and (cache := _replacing_cache(transformer, forward)) is not None:
+        way_off = f"{model}.forward = original, where original is the forward that was replaced"
+        return f"{cache} ({_place(forward)})", way_off
     hooks = dict(_cache_hooks(transformer)) if by_hooks else {}
     if hooks:
         calls = "; ".join(f'registry.remove_hook("{hook}")' for hook in hooks)
         registry = f"registry = HookRegistry.check_if_exists_or_initialize(pipe.{name})"
         return f"diffusers' {next(iter(hooks.values()))}", f"`{registry}; {calls}`"
     return None
+
+
+def replaced_forward(transformer: torch.nn.Module) -> Callable | None:
+    """The function that somebody has put in the place of a known class's forward; None = nobody has."""
+    forward = own_forward(transformer)
+    return None if is_known(forward) or not is_known_class(type(transformer)) else forward
+
+
+def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | None:
+    """Remark on a forward of a known class that was replaced by code that is not known; None = it was not.
+
+    Args:
+        name: the transformer's name in the pipeline.
+    """
+    forward = replaced_forward(transformer)
+    if forward is None:
+        return None
+    return (
+        f"pipe.{name} runs {_place(forward)} in place of {type(transformer).__name__}'s own forward; if that skips "
+        "steps by itself, take it off, for two caches would each forecast from what the other made up"
+    )
+
+
+def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | None:
+    """The cache that a function in place of a forward belongs to, by its name; None = no known one, or it is off."""
+    if hasattr(transformer, "enable_teacache"):
+        return None
+    while forward is not None:
+        name = getattr(getattr(forward, "__code__", None), "co_qualname", "").lower().replace("_", "")
+        found = next((cache for word, cache in _REPLACING.items() if word in name), None)
+        if found is not None:
+            return found
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+def _place(function: Callable) -> str:
+    """A function's name, and where it is defined."""
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else f"{code.co_qualname} of {code.co_filename}:{code.co_firstlineno}"
 
 
 def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -82,6 +82,7 @@ class ReorderInput(Hook):
         self._undo = undo
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        args, kwargs = super().pre_forward(module, *args, **kwargs)
         tokens, *others = args or (kwargs.pop(parameter_names(module)[0]),)
         return (self._order.apply(tokens, 1, undo=self._undo), *others), kwargs
 

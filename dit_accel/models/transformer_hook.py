@@ -36,7 +36,7 @@ from dit_accel.models.hooks import (
     register_hook,
     remove_hook,
 )
-from dit_accel.models.other_caches import refuse_other_cache
+from dit_accel.models.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
 from dit_accel.models.parallel_branches import SharedBranches
 from dit_accel.models.quantized_linears import LinearHook, QuantizedLinears
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
@@ -46,6 +46,10 @@ GRADIENTS = (
     "torch.no_grad()"
 )
 NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
+NO_NAMES = (
+    "calls run plainly whose arguments have no names: the transformer's forward was replaced by one of *args and "
+    "**kwargs; decorate that with functools.wraps of the forward that it replaces"
+)
 TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
 FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # of models with several outputs
 TENSOR = object()  # stands for a predicted tensor in the remembered structure of an output
@@ -85,7 +89,8 @@ class TransformerDriver:
         preset = self.controller.preset
         captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
-        if not any(name in self._parameters for name in TIMESTEPS):
+        is_replaced = replaced_forward(transformer) is not None  # by a function that may name no arguments
+        if not is_replaced and not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
                 f"{TIMESTEPS[-1]!r}, so its steps can't be told apart"
@@ -168,6 +173,10 @@ class TransformerDriver:
             return ModelSize()
         return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
 
+    def names(self, args: tuple) -> bool:
+        """Return True if each positional argument of a call has a name."""
+        return len(args) <= len(self._parameters)
+
     def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a transformer call by name, without defaults."""
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
@@ -184,6 +193,8 @@ class TransformerDriver:
         conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
         with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
+            if (remark := replaced_forward_remark(self.transformer, self.name)) is not None:
+                self._note(remark)
             if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
                 output = _nested(call.branch.structure, self.controller.forecast_output(call))
             else:
@@ -322,6 +333,9 @@ class TransformerHook(Hook):
             refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
             self._is_first_call = False
             original = self.driver.computing(self.fn_ref.original_forward)
+            if not self.driver.names(args):
+                self.driver.controller.stand_aside(None, NO_NAMES)
+                return original(*args, **kwargs)
             if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
                 self.driver.stand_aside(args, kwargs)
                 return original(*args, **kwargs)

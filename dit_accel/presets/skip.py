@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
@@ -47,6 +47,18 @@ class Skip(Formed):
     """What single blocks change: block name, as in the report, to changed keys of this section."""
 
     _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a key that only another policy has as that policy's default, which has no effect here."""
+        for form in Skip.forms.values():
+            if name in form.model_fields:
+                return form.model_fields[name].default
+        return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it from type checkers
+
+    @property
+    def draws_on_all_scores(self) -> bool:
+        """Return True if a step that draws masks computes all scores; with ``refresh`` it then attends to all keys."""
+        return False
 
     def at(self, name: str) -> Skip:
         """The section as it is for one block; ``name`` is the block's name in the report."""
@@ -114,34 +126,14 @@ class Skip(Formed):
             raise ValueError(f"layers.{shortened(name)}: {complaints}") from None
 
 
-class _NotSparge:
-    """What readers find where the policy is another than sparge."""
-
-    means: ClassVar[bool] = False
-    top_k: ClassVar[float | None] = None
-    similarity: ClassVar[float | None] = None
-    pv_threshold: ClassVar[float | None] = None
-    density: ClassVar[str] = "uniform"
-    probe_error: ClassVar[float | None] = None
-
-
-class _NotFgAttn:
-    draws_on_all_scores: ClassVar[bool] = False
-
-
-class _NotSla:
-    feature_map: ClassVar[str] = "softmax"
-    projection: ClassVar[str | None] = None
-
-
-class NoSkip(_NotSparge, _NotSla, _NotFgAttn, Skip):
+class NoSkip(Skip):
     """Nothing is left out, but by blocks that say so."""
 
     policy: Literal["none"] = "none"
     """Nothing is left out."""
 
 
-class SpargeSkip(_NotSla, _NotFgAttn, Skip):
+class SpargeSkip(Skip):
     """Which attention tiles are left out: those of least probability in the pooled map (SpargeAttn)."""
 
     policy: Literal["sparge"] = "sparge"
@@ -195,7 +187,7 @@ class SpargeSkip(_NotSla, _NotFgAttn, Skip):
         return key in self.model_fields_set and getattr(self, key) is not None
 
 
-class SlaSkip(_NotSparge, _NotFgAttn, Skip):
+class SlaSkip(Skip):
     """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
 
     policy: Literal["sla"] = "sla"
@@ -219,7 +211,7 @@ class SlaSkip(_NotSparge, _NotFgAttn, Skip):
         return self
 
 
-class FgAttnSkip(_NotSparge, _NotSla, Skip):
+class FgAttnSkip(Skip):
     """Which keys are left out, one by one, of each row of tiles (FG-Attn)."""
 
     policy: Literal["fg_attn"] = "fg_attn"
@@ -232,11 +224,10 @@ class FgAttnSkip(_NotSparge, _NotSla, Skip):
 
     @property
     def draws_on_all_scores(self) -> bool:
-        """Whether a step that draws masks has all scores at hand: with ``refresh`` it attends to all keys."""
         return self.mask == "exact"
 
 
-class StaticSkip(_NotSparge, _NotSla, _NotFgAttn, Skip):
+class StaticSkip(Skip):
     """A pattern that no query or key changes (OmniAttention)."""
 
     policy: Literal["static"] = "static"
@@ -256,15 +247,16 @@ class StaticSkip(_NotSparge, _NotSla, _NotFgAttn, Skip):
         return self
 
 
-Skip.forms = {"none": NoSkip, "sparge": SpargeSkip, "sla": SlaSkip, "fg_attn": FgAttnSkip, "static": StaticSkip}
-AnySkip = Annotated[
-    Annotated[NoSkip, Tag("none")]
-    | Annotated[SpargeSkip, Tag("sparge")]
-    | Annotated[SlaSkip, Tag("sla")]
-    | Annotated[FgAttnSkip, Tag("fg_attn")]
-    | Annotated[StaticSkip, Tag("static")],
-    Field(discriminator=Discriminator(Skip.form_of)),
-]
+Skip.forms = {
+    form.model_fields["policy"].default: form for form in (NoSkip, SpargeSkip, SlaSkip, FgAttnSkip, StaticSkip)
+}
+if TYPE_CHECKING:
+    AnySkip = Skip
+else:
+    AnySkip = Annotated[
+        Union[tuple(Annotated[form, Tag(policy)] for policy, form in Skip.forms.items())],  # noqa: UP007
+        Field(discriminator=Discriminator(Skip.form_of)),
+    ]
 
 
 def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:

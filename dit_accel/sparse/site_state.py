@@ -170,7 +170,7 @@ def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) ->
 
 
 def _row_bytes(skip: Skip, layout: TokenLayout) -> int:
-    """Bits of one row of a head: of tiles, of tiles for linear attention, of single keys."""
+    """Bytes of one row of a head: of tiles, of tiles for linear attention, of single keys."""
     tiles = block_count(layout.blocks, 8)
     keys = layout.blocks * layout.block // 8
-    return {"none": 0, "sparge": tiles, "static": tiles, "sla": 2 * tiles, "fg_attn": tiles + keys}[skip.policy]
+    return {"none": 0, "sla": 2 * tiles, "fg_attn": tiles + keys}.get(skip.policy, tiles)

@@ -72,6 +72,11 @@ class NaiveTiles:
             attn_mask = self._mask(functional.pad(query, (0, 0, missing, 0)), key, attn_mask)[:, :, missing:]
         return self._attend(query, key, value, attn_mask=attn_mask, **settings)
 
+    def tiles(self, q, k, layout, kv_len):
+        """Tiles ``[B, H, T, T]`` that are kept of q and k ``[B, S, H, D]``."""
+        probabilities = pooled_map(q, k, layout.block, kv_len=kv_len, backend="reference").probabilities
+        return unpack_bits(sparge.tile_bits(probabilities, layout, self.schedule.preset.skip.tau_kv), layout.blocks)
+
     def _mask(self, query, key, attn_mask):
         """Pairs of tokens that attend, bool ``[B, H, S, S]``. Kernels want keys that count to come first."""
         tokens, (_, vision, text_first, pads_end) = query.shape[2], self.sequence
@@ -84,8 +89,7 @@ class NaiveTiles:
         layout = TokenLayout(text, vision, self.schedule.preset.blocks.size, text_first=text_first)
         q, k = (x.take_along_dim(places[:, None, :, None], 2).transpose(1, 2) for x in (query, key))
         kv_len = valid.sum(1).to(torch.int32) if padded else None
-        probabilities = pooled_map(q, k, layout.block, kv_len=kv_len, backend="reference").probabilities
-        tiles = unpack_bits(sparge.tile_bits(probabilities, layout, self.schedule.preset.skip.tau_kv), layout.blocks)
+        tiles = self.tiles(q, k, layout, kv_len)
         self.kept.append(tiles.float().mean().item())
         by_token = tiles.repeat_interleave(layout.block, 2).repeat_interleave(layout.block, 3)[..., :tokens, :tokens]
         back = places.argsort(1)[:, None]

@@ -76,6 +76,22 @@ def test_nothing_is_left(flux):
     assert vars(flux).pop("check_inputs") is own
 
 
+def test_a_method_replaced_on_the_class_takes_effect_at_the_next_call(flux, monkeypatch):
+    """Between accelerating and restoring, as everywhere else; one of the pipeline's own goes first."""
+    called = []
+    accelerate_pipeline(flux)
+    monkeypatch.setattr(type(flux), "check_inputs", lambda self, *_, **__: called.append(self))
+    call(flux)
+    assert called == [flux] and "rest" in flux.dit_accel.report().parts
+    restore_pipeline(flux)
+    flux.check_inputs = lambda *_, **__: called.append("own")
+    accelerate_pipeline(flux)
+    call(flux)
+    assert called == [flux, "own"]
+    restore_pipeline(flux)
+    del flux.check_inputs
+
+
 def test_pipelines_share_a_component(flux):
     """Each is timed for itself, and whichever is restored first leaves the other's times alone."""
     other = tiny_pipeline("sd3")

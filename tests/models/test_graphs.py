@@ -304,6 +304,12 @@ def replaced_forward(pipe, _):
     norm.forward = functools.wraps(norm.forward)(lambda *args: type(norm).forward(norm, *args))
 
 
+def wrapped_hook(pipe, _):
+    """Around the transformer's forward as it is now, with our hook in it."""
+    forward = pipe.transformer.forward
+    pipe.transformer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
 def patched_class(pipe, patch):
     forward = type(pipe.transformer).forward
     patch.setattr(type(pipe.transformer), "forward", functools.wraps(forward)(lambda *a, **k: forward(*a, **k)))
@@ -313,6 +319,7 @@ UNKNOWN = {
     "processor": (lambda pipe, _: own_processor(pipe), "the attention processor of transformer_blocks.1.attn"),
     "processors": (patched_processor, "the attention processor of transformer_blocks.0.attn"),
     "forward": (replaced_forward, "norm_out runs a forward"),
+    "around": (wrapped_hook, "FluxTransformer2DModel runs a forward"),
     "class": (patched_class, "FluxTransformer2DModel runs a forward"),
 }
 

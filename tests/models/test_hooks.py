@@ -1,10 +1,13 @@
 """Hooks stay in effect, and come off without a trace, whatever diffusers puts on and takes off around them."""
 
+import functools
 import itertools
 import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook as OffloadHook
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
@@ -15,6 +18,7 @@ from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
 
 STEPS = 10
+SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
 LEVELS = {
     "output": load_preset("turbo"),
     "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
@@ -140,6 +144,127 @@ def test_every_transformer_and_block_that_was_touched_is_restored():
     assert all(find_hook(transformer) is None for transformer in (first, other.transformer))
     assert {name: set(vars(module)) for name, module in first.named_modules()} == attributes
     assert torch.equal(tiny_output(pipe, "wan", steps=2), plain)
+
+
+HOOKED = {  # pipelines and presets that hook modules of every kind
+    "transformer": ("flux", "exact"),
+    "linear": ("flux", load_preset("exact", **{"linear.dtype": "int8"})),
+    "parts": ("sd3", load_preset("exact", forecast={"level": "layer"})),
+    "blocks": ("flux", "flux-flashomni"),
+    "attention": ("wan", load_preset("exact", model="wan", skip=SPARGE, blocks={"token_order": "hilbert"})),
+    "control-net": ("flux-controlnet", "exact"),
+}
+every_kind = pytest.mark.parametrize("kind", HOOKED)
+
+
+def hooked_modules(pipe, preset):
+    """Modules that carry a hook of ours while the pipeline is accelerated, which it is not afterwards."""
+    accelerate_pipeline(pipe, preset)
+    parts = [part for part in vars(pipe).values() if isinstance(part, nn.Module)]
+    modules = [module for part in parts for module in part.modules() if "_diffusers_hook" in vars(module)]
+    restore_pipeline(pipe)
+    return modules
+
+
+def counting(cls, monkeypatch):
+    """Puts a wrapper on the class's forward; the number of its calls, in a list of one."""
+    calls, own = [0], cls.forward
+
+    @functools.wraps(own)
+    def counted(self, *args, **kwargs):
+        calls[0] += 1
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", counted)
+    return calls
+
+
+@every_kind
+def test_a_forward_put_on_a_class_takes_effect_at_the_next_call(kind, monkeypatch):
+    """And one that is taken off no longer runs, whether it came before or after the acceleration."""
+    name, preset = HOOKED[kind]
+    pipe = tiny_pipeline(name)
+    plain = tiny_output(accelerate_pipeline(pipe, preset), name, steps=2)
+    classes = {*map(type, hooked_modules(pipe, preset))}
+    assert len(classes) > 1 or kind == "transformer"
+    for put_on_first in (True, False):
+        with monkeypatch.context() as patched:
+            if not put_on_first:
+                accelerate_pipeline(pipe, preset)
+            calls = {cls: counting(cls, patched) for cls in classes if cls is not nn.Linear}
+            if put_on_first:
+                accelerate_pipeline(pipe, preset)
+            torch.testing.assert_close(tiny_output(pipe, name, steps=2), plain, atol=1e-3, rtol=1e-3)  # fewer are fused
+            assert all(count[0] > 0 for count in calls.values())
+        before = {cls: count[0] for cls, count in calls.items()}
+        tiny_output(pipe, name, steps=2)
+        assert before == {cls: count[0] for cls, count in calls.items()}
+
+
+@pytest.mark.parametrize("offloaded", [None, "before", "after", "in-between"])
+@every_kind
+def test_a_restored_module_follows_its_class(kind, offloaded, monkeypatch):
+    """Nothing of a forward that a class had while it was accelerated is left on a module, nor beneath offload."""
+    name, preset = HOOKED[kind]
+    if kind == "linear" and offloaded in ("before", "in-between"):
+        pytest.skip("offloaded layers are not rounded")
+    pipe = tiny_pipeline(name)
+    modules = hooked_modules(pipe, preset)
+    classes = {*map(type, modules)}
+    attributes = [set(vars(module)) for module in modules]
+
+    def offload(hook):
+        for module in modules if offloaded is not None else ():
+            add_hook_to_module(module, OffloadHook()) if hook else remove_hook_from_module(module)
+
+    for change_on_first in (True, False):
+        with monkeypatch.context() as patched:
+            if change_on_first:
+                for cls in classes:
+                    counting(cls, patched)
+            if offloaded in ("before", "in-between"):
+                offload(True)
+            accelerate_pipeline(pipe, preset)
+            if offloaded == "after":
+                offload(True)
+            if offloaded == "in-between":
+                offload(False)
+            if not change_on_first:
+                for cls in classes:
+                    counting(cls, patched)
+            if change_on_first:
+                patched.undo()
+            restore_pipeline(pipe)
+            if offloaded in ("before", "after"):
+                assert all(module._old_forward.__func__ is type(module).forward for module in modules)
+                offload(False)
+                for module in modules:
+                    del module.forward  # accelerate leaves the class's
+            assert attributes == [set(vars(module)) for module in modules]
+
+
+def test_a_forward_of_the_modules_own_stays(monkeypatch):
+    """One that somebody has set on a module runs beneath the hook and is there afterwards, whatever its class gets."""
+    module = Plain()
+    module.forward = own = lambda: ["own"]
+    register_hook(module, Ours("ours"), "ours")
+    monkeypatch.setattr(Plain, "forward", lambda self: ["class"])
+    assert module.forward() == ["own", "ours"]
+    remove_hook(module, "ours")
+    assert module.forward is own
+
+
+@pytest.mark.parametrize("first", [Ours, Around, Behind], ids=["ours", "theirs-around", "theirs-behind"])
+def test_hooks_of_diffusers_keep_no_function_of_ours(first, monkeypatch):
+    """While ours is on a module the class's forward of the moment runs; theirs then have the one of its removal."""
+    second = Around if first is Ours else Ours
+    module = hooked({"first": first, "second": second})
+    monkeypatch.setattr(Plain, "forward", lambda self: ["new"])
+    assert module.forward() == ["new", "first", "second"]
+    remove_hook(module, "first" if first is Ours else "second")
+    (reference,) = module._diffusers_hook._fn_refs
+    assert (reference.original_forward or reference.forward).__func__ is Plain.forward
+    assert module.forward() == ["new", "second" if first is Ours else "first"]
 
 
 def test_an_acceleration_that_is_not_in_effect_says_so():

@@ -1,8 +1,11 @@
 """Other caches on an accelerated transformer are refused by name, and with what takes them off."""
 
 import diffusers
+import functools
+
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from diffusers.hooks import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -36,6 +39,27 @@ CONFIGS = {
         current_timestep_callback=lambda: 500,
     ),
 }
+
+OWN = FluxTransformer2DModel.forward
+
+
+def teacache_forward(self, *args, **kwargs):
+    return OWN(self, *args, **kwargs)
+
+
+def magcache_flux_forward(self, *args, **kwargs):
+    return OWN(self, *args, **kwargs)
+
+
+@functools.wraps(OWN)
+def timed(self, *args, **kwargs):
+    """A wrapper that is no cache."""
+    return OWN(self, *args, **kwargs)
+
+
+def bare(self, *args, **kwargs):
+    """One whose arguments have no names."""
+    return OWN(self, *args, **kwargs)
 
 
 @pytest.fixture
@@ -143,3 +167,73 @@ def test_hooks_are_looked_for_where_there_is_time(pipe):
     pipe.transformer._is_cached = True
     with pytest.raises(UnsupportedError, match="a cache of cache-dit"):
         refuse_other_cache(pipe.transformer, "other", by_hooks=False)
+@pytest.mark.parametrize("on", ["class", "transformer"])
+@pytest.mark.parametrize("cache, forward", [("TeaCache", teacache_forward), ("MagCache", magcache_flux_forward)])
+def test_a_cache_that_replaces_the_forward_is_refused(pipe, cache, forward, on, monkeypatch):
+    """Scripts put it on the class, or on one transformer; with that taken off the pipeline is accelerated."""
+    way_off = r"FluxTransformer2DModel\.forward = original"
+    named = rf"{cache} \({forward.__name__} of .*test_other_caches.py:\d+\)"
+    if on == "class":
+        accelerate_pipeline(pipe, "exact")
+        with monkeypatch.context() as patched:
+            patched.setattr(FluxTransformer2DModel, "forward", forward)
+            with refused(named, way_off):
+                tiny_output(pipe, "flux", steps=2)
+            restore_pipeline(pipe)
+            with refused(named, way_off):
+                accelerate_pipeline(pipe, "exact")
+    else:
+        pipe.transformer.forward = forward.__get__(pipe.transformer)
+        with refused(named, way_off):
+            accelerate_pipeline(pipe, "exact")
+        del pipe.transformer.forward
+    plain = tiny_output(pipe, "flux", steps=2)
+    assert torch.equal(tiny_output(accelerate_pipeline(pipe, "exact"), "flux", steps=2), plain)
+
+
+def test_teacache_that_is_switched_off_is_no_cache(pipe, monkeypatch):
+    """Its scripts switch by an attribute of the class, whatever the function is called."""
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", teacache_forward)
+    monkeypatch.setattr(FluxTransformer2DModel, "enable_teacache", False, raising=False)
+    accelerate_pipeline(pipe, "exact")
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", timed)
+    monkeypatch.setattr(FluxTransformer2DModel, "enable_teacache", True)
+    with refused(r"TeaCache \(timed of .*\)", r"FluxTransformer2DModel\.enable_teacache = False"):
+        tiny_output(pipe, "flux", steps=2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("forward", [timed, bare])
+def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monkeypatch):
+    """Each run's report names the function; a class of the user's own is his, and is not remarked on."""
+    expected = tiny_output(accelerate_pipeline(pipe, "turbo"), "flux", steps=8)
+    if when == "before":
+        restore_pipeline(pipe)
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", forward)
+    if when == "before":
+        accelerate_pipeline(pipe, "turbo")
+    for _ in range(2):
+        assert torch.equal(tiny_output(pipe, "flux", steps=8), expected)
+        (note,) = pipe.dit_accel.report().notes
+        assert note.startswith(f"pipe.transformer runs {forward.__code__.co_name} of ") and "take it off" in note
+        assert pipe.dit_accel.report().computed_fraction < 1
+    monkeypatch.undo()
+    pipe.transformer.__class__ = type("Mine", (FluxTransformer2DModel,), {"forward": timed, "__module__": "mine"})
+    tiny_output(pipe, "flux", steps=8)
+    assert pipe.dit_accel.report().notes == []
+
+
+def test_positional_arguments_without_names_run_plainly(pipe, monkeypatch):
+    """Where a forward takes ``*args``, nothing tells what is what; a note says what helps."""
+    arguments = []
+    with monkeypatch.context() as patched:
+        keep = lambda self, *args, **kwargs: arguments.append(kwargs) or OWN(self, *args, **kwargs)  # noqa: E731
+        patched.setattr(FluxTransformer2DModel, "forward", keep)
+        tiny_output(pipe, "flux", steps=1)
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", bare)
+    latents = arguments[0].pop("hidden_states")
+    with torch.no_grad():
+        plain = pipe.transformer(latents, **arguments[0])[0]
+        accelerate_pipeline(pipe, "turbo")
+        with pytest.warns(UserWarning, match=r"decorate that with functools\.wraps"):
+            assert torch.equal(pipe.transformer(latents, **arguments[0])[0], plain)

@@ -276,3 +276,24 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
     assert load_preset("wan21-sla", **{"skip.projection": "sla.safetensors"}).skip.projection == "sla.safetensors"
+
+
+def test_a_block_alone_may_measure_its_heads():
+    """Then the run surveys, though the section's own policy does not."""
+    adaptive = {"policy": "sparge", "density": "adaptive", "top_k": 0.5}
+    assert not Skip(policy="sparge", steps="all").surveys
+    assert Skip(policy="sparge", steps="all", layers={"a": adaptive}).surveys
+
+
+def test_another_pattern_drops_the_window():
+    """Where an override, or a block, asks for a pattern that takes none."""
+    sliding = {"policy": "static", "window": 64, "steps": "all"}
+    preset = load_preset("exact", skip=sliding)
+    assert load_preset(preset, **{"skip.pattern": "causal"}).skip.window is None
+    assert load_preset(preset, skip={"layers": {"a": {"pattern": "causal"}}}).skip.at("a").window is None
+
+
+def test_shares_of_sla_may_fill_a_row():
+    """Critical and negligible tiles together may be all, with no marginal ones between."""
+    skip = Skip(policy="sla", critical=0.25, negligible=0.75)
+    assert (skip.critical, skip.negligible) == (0.25, 0.75)

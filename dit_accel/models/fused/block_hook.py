@@ -18,13 +18,12 @@ from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
-from dit_accel.models.hooks import Hook, is_compiled, why_not_replaceable
+from dit_accel.models.hooks import GATHERED, Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class BlockHook(Hook, ABC):
@@ -53,7 +52,7 @@ class BlockHook(Hook, ABC):
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._defaults = {each.name: each.default for each in parameters if each.kind not in _GATHERED}
+        self._defaults = {each.name: each.default for each in parameters if each.kind not in GATHERED}
         missing = [name for name in self.reads if name not in self._defaults]
         self._why_other = f"in this version of diffusers it takes no {missing[0]}" if missing else None
         return module

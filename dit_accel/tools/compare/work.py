@@ -95,13 +95,17 @@ class WorkCounter:
 
         The leaf's own forward is wrapped, not hooked: torch's hooks run even where a method has replaced the forward.
         """
-        for name, leaf in self._leaves.items():
+        leaves = list(self._leaves.items())
+        own = [vars(leaf).get("forward") for _, leaf in leaves]  # layerwise casting, offload
+        for name, leaf in leaves:
             leaf.forward = _seen(name, leaf.forward, see)
         try:
             yield
         finally:
-            for leaf in self._leaves.values():
+            for (_, leaf), forward in zip(leaves, own, strict=True):
                 del leaf.forward
+                if forward is not None:
+                    leaf.forward = forward
 
 
 class _AttentionMeter(TorchFunctionMode):

@@ -26,7 +26,8 @@ from dit_accel.tools.capture import AttentionTap, Site
 from dit_accel.tools.tune.axes import BOUND_RATIOS, BOUNDS
 from dit_accel.tools.tune.runs import left_out
 
-# Values of each policy's thresholds, from the closest to the cheapest, in rows along the last key.
+# Values of each policy's thresholds, from the closest to the cheapest, in rows along the last key. A policy that is
+# not here is measured with the keys that the preset has.
 THRESHOLDS: dict[str, dict[str, tuple[float, ...]]] = {
     "sparge": {
         "similarity": (0.7, 0.5, 0.3, 0.15),
@@ -35,7 +36,6 @@ THRESHOLDS: dict[str, dict[str, tuple[float, ...]]] = {
     },
     "sla": {"critical": (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)},
     "fg_attn": {"key_threshold": (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 8.0)},
-    "static": {},
 }
 PV_THRESHOLDS = (-20.0, -15.0, -12.0, -9.0, -7.0, -5.0, -4.0, -3.0)
 SAMPLES = 4  # recorded steps of each layer, across prompts and the run
@@ -189,7 +189,7 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
     """Changes to a block's section, in rows of rising sparsity."""
-    thresholds = dict(THRESHOLDS[config.policy])
+    thresholds = dict(THRESHOLDS.get(config.policy, {}))
     if config.policy == "sparge":
         del thresholds["tau_kv" if config.top_k is not None else "top_k"]
         if config.similarity is None:

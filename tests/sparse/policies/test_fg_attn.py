@@ -133,3 +133,13 @@ def test_mean_queries(tokens):
     q = torch.randn(2, tokens, 3, 16, dtype=torch.float16)
     expected = torch.stack([block.double().mean(1) for block in q.split(64, 1)], 1)
     torch.testing.assert_close(block_means(q, 64).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@every_mask
+def test_tiles_of_padding_alone_are_not_computed(mask):
+    """A tile whose keys are all beyond the sample's end is no whole tile, though each of its valid keys stays."""
+    layout = TokenLayout(0, 256, 64)
+    q, k = queries_and_keys(layout)
+    kv_len = torch.tensor([256, 100], dtype=torch.int32, device=DEVICE)
+    symbols = draw(q, k, layout, config(mask=mask), kv_len=kv_len)
+    assert not unpack_bits(symbols.skip_bits, layout.blocks)[1, :, :, 2:].any()

@@ -54,6 +54,16 @@ def test_blocks_are_counted_with_their_attentions_and_nothing_else():
     assert fraction() == pytest.approx(0.5)
 
 
+def test_a_leaf_keeps_a_forward_of_its_own():
+    """As under layerwise casting or offload, whose hooks lie on single layers."""
+    model, x = Transformer(), torch.ones(1, 5, 3)
+    model.blocks[0].out.forward = own = model.blocks[0].out.forward
+    with WorkCounter({"transformer": model}).calibrating():
+        model(x)
+    assert [module for module in model.modules() if "forward" in vars(module)] == [model.blocks[0].out]
+    assert model.blocks[0].out.forward is own
+
+
 def test_a_leaf_whose_forward_is_replaced_does_not_count():
     """What a cache puts over a leaf's forward and does not call through is skipped work."""
     model, x = Transformer(), torch.ones(1, 5, 3)
