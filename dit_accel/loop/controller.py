@@ -285,8 +285,10 @@ class Controller:
         samples: Callable[[], Sequence[Rows]],
     ) -> BranchState:
         if key in self._branches and self._branches[key].shapes != shapes:
+            self.settle()
             self._forget("shapes or return_dict changed")
         elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
+            self.settle()
             if self._called_twice:
                 self._why_plain = STUCK
                 self.report.warn(STUCK)

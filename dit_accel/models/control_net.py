@@ -92,7 +92,7 @@ class ControlNetHook(Hook):
         self._known: tuple[Any, Any] | None = None  # form of the latest call, and of its output
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original, form = self.fn_ref.original_forward, _form((args, kwargs))
+        original, form = self.fn_ref.original_forward, call_form((args, kwargs))
         if _must_run_now(module) or self._known is None or self._known[0] != form:
             output = original(*args, **kwargs)
             self._known = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
@@ -125,11 +125,11 @@ def stop_deferring(net: torch.nn.Module, hook: ControlNetHook) -> None:
         remove_hook(net)
 
 
-def _form(tree: Any) -> tuple:
+def call_form(tree: Any) -> tuple:
     """What calls have in common whose outputs have the same form: everything but values, of which flags alone count."""
     leaves, spec = pytree.tree_flatten(tree)
-    tensors = [TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    return spec, tensors, [leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves]
+    tensors = tuple(TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    return spec, tensors, tuple(leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves)
 
 
 def _must_run_now(module: torch.nn.Module) -> bool:
