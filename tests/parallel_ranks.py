@@ -21,7 +21,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch.distributed import _functional_collectives as functional
 
-from dit_accel import accelerate_pipeline, parallelize_pipeline, restore_pipeline
+from dit_accel import accelerate_pipeline, accelerate_transformer, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import transformer_hook
 from dit_accel.models.context_parallel import split_plan
@@ -271,6 +271,72 @@ def branches() -> dict:
             row = compared(pipe, output(pipe, name, **arguments), expected, modes)
             found[f"{name}, {preset}"] = row | {"calls": len(calls), "plain_calls": plain_calls}
     return found
+
+
+@check
+def branch_kinds() -> dict:
+    """Runs of one pipeline whose outputs have the same shapes and differ otherwise, in turn."""
+    found = {}
+    alone, pipe = pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
+    calls = []
+    pipe.transformer.proj_out.register_forward_hook(lambda *_: calls.append(1))
+    for preset, dtype in (("exact", torch.float32), ("exact", torch.bfloat16), ("balanced", torch.float32)):
+        for each in (alone, pipe):
+            each.transformer.to(dtype)
+            accelerate_pipeline(each, preset)
+        for run in range(2):
+            calls.clear()
+            expected = output(alone, "wan")
+            row = compared(pipe, output(pipe, "wan"), expected, modes_of(alone))
+            found[f"{preset}, {dtype}, run {run}"] = row | {"calls": len(calls)}
+    accelerate_pipeline(alone, "exact"), accelerate_pipeline(pipe, "exact")
+    for dtype in (torch.bfloat16, torch.float32):  # under one acceleration
+        alone.transformer.to(dtype), pipe.transformer.to(dtype)
+        found[f"{dtype} next"] = compared(pipe, output(pipe, "wan"), output(alone, "wan"), modes_of(alone))
+    return found
+
+
+@check
+def branches_per_prompt() -> dict:
+    """Prompts of a batch that decide by themselves, of which a step may compute some."""
+    given = {"prompt": ["a cat", "a dog that runs across a field of yellow flowers"]}
+    alone, pipe = pipeline("wan"), parallelize_pipeline(pipeline("wan"), branches=2)
+    calls = {id(alone): 0, id(pipe): 0}
+
+    def count(each) -> None:
+        def hook(*_) -> None:
+            calls[id(each)] += 1
+
+        each.transformer.proj_out.register_forward_hook(hook)
+
+    for each in (alone, pipe):
+        accelerate_pipeline(each, "balanced", **{"schedule.per_prompt": True})
+        count(each)
+    expected = output(alone, "wan", **given)
+    row = compared(pipe, output(pipe, "wan", **given), expected, modes_of(alone))
+    return row | {"calls": calls[id(pipe)], "plain_calls": calls[id(alone)]}
+
+
+@check
+def branch_called_twice() -> dict:
+    """A loop of the user's own that calls for one branch twice in a step before it reads any output."""
+    texts = [torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+    x = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for ranks in (1, 2):
+        pipe = pipeline("wan")
+        if ranks > 1:
+            parallelize_pipeline(pipe, branches=2)
+        accelerate_transformer(pipe.transformer, "exact", [900.0, 800.0, 700.0])
+        found.append([])
+        for timestep in (900.0, 800.0, 700.0):
+            outputs = []
+            for branch, text in zip(("cond", "uncond", "cond"), texts, strict=True):
+                with pipe.transformer.cache_context(branch):
+                    given = {"hidden_states": x, "timestep": torch.tensor([timestep]), "encoder_hidden_states": text}
+                    outputs.append(pipe.transformer(**given, return_dict=False)[0])
+            found[-1] += [each.double().sum().item() for each in outputs]
+    return {"alone": found[0], "shared": found[1]}
 
 
 @check

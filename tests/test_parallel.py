@@ -140,6 +140,31 @@ def test_pipelines_with_true_guidance_share_their_branches(found, case):
     assert max(first["calls"], second["calls"]) <= first["plain_calls"] // 2 + 1
 
 
+def test_branches_have_the_dtype_of_their_own_run(found):
+    """Runs of the same shapes in another dtype, before and after each other, give what one process gives."""
+    first, second = on_both(found, "branch_kinds")
+    for case, row in first.items():
+        assert row["error"] < (2e-2 if "bfloat16" in case else ROUNDING), case
+        assert row["sum"] == second[case]["sum"] and row["modes"] == second[case]["modes"] == row["alone"]
+    assert {case: row["calls"] for case, row in first.items() if "exact" in case and "run" in case} == {
+        f"exact, {dtype}, run {run}": 6 for dtype in ("torch.float32", "torch.bfloat16") for run in range(2)
+    }
+
+
+def test_prompts_that_decide_apart_share_their_branches(found):
+    """Each rank computes its branch of whatever prompts a step computes; a new number of them costs one call more."""
+    first, second = on_both(found, "branches_per_prompt")
+    require_as_alone(first, second)
+    assert max(first["calls"], second["calls"]) < first["plain_calls"]
+    assert first["calls"] + second["calls"] <= first["plain_calls"] + 2
+
+
+def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
+    """Outputs are exchanged in the order of the calls, whatever the loop drops."""
+    first, second = on_both(found, "branch_called_twice")
+    assert first["shared"] == second["shared"] == first["alone"]
+
+
 @pytest.mark.parametrize(
     ("case", "told"),
     [

@@ -9,6 +9,7 @@ Symbols are canonical and small; :func:`dit_accel.kernels.lowering.lower` turns 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,11 +128,15 @@ class SparseSymbols(_Tensors):
         codes = self.masks.codes.expand(self.cache_bits.shape[0], self.heads, -1, -1)
         return codes if codes.stride(3) == 1 else codes.contiguous()
 
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseSymbols:
+        """The same symbols with ``change`` of each tensor in its place."""
+        held = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        masks = self.masks and TileMasks(change(self.masks.codes), change(self.masks.pool))
+        return replace(self, **held, masks=masks)
+
     def to(self, device: torch.device | str) -> SparseSymbols:
         """The same symbols on a device."""
-        held = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        masks = self.masks and TileMasks(self.masks.codes.to(device), self.masks.pool.to(device))
-        return replace(self, **held, masks=masks)
+        return self.mapped(lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)

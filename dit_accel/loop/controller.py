@@ -298,8 +298,10 @@ class Controller:
         known = self._branches.get(key)
         items = conditions() if self._forecasts and self._why_plain is None else {}
         if known is not None and known.shapes != shapes:
+            self.settle()
             self._forget("shapes or return_dict changed")
         elif key in self._called and self._why_plain is None:  # as in another pipeline's loop over the same transformer
+            self.settle()
             if self._called_twice:
                 self._why_plain = STUCK
                 self.report.warn(STUCK)
@@ -308,6 +310,7 @@ class Controller:
                 self._forget("branch called twice")
             self._called_twice = True
         elif known is not None and (changed := known.conditioning.changed(items)):
+            self.settle()
             self._forget(f"{', '.join(changed)} changed")
         self._called[key] = None
         if key not in self._branches:

@@ -107,7 +107,7 @@ class ControlNetHook(Hook):
         return getattr(self._of_thread, "numbers", ())
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original, form, known = self.fn_ref.original_forward, _form((args, kwargs)), self._known
+        original, form, known = self.fn_ref.original_forward, call_form((args, kwargs)), self._known
         self._of_thread.numbers = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in NUMBERS)
         if not self._defers:
             return original(*args, **kwargs)
@@ -149,11 +149,11 @@ def stop_watching(net: torch.nn.Module, hook: ControlNetHook) -> None:
         remove_hook(net)
 
 
-def _form(tree: Any) -> tuple:
+def call_form(tree: Any) -> tuple:
     """What calls have in common whose outputs have the same form: everything but values, of which flags alone count."""
     leaves, spec = pytree.tree_flatten(tree)
-    tensors = [TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    return spec, tensors, [leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves]
+    tensors = tuple(TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    return spec, tensors, tuple(leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves)
 
 
 def _must_run_now(module: torch.nn.Module) -> bool:

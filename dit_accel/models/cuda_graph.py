@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dit_accel.loop import timing
+from dit_accel.models.thread_warnings import taken_aside
 
 if TYPE_CHECKING:
     from dit_accel.models.collectives import Collective
@@ -31,12 +31,14 @@ class Trial:
         launched: gives the seconds that the host took.
         took: gives the seconds from the GPU's start to its end.
         room: share of the GPU's memory that is free after the step.
+        is_complete: every wait was seen; otherwise the next step is watched as well.
     """
 
     waits: str | None
     launched: Callable[[], float]
     took: Callable[[], float]
     room: float = 1.0
+    is_complete: bool = True
 
     def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
         """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None.
@@ -56,7 +58,38 @@ class Trial:
         return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
 
 
-_ALONE = threading.Lock()  # a watch sets what is the whole process's, and captures share a stream
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning begins so
+_ALONE = threading.Lock()  # captures share a stream
+_MODE_LOCK = threading.Lock()
+_WATCHERS: list[int | str] = []  # an entry each: the sync debug mode that it found
+
+
+class Turns:
+    """Uses of the same memory on a GPU, one after the other, whichever streams they are on. Callers hold a lock."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None  # the end of the latest use
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """A use on the current stream, which waits for the one before."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        try:
+            yield
+        finally:
+            self._last = torch.cuda.Event()
+            self._last.record(stream)
+
+    def end(self) -> None:
+        """Wait until the GPU has ended the latest use, so that the memory may be freed."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
 
 
 class CudaGraph:
@@ -89,24 +122,16 @@ class CudaGraph:
         Where the host waits for the GPU a capture fails, and then leaves random generators (and memory, before PyTorch
         2.12) in disorder.
         """
-        waits = None
-        with _ALONE, warnings.catch_warnings(record=True) as caught:
-            mode = torch.cuda.get_sync_debug_mode()
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
+        with (
+            taken_aside("Synchronization debug mode"),  # which is said to be a prototype
+            taken_aside(SYNCHRONIZES, hides_others=True) as waits,
+            _sync_warnings(),
+        ):
             of_gpu, of_host = timing.gpu_stopwatch(device), timing.stopwatch()
-            try:
-                output = function()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
+            output = function()
             launched, took = of_host(), of_gpu()
-        for each in caught:
-            message = str(each.message)
-            if message.startswith("called a synchronizing CUDA operation"):
-                waits = waits or f"{each.filename}, line {each.lineno}"
-            elif not message.startswith("Synchronization debug mode"):  # which is said to be a prototype
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        return output, Trial(waits, launched, took, _room(device))
+        where = next(iter(waits.places), None)
+        return output, Trial(where, launched, took, _room(device), waits.is_complete)
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything.
@@ -151,13 +176,27 @@ class CudaGraph:
         self._parts.append(graph.replay)
 
     def _end(self) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # between two collectives
+        with taken_aside("The CUDA Graph is empty"):  # between two collectives
             self._capturing.__exit__(None, None, None)
 
     def replay(self) -> None:
         for part in self._parts:
             part()
+
+
+@contextmanager
+def _sync_warnings() -> Iterator[None]:
+    """Within, PyTorch warns where a thread waits for the GPU; the mode is the whole process's."""
+    with _MODE_LOCK:
+        _WATCHERS.append(torch.cuda.get_sync_debug_mode() if not _WATCHERS else _WATCHERS[0])
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        with _MODE_LOCK:
+            mode = _WATCHERS.pop()
+            if not _WATCHERS:
+                torch.cuda.set_sync_debug_mode(mode)
 
 
 def _room(device: torch.device) -> float:

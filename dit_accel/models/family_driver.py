@@ -12,6 +12,7 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import lower, pack_bits
+from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
@@ -32,6 +33,7 @@ from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import symbol_bytes
 
+MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
 RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
@@ -65,7 +67,7 @@ class FamilyDriver(TransformerDriver):
         self._masks = TextMasks()
         self._exchanges = Exchanges()
         self._order: TokenOrder | None = None  # while attached; None = raster
-        self._every_row: AttentionPlan | None = None
+        self._every_row: Kept[AttentionPlan] = Kept(MOST_PLANS)
         self._sample = 0  # that comes next in an attention that runs over each apart
 
     @property
@@ -297,12 +299,13 @@ class FamilyDriver(TransformerDriver):
         return self.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
 
     def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
-        """A plan under which everything computes, in the blocks that every backend takes; the latest is kept."""
-        plan = self._every_row
-        if plan is None or (batch, tokens, heads, device) != (plan.batch, plan.tokens, plan.heads, plan.mask64.device):
+        """A plan under which everything computes, in the blocks that every backend takes; the latest are kept."""
+
+        def make() -> AttentionPlan:
             rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
-            self._every_row = plan = lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
-        return plan
+            return lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
+
+        return self._every_row.get((batch, tokens, heads, device), make)
 
     # What graphs of computed steps ask.
 
@@ -311,7 +314,7 @@ class FamilyDriver(TransformerDriver):
         return self.fuses, self.joint, text
 
     def shared_tensors(self) -> Any:
-        return self._every_row, self._order and self._order.on_device(), self.text, self.exchange
+        return self.text, self.exchange
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}

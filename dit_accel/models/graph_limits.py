@@ -1,4 +1,4 @@
-"""What keeps computed steps from running as CUDA graphs, and what a graph takes from a model on the host."""
+"""What keeps computed steps from running as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
+from dit_accel.models.graph_state import PLAIN_TENSORS
 from dit_accel.models.hooks import Hook, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 
@@ -19,8 +20,6 @@ PARALLEL_HOOKS = (
     "ContextParallelSplitHook",
     "ContextParallelGatherHook",
 )  # diffusers', since 0.36
-PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
-LORA_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of peft's layers
 
 
 def why_not_preset(preset: Preset) -> str | None:
@@ -58,21 +57,21 @@ def why_not_output(output: Any) -> str | None:
     return f"the output holds {', '.join(sorted(others))}" if others else None
 
 
-def why_not_model(transformer: nn.Module, device: torch.device) -> str | None:
-    """Why a transformer on a device can't be captured, or None."""
-    for name, module in transformer.named_modules():
-        where = name or type(transformer).__name__
-        registry, processor = vars(module).get("_diffusers_hook"), vars(module).get("processor")
-        hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
-        if hooks or hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
-            return f"{where} carries hooks (offload, layerwise casting, …)"
-        if is_compiled(module):
-            return f"{where} is compiled"
-        if isinstance(processor, nn.Module):
-            return f"attention processor {type(processor).__name__} of {where} has weights of its own"
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
-                return f"a weight of {where} is a {type(each).__name__} on {each.device}"
+def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | None:
+    """Why a module of a transformer on a device can't be captured, or None.
+
+    Args:
+        name: of the module in the transformer; empty = it is the transformer.
+    """
+    where, registry = name or type(module).__name__, vars(module).get("_diffusers_hook")
+    hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
+    if hooks or hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+        return f"{where} carries hooks (offload, layerwise casting, …)"
+    if is_compiled(module):
+        return f"{where} is compiled"
+    for each in (*module._parameters.values(), *module._buffers.values()):
+        if each is not None and (type(each) not in PLAIN_TENSORS or each.device != device):
+            return f"a weight of {where} is a {type(each).__name__} on {each.device}"
     return None
 
 
@@ -81,39 +80,12 @@ def _repeats(hook: ModelHook) -> bool:
     return isinstance(hook, Hook) or type(hook).__name__ in PARALLEL_HOOKS
 
 
-def why_not_known(transformer: nn.Module) -> str | None:
-    """Why a transformer may do by itself what differs from step to step and a graph would repeat, or None."""
-    for name, module in transformer.named_modules():
-        where, processor = name or type(transformer).__name__, vars(module).get("processor")
-        if not runs_known_code(module):
-            return f"{where} runs a forward that is not diffusers' own, and may differ from step to step"
-        kind = type(processor)
-        if processor is not None and not (is_known_class(kind) and is_known(kind.__call__)):
-            return f"the attention processor of {where} is not diffusers' own, and may differ from step to step"
+def why_not_known(name: str, module: nn.Module) -> str | None:
+    """Why a module may do by itself what differs from step to step and a graph would repeat, or None."""
+    where, processor = name or type(module).__name__, getattr(module, "processor", None)
+    if not runs_known_code(module):
+        return f"{where} runs a forward that is not diffusers' own, and may differ from step to step"
+    kind = type(processor)
+    if processor is not None and not (is_known_class(kind) and is_known(kind.__call__)):
+        return f"the attention processor of {where} is not diffusers' own, and may differ from step to step"
     return None
-
-
-def model_state(modules: Sequence[nn.Module]) -> list[list]:
-    """What a graph takes from modules on the host: which there are, where their weights lie, hooks, attention
-    processors and settings of LoRA. Values of weights may change.
-    """
-    held = [*map(vars, modules)]
-    registries = [each["_diffusers_hook"] for each in held if "_diffusers_hook" in each]
-    processors = [each["processor"] for each in held if "processor" in each]
-    adapters = [each for each in held if "scaling" in each]
-    return [
-        [len(each) for each in held],  # attributes come with hooks, offload and compilation
-        [(each["training"], each.get("_compiled_call_impl") is None) for each in held],
-        [id(child) for each in held for child in each["_modules"].values()],
-        [_place(weight) for each in held for weight in each["_parameters"].values()],
-        [_place(buffer) for each in held for buffer in each["_buffers"].values()],
-        [len(each["_forward_hooks"]) + len(each["_forward_pre_hooks"]) for each in held],
-        [tuple(registry._hook_order) for registry in registries],
-        [(id(each), id(type(each).__call__), getattr(each, "_attention_backend", None)) for each in processors],
-        [(id(each.get("forward")), id(type(module).forward)) for module, each in zip(modules, held, strict=True)],
-        [repr([adapter.get(setting) for setting in LORA_SETTINGS]) for adapter in adapters],
-    ]
-
-
-def _place(weight: torch.Tensor | None) -> int:
-    return weight.data_ptr() if type(weight) in PLAIN_TENSORS else id(weight)

@@ -8,6 +8,7 @@ and outputs are copied out. When to compute, forecasts and what a step measured 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,21 +19,24 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.kernels.kept import capturing
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.controller import Controller
+from dit_accel.models.announcement import Announcement
 from dit_accel.models.context_parallel import parallel_degree
-from dit_accel.models.cuda_graph import CudaGraph, Trial
+from dit_accel.models.cuda_graph import CudaGraph, Trial, Turns
 from dit_accel.models.graph_limits import (
-    model_state,
     why_not_call,
     why_not_known,
-    why_not_model,
+    why_not_module,
     why_not_output,
     why_not_preset,
 )
+from dit_accel.models.graph_state import ModelState
 
 MOST_GRAPHS = 8  # kept at a time: two branches, dense and with tiles left out, and as many once more
+NEW = object()  # stands for a kind of call that has not come before
 REFUSED = "computed steps not captured as CUDA graphs"
 
 
@@ -49,7 +53,7 @@ class Driver(Protocol):
         """What else decides on the host how the call in progress runs."""
 
     def shared_tensors(self) -> Any:
-        """What calls have in common on the device, and graphs read by its address."""
+        """What the call in progress reads on the device and is no argument of it."""
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         """Tells the call in progress what its blocks have drawn and measured."""
@@ -62,7 +66,7 @@ class Captured:
     Args:
         inputs: where the tensors among a call's arguments go.
         output: of the transformer, as it nests its tensors; the next replay overwrites them.
-        symbols, densities: of the call's sparse attentions, by name.
+        announcement: of the call's sparse attentions.
         fallbacks: that the report lists for it.
         held: keeps what the graph reads by its address.
     """
@@ -70,8 +74,7 @@ class Captured:
     graph: CudaGraph
     inputs: list[torch.Tensor]
     output: Any
-    symbols: dict[str, SparseSymbols]
-    densities: dict[str, torch.Tensor]
+    announcement: Announcement
     fallbacks: list[dict[str, str]]
     held: Any
 
@@ -90,6 +93,9 @@ class StepGraphs:
         self._wanted = driver.controller.preset.kernels.graphs
         self._preset_refuses = why_not_preset(driver.controller.preset)
         self._failed: str | None = None
+        self._lock = threading.RLock()  # of everything here: threads may call one transformer
+        self._turns = Turns()  # of static inputs and of the pool
+        self._kept: dict[tuple, Captured | Trial | str | None] = {}
         self.clear()
 
     def __len__(self) -> int:
@@ -98,12 +104,14 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Drops all graphs and their memory."""
-        # None = such a call has run once, a str says why it is not captured.
-        self._kept: dict[tuple, Captured | Trial | str | None] = {}
-        self._pool: Any = None
-        self._modules: list[nn.Module] = []
-        self._state: list[list] = []
-        self._model_refuses: str | None = None
+        with self._lock:
+            self._turns.end()
+            # None = such a call has run once, a str says why it is not captured.
+            self._kept = {}
+            self._pool: Any = None
+            self._state: ModelState | None = None
+            self._refusing: tuple[str, nn.Module] | None = None  # the module for which nothing is captured
+            self._changes: list[object] = []  # reports of the runs in which the model changed
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a call that computes: from a graph where there is one, else as ever.
@@ -112,30 +120,40 @@ class StepGraphs:
             original: the transformer's own forward; it has the hooks of its blocks.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        compute, kept = partial(original, *args, **kwargs), None
-        reason = self._why_not(call, leaves)
-        if reason is None:
-            key = self._key(call, leaves, structure)
-            if key not in self._kept:
-                self._make_room(key)
-                self._kept[key] = None
-                return compute()
-            kept = self._kept[key]
+        compute = partial(original, *args, **kwargs)
+        with self._lock:
+            key, kept = None, self._why_not(call, leaves)
             if kept is None:
-                output, trial = self._graph.watch(compute, self._device(leaves))
-                self._kept[key] = why_not_output(output) or trial
-                return output
-            if isinstance(kept, Trial):
-                is_shared = parallel_degree(self._driver.transformer) > 1
-                kept = kept.why_not(self._wanted, is_shared=is_shared) or self._capture(
-                    original, call, leaves, structure
-                )
-                self._kept[key] = kept
-            reason = kept if isinstance(kept, str) else None
-        if not isinstance(kept, Captured):
-            self._say(reason, leaves)
-            return compute()
-        return self._replay(kept, leaves)
+                key = self._key(call, leaves, structure)
+                kept = self._kept_for(key)
+            if isinstance(kept, (Trial, Captured)):
+                with self._turns.turn(self._device(leaves)):
+                    if isinstance(kept, Trial):
+                        kept = self._kept[key] = self._decide(kept, original, call, leaves, structure)
+                    if isinstance(kept, Captured):
+                        return self._replay(kept, leaves)
+        if kept is None:
+            output, trial = self._graph.watch(compute, self._device(leaves))
+            with self._lock:
+                if key in self._kept and trial.is_complete:
+                    self._kept[key] = why_not_output(output) or trial
+            return output
+        if isinstance(kept, str):
+            self._say(kept, leaves)
+        return compute()
+
+    def _kept_for(self, key: tuple) -> Any:
+        """What there is of a kind of call, `NEW` at its first one."""
+        if key not in self._kept:
+            self._make_room(key)
+            self._kept[key] = None
+            return NEW
+        return self._kept[key]
+
+    def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
+        """A graph of a call that was watched, or why there is none."""
+        is_shared = parallel_degree(self._driver.transformer) > 1
+        return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
 
     def _say(self, reason: str | None, leaves: list) -> None:
         """Tells the report why a call runs as ever: in a note where graphs are wanted or went wrong."""
@@ -154,7 +172,7 @@ class StepGraphs:
         self._driver.controller.report.replayed += 1
         for entry in captured.fallbacks:
             self._driver.controller.report.fall_back(**entry)
-        self._driver.announce(captured.symbols, captured.densities)
+        self._driver.announce(*captured.announcement.copied())
         return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
 
     def _capture(self, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
@@ -169,14 +187,17 @@ class StepGraphs:
             before = controller.call, report.fallbacks
             controller.call, report.fallbacks = aside, []
             try:
-                return original(*args, **kwargs), aside.symbols, aside.densities, report.fallbacks
+                output = original(*args, **kwargs)
+                return output, Announcement(aside.symbols, aside.densities), report.fallbacks
             finally:
                 controller.call, report.fallbacks = before
 
-        self._pool = self._pool or self._graph.new_pool()
+        if not self:  # a pool ends with its last graph, and can't be captured into again
+            self._pool = self._graph.new_pool()
         graph = self._graph(self._device(leaves), self._pool)
         try:
-            made = graph.capture(compute)
+            with capturing() as capture:
+                made = graph.capture(compute)
         except Exception as error:  # whatever the driver, a kernel or the model's own code raises under capture
             first: BaseException = error
             while first.__context__ is not None:  # ending a capture that has failed raises too
@@ -185,7 +206,7 @@ class StepGraphs:
             self._failed = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
             return self._failed
         inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
-        return Captured(graph, inputs, *made, self._driver.shared_tensors())
+        return Captured(graph, inputs, *made, (capture.held, self._driver.shared_tensors()))
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
         """Why a call runs as ever, or None."""
@@ -198,28 +219,72 @@ class StepGraphs:
 
     def _why_not_model(self, device: torch.device) -> str | None:
         """Likewise of the model; graphs of a model that has changed since are dropped."""
-        if not self._modules or model_state(self._modules) != self._state:
-            self.clear()
-            self._modules = list(self._driver.transformer.modules())
-            self._state = model_state(self._modules)
-            self._model_refuses = why_not_model(self._driver.transformer, device)
-            if self._model_refuses is None and self._wanted == "auto":
-                self._model_refuses = why_not_known(self._driver.transformer)
-        return self._model_refuses
+        transformer, report = self._driver.transformer, self._driver.controller.report
+        if self._refusing is not None and _has(transformer, *self._refusing):
+            reason = self._why_not_module(*self._refusing, device)
+            if reason is not None:
+                return reason
+        changed = None
+        if self._state is not None and (changed := self._state.change()) is None:
+            return None
+        changes = [each for each in self._changes if each is report] + [report] * (changed is not None)
+        self.clear()
+        self._changes = changes
+        for name, module in transformer.named_modules():
+            if (reason := self._why_not_module(name, module, device)) is not None:
+                self._refusing = name, module
+                return reason
+        self._state = ModelState(transformer)
+        return None if len(changes) < 2 else f"{changed} changes from step to step"
+
+    def _why_not_module(self, name: str, module: nn.Module, device: torch.device) -> str | None:
+        reason = why_not_module(name, module, device)
+        return why_not_known(name, module) if reason is None and self._wanted == "auto" else reason
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
         """Branch and shapes, and then everything else by which calls differ on the host."""
         forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         backend, _ = _AttentionBackendRegistry.get_active_backend()
-        modes = call.skips, backend, torch.is_inference_mode_enabled(), *self._driver.decisions()
+        modes = call.skips, backend, torch.is_inference_mode_enabled(), *_global_modes(), *self._driver.decisions()
         return call.branch.name, tuple(call.branch.shapes), self._device(leaves), structure, forms, modes
 
     def _make_room(self, key: tuple) -> None:
         """Drops graphs of this branch at other shapes, and the oldest of too many."""
-        self._kept = {each: kept for each, kept in self._kept.items() if each[0] != key[0] or each[1] == key[1]}
-        while len(self._kept) >= MOST_GRAPHS:
-            del self._kept[next(iter(self._kept))]
+        staying = {each: kept for each, kept in self._kept.items() if each[0] != key[0] or each[1] == key[1]}
+        while len(staying) >= MOST_GRAPHS:
+            del staying[next(iter(staying))]
+        if len(staying) < len(self._kept):
+            self._turns.end()
+            self._kept = staying
 
     @staticmethod
     def _device(leaves: Sequence) -> torch.device:
         return next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _has(transformer: nn.Module, name: str, module: nn.Module) -> bool:
+    """Return True if a transformer still has a module under that name."""
+    try:
+        return transformer.get_submodule(name) is module
+    except AttributeError:
+        return False
+
+
+def _global_modes() -> tuple:
+    """Settings of the whole process that decide which kernels torch launches."""
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cudnn.allow_tf32,
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.errors import UnsupportedError
 from dit_accel.loop.branch import Call
 from dit_accel.loop.runs import Runs
-from dit_accel.models.control_net import DeferredCall, DeferredTensor, TensorForm
+from dit_accel.models.control_net import DeferredCall, DeferredTensor, TensorForm, call_form
 
 GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the devices among which its branches are dealt out
 
@@ -35,34 +35,53 @@ class SharedBranches:
     def __init__(self, transformer: nn.Module, runs: Runs) -> None:
         self._transformer = transformer
         self._runs = runs
-        self._forms: dict[tuple, Any] = {}  # of outputs, by the shapes of what a call gets
+        self._forms: dict[tuple, tuple[Any, Any]] = {}  # of outputs, and of what is made of them, by kind of call
 
-    def run(self, call: Call, shapes: tuple, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
+    def run(self, call: Call, given: Any, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
         """The output of a call that is not forecast.
 
-        The first call of its shapes runs everywhere, because nobody knows yet what to receive.
+        The first call of its kind runs everywhere, because nobody knows yet what to receive.
 
         Args:
-            shapes: of what the call gets.
+            given: arguments of the call.
             run: makes the output here.
             observe: takes the output, wherever it was made, and gives what the pipeline goes on with.
+
+        Raises:
+            UnsupportedError: the output has another form than that of an earlier call of its kind, for which other
+                devices wait.
         """
         group = getattr(self._transformer, GROUP, None)
-        if group is None or call.computed_rows:
+        if group is None:
             return observe(run())
-        owner, form = call.place % dist.get_world_size(group), self._forms.get(shapes)
+        kind = self._kind(call, given)
+        owner, known = call.place % dist.get_world_size(group), self._forms.get(kind)
         is_own = owner == dist.get_rank(group)
-        if form is not None and not is_own:
+        if known is not None and not is_own:
+            form, standing = known
             return self._awaited(
-                form, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
+                standing, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
             )
         output = run()
         if not is_own:
             call.branch.sites.clear()  # blocks go on with this branch elsewhere
         self._runs.current.settle()
-        output = _sent(output, owner, group)
-        self._forms[shapes] = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
-        return observe(output)
+        form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
+        if known is not None and form != known[0]:
+            raise UnsupportedError(
+                f"with branches=2 equal calls of the transformer must give equal forms of output, got {form} after "
+                f"{known[0]}: run the pipeline on one device"
+            )
+        made = observe(_sent(output, owner, group))
+        self._forms[kind] = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, made)
+        return made
+
+    def _kind(self, call: Call, given: Any) -> tuple:
+        """Everything that decides the form of a call's output."""
+        weight = next(self._transformer.parameters())
+        device = weight.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return call_form(given), call.branch.shapes, weight.dtype, cast
 
     def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
         """Stands for the output of that form until somebody reads it."""

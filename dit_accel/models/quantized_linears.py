@@ -18,9 +18,10 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels import quantize_rows, quantized_linear
 from dit_accel.kernels.checks import FLOAT_DTYPES
+from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.kernels.quantize import FP8_CAPABILITY
 from dit_accel.kernels.quantized_linear import EVEN
-from dit_accel.models.graph_limits import PLAIN_TENSORS
+from dit_accel.models.graph_state import PLAIN_TENSORS
 from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
@@ -111,6 +112,7 @@ class QuantizedLinears:
         self._note = note
         self._run: object = None
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that multiply together
+        self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # and where they were when they first did
         self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input, which q, k and v share
 
     def begin(self, run: object) -> None:
@@ -119,13 +121,19 @@ class QuantizedLinears:
             return
         self._run = run
         self._note(f"{len(self.layers)} linear layers in {self.dtype}")
-        for layers, held in list(self._weights.items()):
-            if layers[0].weight.device != held.values.device:  # offloaded since
-                del self._weights[layers]
+        for layers, device in self._together.items():  # now, for a capture would round in each replay
+            held, weights = self._weights.get(layers), [layer.weight for layer in layers]
+            if any(type(each) not in PLAIN_TENSORS or each.device != device for each in weights):  # offloaded since
+                self._weights.pop(layers, None)
                 continue
-            for each, new in zip(held, self._rounded(layers), strict=True):
-                if each is not None:
-                    each.copy_(new)
+            new = self._rounded(layers)
+            if held is None or any(map(_differ, held, new)):
+                self._weights[layers] = new
+                continue
+            with torch.inference_mode():  # under which they may have been made
+                for each, fresh in zip(held, new, strict=True):
+                    if each is not None:
+                        each.copy_(fresh)
 
     def end_call(self) -> None:
         """Lets go of the latest input."""
@@ -155,10 +163,14 @@ class QuantizedLinears:
             layers: all of them with a bias, or none.
             gelu: ``[..., M]``, before GELU; None = nothing.
         """
-        if layers not in self._weights:
-            self._weights[layers] = self._rounded(layers)
+        weights = self._weights.get(layers)
+        if weights is None:
+            weights = self._rounded(layers)
+            self._together[layers] = weights.values.device
+            if not is_capturing():
+                self._weights[layers] = weights
         name = str(x.dtype).removeprefix("torch.")
-        return quantized_linear(*self._rows_of(x, gelu), *self._weights[layers], out_dtype=name)
+        return quantized_linear(*self._rows_of(x, gelu), *hold(weights), out_dtype=name)
 
     def _rounded(self, layers: tuple[nn.Linear, ...]) -> Rounded:
         weights = (quantize_rows(layer.weight, dtype=self.dtype) for layer in layers)
@@ -203,6 +215,12 @@ def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[t
     if linears is None or any(each is not linears for each in others) or not _are_alike(layers):
         return [layer(x) for layer in layers]
     return linears.project(*layers, x=x).chunk(len(layers), dim=-1)
+
+
+def _differ(held: torch.Tensor | None, new: torch.Tensor | None) -> bool:
+    """Return True if values of one can't be copied into the other without rounding."""
+    forms = [None if each is None else (each.shape, each.dtype) for each in (held, new)]
+    return forms[0] != forms[1]
 
 
 def _are_alike(layers: Sequence[Any]) -> bool:

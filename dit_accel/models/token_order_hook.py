@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.kept import Kept
 from dit_accel.models.family import OrderFacts
 from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
+
+MOST_ORDERS = 4  # two grids, each with its way back
 
 
 class TokenOrder:
@@ -35,18 +38,12 @@ class TokenOrder:
         self._first_frame_apart = first_frame_apart
         self.grid: Grid | None = None  # of the latest call
         self.is_on = False  # in the call in progress
-        self._on_device: dict[tuple[torch.device, bool], torch.Tensor] = {}  # of this grid; by device and `undo`
+        self._on_device: Kept[torch.Tensor] = Kept(MOST_ORDERS)  # by grid, device and `undo`
 
     def start(self, grid: Grid | None) -> None:
         """A call with this grid begins; with None its tokens keep their order."""
         self.is_on = grid is not None
-        if grid != self.grid:
-            self.grid = grid
-            self._on_device.clear()
-
-    def on_device(self) -> list[torch.Tensor]:
-        """The orders that the latest calls read."""
-        return list(self._on_device.values())
+        self.grid = grid
 
     @property
     def permutation(self) -> torch.Tensor:
@@ -61,10 +58,10 @@ class TokenOrder:
         """
         if not self.is_on:
             return x
-        order = self._on_device.get((x.device, undo))
-        if order is None:
-            order = (inverse_order(self.permutation) if undo else self.permutation).to(x.device)
-            self._on_device[x.device, undo] = order
+        order = self._on_device.get(
+            (self.grid, x.device, undo),
+            lambda: (inverse_order(self.permutation) if undo else self.permutation).to(x.device),
+        )
         if x.shape[axis] != len(order):
             raise UnsupportedError(
                 f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the clip in one place, got "

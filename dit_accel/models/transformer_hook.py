@@ -202,12 +202,12 @@ class TransformerDriver:
                     args, kwargs = (), self.take_rows(arguments, call.computed_rows)
                 if self._linears is not None:
                     self._linears.begin(self.controller.report)
-                args, kwargs = computed((args, kwargs))
+                args, kwargs = given = computed((args, kwargs))
                 compute = partial(original, *args, **kwargs)
                 if self.graphs is not None:
                     compute = partial(self.graphs.run, original, call, args, kwargs)
                 try:
-                    output = self._branches.run(call, shapes, compute, partial(self._observe, call, arguments))
+                    output = self._branches.run(call, given, compute, partial(self._observe, call, arguments))
                 finally:
                     if self._linears is not None:
                         self._linears.end_call()

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.kept import Kept
 from dit_accel.presets import Preset
 
 PROJECTIONS = "sla.safetensors"  # the name under which fine-tuning writes them
@@ -43,12 +44,13 @@ class Projections:
     def __init__(
         self, preset: Preset, transformer: str, siblings: Collection[str], sites: Mapping[str, str], head_dim: int
     ) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, torch.Tensor] = {}  # as they were read
         wanted: dict[str, list[str]] = {}  # sites by file
         for name, block in sites.items():
             settings = preset.skip.at(block)
             if settings.policy == "sla" and settings.projection is not None:
                 wanted.setdefault(settings.projection, []).append(name)
+        self._on_device: Kept[torch.Tensor] = Kept(2 * len(sites))  # as two dtypes or devices use them
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():
             held = load_projections(file)
@@ -74,9 +76,8 @@ class Projections:
         projection = self._held.get(site)
         if projection is None:
             return None
-        if (projection.device, projection.dtype) != (like.device, like.dtype):
-            self._held[site] = projection = projection.to(like.device, like.dtype)
-        return projection
+        key = site, like.device, like.dtype
+        return self._on_device.get(key, lambda: projection.to(like.device, like.dtype))
 
 
 def trained_with(path: str | Path) -> dict[str, Any]:

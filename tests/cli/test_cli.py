@@ -320,6 +320,8 @@ def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
     checked = run("presets", "check", "balanced")
     assert checked.exit_code == 0, checked.output
     assert yaml.safe_load(checked.stdout)["schedule"]["warmup"] == 7
+
+
 def test_a_file_is_checked_and_a_shipped_preset_is_shown(run, tmp_path):
     """Each says what the other is for; a file may have the name of a preset."""
     for name in ("mine.yaml", "mine.yml"):

@@ -1,30 +1,45 @@
-"""CUDA graphs for the CPU, which copy what comes into the same tensors."""
+"""CUDA graphs for the CPU: they record operations, and their memory behaves as badly as a GPU's may."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dit_accel.kernels import custom_ops
 from dit_accel.models.cuda_graph import CudaGraph, Trial
 
 
-class FakeGraph:
-    """Captures on any device, replays by calling the function again, and counts.
+class Pool:
+    """Memory that graphs share."""
 
-    What it captured holds NaN until it is replayed.
+    def __init__(self):
+        self.is_used = False
+        self.graphs = weakref.WeakSet()
+
+
+class RecordedGraph(CudaGraph):
+    """Records operations, a kernel as one, is cut as on a GPU, and counts.
+
+    A capture computes nothing: all that it makes holds NaN or 0 until it is replayed. A replay overwrites whatever
+    other graphs of its pool have made. A pool whose graphs are gone can't be captured into.
     """
 
-    captures = replays = 0
-    refuses: Exception | None = None
+    captures = replays = parts = 0
+    refuses: Exception | None = None  # raised where a capture begins
+    fails: Exception | None = None  # likewise where it ends
     trial = Trial(None, lambda: 0.9, lambda: 1.0)  # what every call that is watched comes to
 
     def __init__(self, device, pool):
-        self.pool = pool
+        super().__init__(device, pool)
+        self.recorders = []
 
     @staticmethod
     def why_not(device):
@@ -32,7 +47,7 @@ class FakeGraph:
 
     @staticmethod
     def new_pool():
-        return object()
+        return Pool()
 
     @classmethod
     def watch(cls, function, device):
@@ -41,16 +56,41 @@ class FakeGraph:
     def capture(self, function):
         if self.refuses is not None:
             raise self.refuses
+        if self._pool.is_used and not self._pool.graphs:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self._pool.is_used = True
+        self._pool.graphs.add(self)
         type(self).captures += 1
-        self._function, self._made = function, function()
-        for tensor in tensors_in(self._made):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-        return self._made
+        made = super().capture(function)
+        if self.fails is not None:
+            raise self.fails
+        return made
+
+    def _aside(self):
+        return nullcontext()
+
+    def _begin(self):
+        self._capturing = Recorder()
+        self.recorders.append(self._capturing)
+        self._capturing.__enter__()
+        self._parts.append(self._capturing.replay)
+        type(self).parts += 1
+
+    def _end(self):
+        self._capturing.__exit__(None, None, None)
 
     def replay(self):
         type(self).replays += 1
-        for static, fresh in zip(tensors_in(self._made), tensors_in(self._function()), strict=True):
-            static.copy_(fresh)
+        for other in self._pool.graphs:
+            for recorder in other.recorders if other is not self else ():
+                recorder.overwrite()
+        super().replay()
+
+    def read(self) -> list[torch.Tensor]:
+        """Tensors that a replay reads and that no part of it makes."""
+        made = {storage for each in self.recorders for storage in each.made}
+        read = {storage: tensor for each in self.recorders for storage, tensor in each.read.items()}
+        return [tensor for storage, tensor in read.items() if storage not in made]
 
 
 def tensors_in(tree) -> Iterator[torch.Tensor]:
@@ -62,28 +102,15 @@ def tensors_in(tree) -> Iterator[torch.Tensor]:
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
-class RecordedGraph(CudaGraph):
-    """Records torch's operations, those of kernels apart, and is cut as on a GPU."""
+class TracedTorch:
+    """Has ``custom_ops`` call kernels by their names, as where a compiler traces: the reference of one may read values
+    on the host, which its kernel does on the GPU.
+    """
 
-    parts = replays = 0
-    why_not, new_pool, watch = FakeGraph.why_not, FakeGraph.new_pool, FakeGraph.watch
-    trial = FakeGraph.trial
+    compiler = SimpleNamespace(is_compiling=lambda: True)
 
-    def _aside(self):
-        return nullcontext()
-
-    def _begin(self):
-        self._capturing = Recorder()
-        self._capturing.__enter__()
-        self._parts.append(self._capturing.replay)
-        type(self).parts += 1
-
-    def _end(self):
-        self._capturing.__exit__(None, None, None)
-
-    def replay(self):
-        type(self).replays += 1
-        super().replay()
+    def __getattr__(self, name):
+        return getattr(torch, name)
 
 
 class Recorder(TorchDispatchMode):
@@ -91,17 +118,30 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        self._tracing = patch.object(custom_ops, "torch", TracedTorch())
         self._done = []
+        self.made = {}  # tensors by their storage
+        self.read = {}
+
+    def __enter__(self):
+        self._tracing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._tracing.stop()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        read = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs])}
+        read = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in([args, kwargs])}
+        self.read = {**read, **self.read}
         fresh = [tensor.untyped_storage()._cdata not in read for tensor in tensors_in(made)]
         if any(fresh) or function._schema.is_mutable:
             self._done.append((function, args, kwargs or {}, made))
             for tensor, is_fresh in zip(tensors_in(made), fresh, strict=True):
-                if is_fresh and tensor.is_floating_point():
-                    tensor.fill_(torch.nan)  # whatever is computed of it now is nothing
+                if is_fresh:
+                    self.made[tensor.untyped_storage()._cdata] = tensor
+                    overwrite(tensor)  # whatever is computed of it now is nothing
         return made
 
     def replay(self):
@@ -109,3 +149,12 @@ class Recorder(TorchDispatchMode):
             for static, fresh in zip(tensors_in(made), tensors_in(function(*args, **kwargs)), strict=True):
                 if static is not fresh:
                     static.copy_(fresh)
+
+    def overwrite(self):
+        for tensor in self.made.values():
+            overwrite(tensor)
+
+
+def overwrite(tensor: torch.Tensor) -> None:
+    with torch.inference_mode():  # under which it may have been made
+        tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)

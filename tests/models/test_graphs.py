@@ -15,7 +15,7 @@ from dit_accel.models.cuda_graph import Trial
 from dit_accel.models.graph_limits import why_not_output
 from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
-from tests.models.fake_graph import FakeGraph
+from tests.models.fake_graph import RecordedGraph
 
 STEPS = 8
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
@@ -44,7 +44,7 @@ def own_attention_backend():
 @pytest.fixture
 def graph(monkeypatch):
     """A class of faked graphs with counts of its own."""
-    counted = type("CountedGraph", (FakeGraph,), {})
+    counted = type("CountedGraph", (RecordedGraph,), {})
     monkeypatch.setattr(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted))
     return counted
 
@@ -179,7 +179,7 @@ def test_restoring_drops_them(graph):
     kept = graphs_of(pipe)
     assert len(kept) == 1
     restore_pipeline(pipe)
-    assert len(kept) == 0 and kept._pool is None and not kept._modules
+    assert len(kept) == 0 and kept._pool is None and kept._state is None
 
 
 def hooked(pipe):

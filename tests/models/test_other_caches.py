@@ -167,6 +167,8 @@ def test_hooks_are_looked_for_where_there_is_time(pipe):
     pipe.transformer._is_cached = True
     with pytest.raises(UnsupportedError, match="a cache of cache-dit"):
         refuse_other_cache(pipe.transformer, "other", by_hooks=False)
+
+
 @pytest.mark.parametrize("on", ["class", "transformer"])
 @pytest.mark.parametrize("cache, forward", [("TeaCache", teacache_forward), ("MagCache", magcache_flux_forward)])
 def test_a_cache_that_replaces_the_forward_is_refused(pipe, cache, forward, on, monkeypatch):

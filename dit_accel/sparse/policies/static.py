@@ -10,13 +10,13 @@ FULL / CAUSAL / PARTIAL tiles; beside them a sliding window, and the policy ``st
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_accel.errors import ShapeError
+from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
@@ -24,6 +24,7 @@ from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tile
 if TYPE_CHECKING:
     from dit_accel.presets import Skip
 
+_SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has a layout or two, and a few layers of their own pattern
 TILE_KINDS = ("full", "causal", "partial")
 
 
@@ -130,10 +131,10 @@ def symbols(
     The symbols of a layout are made once, and shared by all sites and steps. Arguments as for
     :func:`dit_accel.sparse.policies.draw`.
     """
-    return _symbols_of_layout(layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device)
+    key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
+    return _SYMBOLS.get(key, lambda: _symbols_of_layout(*key))
 
 
-@functools.lru_cache(maxsize=16)  # a pipeline has a layout or two, and a few layers of their own pattern
 def _symbols_of_layout(
     layout: TokenLayout, pattern: str, window: int | None, batch: int, heads: int, device: torch.device
 ) -> SparseSymbols:

@@ -1,0 +1,197 @@
+"""A model as a graph takes it from the host: places of weights, and every attribute that is no tensor.
+
+A graph repeats launches. Numbers, strings and flags among a module's attributes, strengths of adapters, processors,
+hooks and the code of classes were read when it was captured. They are compared before each replay: by identity first,
+which is quick, and by value where an object is another one. Values of weights may change, since a graph reads them
+where they lie.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from itertools import chain
+from operator import call, is_, itemgetter, methodcaller
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
+NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+SEQUENCES = (list, tuple, set, frozenset, deque)
+OF_TENSORS = ("_parameters", "_buffers")  # attributes of modules; tensors that are replaced are not kept alive
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+TORCHS_OWN = vars(nn.Module()).keys() - {"training", "_modules", *OF_TENSORS}  # attributes that all modules have
+FOREIGN = {*sys.stdlib_module_names, "torch", "builtins"}  # packages whose objects are not looked into
+
+
+class ModelState:
+    """Everything that a graph takes from a model on the host, as it is now.
+
+    Modules, containers and other objects are followed through their attributes and compared by identity, numbers and
+    containers by value. Hooks, functions, and objects of torch and of Python's own packages are not looked into.
+
+    Args:
+        model: whose state.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: dict[tuple[str, ...], dict[str, dict]] = {}  # attributes by module, by their names
+        self._dicts: dict[str, dict] = {}  # entries, and attributes of other objects, by the name of what has them
+        self._sequences: dict[str, Any] = {}
+        self._classes: dict[str, Any] = {}
+        self._weights: dict[str, dict] = {}
+        self._empty: list[Any] = []  # containers that hold nothing
+        found = self._follow()
+        self._counts, self._keys, self._held = self._numbers_of_attributes(), self._entries(), self._values()
+        weights = self._weights_now()
+        self._refs = [type(None) if each is None else weakref.ref(each) for each in weights]
+        self._tensors = [weakref.ref(each) for each in (*weights, *found) if type(each) in PLAIN_TENSORS]
+        self._places = self._placed()
+        self._paths = [*self._named()]
+
+    def change(self) -> str | None:
+        """Return the name of something that has changed since, or None."""
+        if self._is_identical():
+            return None
+        new = ModelState(self._model)
+        before, now = self._by_path(), new._by_path()
+        changed = next((path for path in {**before, **now} if not _are_same(path, before, now)), None)
+        if changed is None and self._places != new._places:
+            changed = "the place of a weight"
+        if changed is None:
+            vars(self).update(vars(new))
+        return changed
+
+    def _is_identical(self) -> bool:
+        try:
+            if any(self._empty) or self._numbers_of_attributes() != self._counts or self._entries() != self._keys:
+                return False
+            held, weights = self._values(), self._weights_now()
+        except (KeyError, RuntimeError):  # an attribute is gone, or goes in another thread
+            return False
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        if len(weights) != len(self._refs) or not all(map(is_, weights, map(call, self._refs))):
+            return False
+        return self._placed() == self._places
+
+    def _numbers_of_attributes(self) -> list[int]:
+        return [*map(len, chain.from_iterable(map(dict.values, self._modules.values())))]
+
+    def _entries(self) -> list[Any]:
+        return [*chain.from_iterable(self._dicts.values())]
+
+    def _values(self) -> list[Any]:
+        of_modules = (map(itemgetter(*names), modules.values()) for names, modules in self._modules.items())
+        return [
+            *chain.from_iterable(chain.from_iterable(of_modules)),
+            *chain.from_iterable(map(dict.values, self._dicts.values())),
+            *chain.from_iterable(self._sequences.values()),
+            *chain.from_iterable(map(methodcaller("values"), self._classes.values())),
+        ]
+
+    def _weights_now(self) -> list[torch.Tensor | None]:
+        return [*chain.from_iterable(map(dict.values, self._weights.values()))]
+
+    def _placed(self) -> list:
+        """Where tensors lie, and in which order."""
+        tensors = [*map(call, self._tensors)]
+        return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
+
+    def _named(self) -> Iterator[str]:
+        """Names of all that is held, and then of the weights."""
+        of_modules = ((name, names) for names, modules in self._modules.items() for name in modules)
+        places = ((name, range(len(each))) for name, each in self._sequences.items())
+        owners = chain(of_modules, self._dicts.items(), places, self._classes.items(), self._weights.items())
+        return (_joined(name, key) for name, keys in owners for key in keys)
+
+    def _by_path(self) -> dict[str, Any]:
+        return dict(zip(self._paths, chain(self._held, map(call, self._refs)), strict=True))
+
+    def _follow(self) -> list[torch.Tensor]:
+        """Fills the containers, and returns the tensors in them that are no weights."""
+        found: list[torch.Tensor] = []
+        seen: set[int] = set()
+        waiting: deque[tuple[str, Any]] = deque([("", self._model)])
+        while waiting:
+            name, each = waiting.popleft()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+                continue
+            for key, value in self._take(name, each):
+                if type(value) not in NUMBERS and value is not None and _is_followed(value):
+                    waiting.append((_joined(name, key), value))
+        return found
+
+    def _take(self, name: str, each: Any) -> Iterator[tuple[Any, Any]]:
+        """Files what an object holds, and returns what may hold more."""
+        if isinstance(each, nn.Module):
+            held = vars(each)
+            own = tuple(key for key in held if key not in TORCHS_OWN)
+            self._modules.setdefault(own, {})[name] = held
+            self._take_class(type(each))
+            self._empty += [held[key] for key in HOOKS if not held[key]]
+            for key in OF_TENSORS:
+                if held[key]:
+                    self._weights[name if key == OF_TENSORS[0] else f"{name} (buffers)"] = held[key]
+                else:
+                    self._empty.append(held[key])
+            if held["_modules"]:
+                self._dicts[_joined(name, "modules")] = held["_modules"]
+            else:
+                self._empty.append(held["_modules"])
+            yield from held["_modules"].items()
+            yield from ((key, held[key]) for key in own if key not in ("_modules", *OF_TENSORS))
+        elif isinstance(each, HookRegistry):
+            yield from (("hooks", each.hooks), ("order", each._hook_order))
+        elif isinstance(each, (dict, *SEQUENCES)) and not each:
+            self._empty.append(each)
+        elif isinstance(each, SEQUENCES):
+            self._sequences[name] = each
+            yield from enumerate(each)
+        elif isinstance(each, dict):
+            self._dicts[name] = each
+            yield from each.items()
+        else:
+            self._dicts[name] = vars(each)
+            self._take_class(type(each))
+            yield from vars(each).items()
+
+    def _take_class(self, cls: type) -> None:
+        """The code of a class, and numbers that its objects share."""
+        for each in cls.__mro__[:-1]:
+            self._classes[f"{each.__module__}.{each.__qualname__}"] = each.__dict__
+
+
+def _is_followed(value: Any) -> bool:
+    """Return True if what ``value`` holds counts, rather than its identity alone."""
+    if isinstance(value, (nn.Module, torch.Tensor, dict, *SEQUENCES, HookRegistry, SimpleNamespace)):
+        return True
+    if isinstance(value, (type, ModelHook)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in FOREIGN
+
+
+def _are_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return True if a graph that read one value may be replayed with the other; entries have names of their own."""
+    if path not in before or path not in now:
+        return False
+    old, new = before[path], now[path]
+    if old is new or type(old) is not type(new):
+        return old is new
+    return isinstance(new, (dict, *SEQUENCES)) or (isinstance(new, NUMBERS) and old == new)
+
+
+def _joined(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)

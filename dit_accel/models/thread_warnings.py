@@ -1,0 +1,90 @@
+"""Warnings of one thread, taken aside while others go on.
+
+``warnings.catch_warnings`` replaces filters of the whole process, and a block that ends restores what another thread
+has replaced since. So warnings pass through a hook here instead: it is put on once, stays, and hands on whatever nobody
+takes.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_LOCK = threading.Lock()
+_TAKERS: list[_Taker] = []
+_WANTED: Counter[str] = Counter()  # beginnings of messages, and how many take them
+
+
+@dataclass
+class Taken:
+    """Warnings that were taken aside.
+
+    Args:
+        places: file and line of each.
+        is_complete: no other thread has removed the hook or its filter since, so that none was missed.
+    """
+
+    places: list[str] = field(default_factory=list)
+    is_complete: bool = True
+
+
+@dataclass(frozen=True)
+class _Taker:
+    beginning: str
+    thread: int
+    taken: Taken
+    hides_others: bool
+
+
+class _Hook:
+    """Stands in for ``warnings.showwarning``.
+
+    Args:
+        shown: what it stands in for.
+    """
+
+    def __init__(self, shown: Callable) -> None:
+        self._shown = shown
+
+    def __call__(self, message: Any, category: Any, filename: str, lineno: int, *others: Any, **more: Any) -> None:
+        text, thread = str(message), threading.get_ident()
+        takers = [each for each in _TAKERS if text.startswith(each.beginning)]
+        own = [each for each in takers if each.thread == thread]
+        for each in own:
+            each.taken.places.append(f"{filename}, line {lineno}")
+        if not own and not any(each.hides_others for each in takers):
+            self._shown(message, category, filename, lineno, *others, **more)
+
+
+@contextmanager
+def taken_aside(beginning: str, *, hides_others: bool = False) -> Iterator[Taken]:
+    """Within, warnings of this thread whose message begins so are taken aside instead of shown.
+
+    Args:
+        beginning: of the message.
+        hides_others: those of other threads are not shown either, as where something here causes them.
+    """
+    taker = _Taker(beginning, threading.get_ident(), Taken(), hides_others)
+    with _LOCK:
+        if not isinstance(warnings.showwarning, _Hook):
+            warnings.showwarning = _Hook(warnings.showwarning)
+        hook = warnings.showwarning
+        _TAKERS.append(taker)
+        _WANTED[beginning] += 1
+        warnings.filterwarnings("always", message=re.escape(beginning))
+        entry = warnings.filters[0]
+    try:
+        yield taker.taken
+    finally:
+        with _LOCK:
+            taker.taken.is_complete = warnings.showwarning is hook and entry in warnings.filters
+            _TAKERS.remove(taker)
+            _WANTED[beginning] -= 1
+            if not _WANTED[beginning] and entry in warnings.filters:
+                warnings.filters.remove(entry)
