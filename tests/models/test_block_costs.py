@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from dit_accel import accelerate_pipeline, load_preset
-from dit_accel import accelerate_pipeline
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.family import Attention, BlockWork

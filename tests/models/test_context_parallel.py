@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
-from dit_accel.models.context_parallel import RING, Exchange, Exchanges, agreed
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.context_parallel import (
     RING,

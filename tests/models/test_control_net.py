@@ -10,11 +10,9 @@ from dit_accel.models.control_net import (
     DeferredTensor,
     TensorForm,
     computed,
+    control_net,
     stop_watching,
     watch_net,
-    control_net,
-    defer_calls,
-    stop_deferring,
 )
 from dit_accel.models.hooks import find_hook
 from dit_accel.tools.testing import flux, tiny_output, tiny_pipeline
@@ -136,14 +134,14 @@ class Flagged(torch.nn.Module):
 def test_a_call_with_another_flag_is_no_call_like_the_one_before():
     """What comes out has the form that its own flags ask for; other numbers change no form, and count all the same."""
     net, x = Flagged(), torch.arange(3.0)
-    hook = defer_calls(net)
+    hook = watch_net(net, defers=True)
     for several, scale in ((False, 1.0), (True, 1.0), (True, 2.0), (False, 2.0), (False, 3.0), (True, 3.0)):
         made = net(x, several=several, scale=scale)
         expected = Flagged()(x, several=several, scale=scale)
         assert len(made) == len(expected)
         assert all(torch.equal(computed(own), other) for own, other in zip(made, expected, strict=True))
     assert isinstance(net(x, several=True, scale=4.0)[0], DeferredTensor)
-    stop_deferring(net, hook)
+    stop_watching(net, hook)
 
 
 def test_reading_makes_the_call_once():
@@ -250,7 +248,7 @@ FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
 def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
     """From the call before, which differed in values alone; what comes is what the net gives at once."""
     net, alone = Net(), Net()
-    defer_calls(net)
+    watch_net(net, defers=True)
     net(**FIRST)
     assert net.calls == 1, "the first tells the form"
     given = FIRST | changes
@@ -268,7 +266,7 @@ def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
 def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
     """Gradients would be lost, weights may have moved, another hook or autocast be gone, and compilers see calls."""
     net = Net()
-    hook = defer_calls(net)
+    hook = watch_net(net, defers=True)
     with torch.no_grad():
         net(**FIRST)
     if why == "offload":
@@ -281,7 +279,7 @@ def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
     with torch.set_grad_enabled(why == "gradients"):
         output = net(**FIRST)
     assert net.calls == 2 and not isinstance(output["parts"][0], DeferredTensor)
-    stop_deferring(net, hook)
+    stop_watching(net, hook)
 
 
 def test_only_a_net_of_a_pipeline_is_deferred(pipe):

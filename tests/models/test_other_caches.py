@@ -1,8 +1,8 @@
 """Other caches on an accelerated transformer are refused by name, and with what takes them off."""
 
-import diffusers
 import functools
 
+import diffusers
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
