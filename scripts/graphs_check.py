@@ -30,6 +30,7 @@ from typing import Any
 
 import diffusers
 import torch
+from graphs_study import situations
 from model_speed.bench import Bench, busy_and_span
 from model_speed.models import MODELS, TINY
 from model_speed.ranks import join, on_any, share_tokens
@@ -74,6 +75,16 @@ def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Ca
     """What is measured, and how."""
     device = "cpu" if smoke else "cuda"
     made: dict[str, Bench] = {}  # the latest, by the kind of its transformer
+    if ranks == 1:
+        chosen = list(situations.SITUATIONS)[: 2 if smoke else None]
+        for name in chosen:
+            yield (
+                f"change of {name}",
+                partial(followed, partial(situations.differences, situations.SITUATIONS[name]), device),
+            )
+        if not smoke:
+            yield "two threads", partial(followed, situations.threads, device)
+            yield "two streams", partial(followed, situations.streams, device)
     for family in () if ranks > 1 else FAMILIES[:2] if smoke else FAMILIES:
         yield f"tiny {family}", partial(tiny_run, family, device)
     for name in models:
@@ -160,6 +171,14 @@ def _idle(run: Iterator[torch.Tensor]) -> float:
     on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
     busy, span = busy_and_span((event.time_range.start, event.time_range.end) for event in on_gpu)
     return 1 - busy / span
+
+
+def followed(differences: Callable[[str, torch.dtype], list[str]], device: str) -> dict[str, Any]:
+    """Whether replayed steps follow a change; on a CPU nothing is captured, so that their absence is no failure."""
+    wrong = differences(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    if device == "cpu":
+        wrong = [each for each in wrong if "computes on cpu" not in each]
+    return {"wrong": wrong, "passed": not wrong}
 
 
 def tiny_run(family: str, device: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Situations that a replayed step must follow."""

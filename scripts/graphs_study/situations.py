@@ -1,0 +1,319 @@
+"""What may change between runs of a pipeline whose steps are replayed: a table, for the CPU's tests and for a GPU.
+
+Each situation is a row of runs. A run begins with a change to the pipeline and has arguments of its own. Outputs,
+symbols and decisions must equal, bit for bit, those of a pipeline that never captures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import BOFTConfig, HRAConfig, IA3Config, LoraConfig, OFTConfig
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from dit_accel import accelerate_pipeline, load_preset
+from dit_accel.presets import Preset
+from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
+
+STEPS = 5
+LONG = "a dog that runs across a field of yellow flowers"
+COMPARED = ("output", "symbols", "steps", "fallbacks")
+TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
+Change = Callable[[Any], object]
+Run = tuple[Change, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Runs one after the other, with one pipeline.
+
+    Args:
+        family: of the tiny pipeline.
+        runs: what changes before each, and its arguments.
+        preset: with which it is accelerated.
+        config: of the transformer, where kernels want other heads than a tiny one has.
+        replays: whether the last run must have replayed steps.
+    """
+
+    family: str
+    runs: tuple[Run, ...]
+    preset: Preset = field(default_factory=lambda: load_preset("exact"))
+    config: Mapping[str, Any] = field(default_factory=dict)
+    replays: bool = True
+
+
+def nothing(pipe: Any) -> None:
+    """Leave the pipeline as it is."""
+
+
+def changed(family: str, *changes: Change, **more: Any) -> Situation:
+    """A run before each change and one behind the last, all with the same arguments."""
+    return Situation(family, tuple((change, {}) for change in (nothing, *changes)), **more)
+
+
+def called(family: str, *arguments: Mapping[str, Any], **more: Any) -> Situation:
+    """A pipeline that stays as it is, with other arguments in each run."""
+    return Situation(family, tuple((nothing, given) for given in arguments), **more)
+
+
+def adapter(config: Any) -> Change:
+    """Add an adapter of peft with drawn weights."""
+
+    def add(pipe: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            pipe.transformer.add_adapter(config, "style")
+
+    return add
+
+
+def without_adapters(pipe: Any) -> None:
+    pipe.transformer.disable_adapters()
+
+
+def with_adapters(pipe: Any) -> None:
+    pipe.transformer.enable_adapters()
+
+
+def set_value(path: str, value: Any) -> Change:
+    """Set an attribute of the transformer, by its dotted path."""
+    owner, _, name = path.rpartition(".")
+
+    def change(pipe: Any) -> None:
+        setattr(pipe.transformer.get_submodule(owner), name, value)
+
+    return change
+
+
+def scale_buffer(pipe: Any) -> None:
+    """Put another tensor in the place of a buffer."""
+    owner = next(module for module in pipe.transformer.modules() if module._buffers)
+    name, buffer = next((name, each) for name, each in owner._buffers.items() if each is not None)
+    owner._buffers[name] = buffer * 0.5
+
+
+def scale_weight(pipe: Any) -> None:
+    """Put other data in the place of a weight's."""
+    weight = pipe.transformer.proj_out.weight
+    weight.data = weight.data * 1.5
+
+
+def scale_weight_in_place(pipe: Any) -> None:
+    pipe.transformer.proj_out.weight.data.mul_(1.5)
+
+
+class Scaled(nn.Module):
+    """A layer whose output is multiplied by numbers in a nested attribute."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.settings = {"factors": [1.0, 2.0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.settings["factors"]
+        return self.layer(x) * (first * second)
+
+
+def own_layer(pipe: Any) -> None:
+    pipe.transformer.proj_out = Scaled(pipe.transformer.proj_out)
+
+
+def other_factor(pipe: Any) -> None:
+    pipe.transformer.proj_out.settings["factors"][0] = 0.3
+
+
+def new_processors(pipe: Any) -> None:
+    processors = {name: type(each)() for name, each in pipe.transformer.attn_processors.items()}
+    pipe.transformer.set_attn_processor(processors)
+
+
+def in_inference_mode(pipe: Any) -> None:
+    pipe.is_in_inference_mode = True
+
+
+def out_of_it(pipe: Any) -> None:
+    pipe.is_in_inference_mode = False
+
+
+def deterministic(wanted: bool) -> None:
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+
+
+def cast(dtype: torch.dtype) -> Change:
+    return lambda pipe: pipe.to(dtype)
+
+
+ADAPTERS = {
+    "lora": LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False),
+    "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["to_q"], init_weights=False),
+    "boft": BOFTConfig(boft_block_size=4, target_modules=["to_q"], init_weights=False),
+    "ia3": IA3Config(target_modules=["to_q"], feedforward_modules=[], init_ia3_weights=False),
+    "hra": HRAConfig(r=2, target_modules=["to_q"], init_weights=False),
+}
+PICTURE = {
+    key: [torch.linspace(-1, 1, 24).view(1, 1, 24)]
+    for key in ("ip_adapter_image_embeds", "negative_ip_adapter_image_embeds")
+}
+HUNYUAN = {"attention_head_dim": 64, "rope_axes_dim": (16, 24, 24)}
+QWEN = {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+GUIDED = {"prompt": "a cat", "negative_prompt": LONG}
+
+SITUATIONS = {
+    "strength of an IP-Adapter": Situation(
+        "flux-ip-adapter",
+        ((nothing, PICTURE), (lambda pipe: pipe.set_ip_adapter_scale(0.2), PICTURE), (nothing, PICTURE)),
+    ),
+    "strength of a LoRA": changed(
+        "flux",
+        adapter(ADAPTERS["lora"]),
+        lambda pipe: pipe.transformer.set_adapters("style", 0.5),
+        without_adapters,
+        with_adapters,
+    ),
+    **{
+        f"{name} taken off and put on": changed("flux", adapter(config), without_adapters, with_adapters)
+        for name, config in ADAPTERS.items()
+        if name != "lora"
+    },
+    "an argument's scale": called("flux", *({"joint_attention_kwargs": {"scale": scale}} for scale in (1.0, 0.5, 1.0))),
+    "epsilon of a norm": changed("flux", set_value("norm_out.norm.eps", 0.5)),
+    "numbers in a nested attribute": changed("flux", own_layer, other_factor),
+    "processors": changed("flux", new_processors),
+    "a buffer": changed("sd3", scale_buffer),
+    "a weight": changed("flux", scale_weight, scale_weight_in_place),
+    "training mode": changed("flux", lambda pipe: pipe.transformer.train(), lambda pipe: pipe.transformer.eval()),
+    "dtypes": changed("flux", cast(torch.float64), cast(torch.float32)),
+    "sizes": called("flux", *({"height": side, "width": 64} for side in (64, 96, 64))),
+    "strengths of a ControlNet": called(
+        "flux-controlnet", *({"controlnet_conditioning_scale": scale} for scale in (1.0, 0.3, 1.0))
+    ),
+    "a part of a ControlNet's run": called("flux-controlnet", {"control_guidance_end": 0.5}, {}),
+    "guidance": called(
+        "qwen-image", *({"true_cfg_scale": scale, "negative_prompt": "rain"} for scale in (4.0, 1.0, 2.0))
+    ),
+    "lengths of prompts": called(
+        "qwen-image",
+        *({"prompt": prompt} for prompt in ("a red fox", "a cat in snow", "a cat in snow")),
+        preset=load_preset("exact", skip=TILES),
+        config=QWEN,
+    ),
+    "guided, then not": called(
+        "hunyuan",
+        {**GUIDED, "true_cfg_scale": 3.0},
+        {**GUIDED, "true_cfg_scale": 1.0},
+        {"prompt": LONG},
+        {"prompt": LONG},
+        config=HUNYUAN,
+    ),
+    "batches": called("flux", {"prompt": ["a cat", "a dog"]}, {}, {"prompt": ["a cat", "a dog"]}),
+    "layers in 8 bits": changed(
+        "flux", scale_weight_in_place, scale_weight, preset=load_preset("exact", linear={"dtype": "int8"})
+    ),
+    "inference mode": changed("flux", in_inference_mode, out_of_it),
+    "deterministic algorithms": changed("flux", lambda _: deterministic(True), lambda _: deterministic(False)),
+    "forecasts": called("wan", {}, {}, {}, preset=load_preset("video-turbo", model="wan", skip=TILES)),
+}
+
+
+def build(situation: Situation, device: str, dtype: torch.dtype) -> Any:
+    """The tiny pipeline of a situation."""
+    pipe = tiny_pipeline(situation.family)
+    if situation.config:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            kind = type(pipe.transformer)
+            pipe.transformer = kind.from_config({**pipe.transformer.config, **situation.config}).eval()
+            _redraw(pipe.transformer)
+    return pipe.to(device, dtype)
+
+
+def differences(situation: Situation, device: str, dtype: torch.dtype) -> list[str]:
+    """Runs in which captured steps give anything else than steps that were never captured, and what."""
+    plain, replayed = (runs(situation, device, dtype, graphs) for graphs in ("never", "always"))
+    wrong = []
+    for number, rows in enumerate(zip(plain, replayed, strict=True), 1):
+        wrong += [f"run {number}: {what}" for what in COMPARED if not _same(*(row[what] for row in rows))]
+    if situation.replays and not replayed[-1]["replayed"]:
+        wrong.append(f"nothing was replayed in the last run: {replayed[-1]['notes']}")
+    return wrong
+
+
+def runs(situation: Situation, device: str, dtype: torch.dtype, graphs: str) -> list[dict[str, Any]]:
+    """What the runs of a situation give where `kernels.graphs` is ``graphs``."""
+    pipe = accelerate_pipeline(build(situation, device, dtype), situation.preset, **{"kernels.graphs": graphs})
+    rows = []
+    for change, arguments in situation.runs:
+        change(pipe)
+        arguments = tree_map_only(torch.Tensor, lambda given: given.to(device, dtype), dict(arguments))
+        with torch.inference_mode() if getattr(pipe, "is_in_inference_mode", False) else nullcontext():
+            output = tiny_output(pipe, situation.family, steps=STEPS, **arguments)
+        rows.append(_row(pipe, output))
+    return rows
+
+
+def threads(device: str, dtype: torch.dtype) -> list[str]:
+    """Pipelines of their own in two threads, which capture side by side; each on a stream of its own on a GPU."""
+    situation, found = SITUATIONS["sizes"], {}
+    expected = runs(situation, device, dtype, "never")
+
+    def work(place: int) -> None:
+        own = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
+        with own, torch.no_grad():
+            found[place] = runs(situation, device, dtype, "always")
+
+    started = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join()
+    wrong = [f"thread {place} raised" for place in range(2) if place not in found]
+    for place, rows in found.items():
+        equal = all(_same(a["output"], b["output"]) for a, b in zip(expected, rows, strict=True))
+        wrong += [] if equal and rows[-1]["replayed"] else [f"thread {place}: equal {equal}, {rows[-1]['notes']}"]
+    return wrong
+
+
+def streams(device: str, dtype: torch.dtype) -> list[str]:
+    """Runs of one pipeline that begin on another stream while the one before still computes."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux").to(device, dtype), "exact", **{"kernels.graphs": "always"})
+
+    def run(seed: int) -> torch.Tensor:
+        return tiny_output(pipe, "flux", steps=30, seed=seed, height=512, width=512)
+
+    run(0)
+    alone, together = [run(0), run(1)], []
+    for seed in (0, 1):
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            together.append(run(seed))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return [f"seed {seed}" for seed in (0, 1) if not torch.equal(alone[seed], together[seed])]
+
+
+def _row(pipe: Any, output: torch.Tensor) -> dict[str, Any]:
+    report = pipe.dit_accel.report()
+    return {
+        "output": torch.as_tensor(output).cpu(),
+        "symbols": {name: [each.cpu() for each in own.tensors()] for name, own in pipe.dit_accel.symbols().items()},
+        "steps": [(step.mode, step.error) for step in report.steps],
+        "fallbacks": report.fallbacks,
+        "replayed": report.replayed,
+        "notes": report.notes,
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b

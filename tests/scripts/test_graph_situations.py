@@ -1,0 +1,46 @@
+"""Replayed steps follow whatever changes between runs: the table that `scripts/graphs_check.py` runs on a GPU, here on
+recorded operations whose memory behaves as badly as a GPU's may.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+
+from dit_accel.models import transformer_hook
+from dit_accel.models.graphs import StepGraphs
+from tests.models.fake_graph import RecordedGraph
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from graphs_study import situations
+
+
+@pytest.fixture(autouse=True)
+def graph(monkeypatch):
+    """A class of recorded graphs with counts of its own."""
+    counted = type("Counted", (RecordedGraph,), {})
+    monkeypatch.setattr(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted))
+    with attention_backend("native"):
+        yield counted
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_replayed_steps_follow_every_change(name):
+    """Outputs, symbols, errors and fallbacks are those of steps that were never captured, and the last run replays."""
+    assert situations.differences(situations.SITUATIONS[name], "cpu", torch.float32) == []
+
+
+def test_runs_on_several_streams_give_what_they_give_alone():
+    assert situations.streams("cpu", torch.float32) == []
+
+
+def test_a_capture_that_fails_at_its_end_leaves_nothing_behind(graph):
+    """All that it has made holds nothing, and neither plans nor weights in 8 bits may be kept."""
+    graph.fails = torch.OutOfMemoryError("CUDA out of memory")
+    for name in ("guided, then not", "layers in 8 bits", "lengths of prompts"):
+        wrong = situations.differences(situations.SITUATIONS[name], "cpu", torch.float32)
+        assert len(wrong) == 1 and "OutOfMemoryError" in wrong[0]
