@@ -20,7 +20,8 @@ def rows(monkeypatch, file, *options):
 def test_every_row_is_measured(monkeypatch, tmp_path):
     code, found = rows(monkeypatch, tmp_path / "graphs.json", "--models", "wan-1.3b")
     steps = [f"wan-1.3b, {what}" for what in graphs_check.DENSITIES]
-    assert code == 0 and list(found) == ["tiny flux", "wan-1.3b: build", *steps]
+    changes = [f"change of {name}" for name in list(graphs_check.situations.SITUATIONS)[:2]]
+    assert code == 0 and list(found) == [*changes, "tiny flux", "wan-1.3b: build", *steps]
     assert found[steps[0]]["tile_density"] < found[steps[-1]]["tile_density"] == 1
     assert all(row["passed"] for row in found.values())
 
