@@ -144,10 +144,10 @@ class Call:
 
     @property
     def computed_rows(self) -> tuple[int, ...] | None:
-        """Samples that compute, loop by loop; None = the whole batch as it is."""
+        """Samples that compute, in the order of the batch, by which models know parts of guidance; None = all of it."""
         if len(self.computing) == len(self.modes):
             return None
-        return tuple(row for place in self.computing for row in self.branch.loops[place].rows or ())
+        return tuple(sorted(row for place in self.computing for row in self.branch.loops[place].rows or ()))
 
     @property
     def computed_share(self) -> float:

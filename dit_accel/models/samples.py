@@ -40,22 +40,52 @@ SHARED = frozenset(  # by all samples
 UNCONDITIONAL_FIRST = "cond_uncond"  # what diffusers calls a batch that holds every prompt twice
 
 
-def prompt_rows(context: str | None, latents: torch.Tensor) -> Sequence[Rows]:
+def guidance_parts(transformer: torch.nn.Module) -> int | None:
+    """Number of parts in a batch that the transformer's attention processors split, None if they split none.
+
+    Perturbed-attention guidance puts processors into some layers which treat the last part otherwise than the others.
+    Their names say whether there are three parts (unconditional, conditional, perturbed) or the latter two.
+    """
+    processors = (vars(module).get("processor") for module in transformer.modules())
+    names = [type(processor).__name__ for processor in processors if processor is not None]
+    perturbed = [name for name in names if name.startswith("PAG")]
+    if not perturbed:
+        return None
+    return 3 if any(name.startswith("PAGCFG") for name in perturbed) else 2
+
+
+def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = None) -> Sequence[Rows]:
     """The rows of each prompt in a batch of latents ``[B, …]``.
 
-    A call with both branches of guidance in one batch holds every prompt twice, in halves, and the rows of a prompt
-    must compute together: guidance multiplies their difference, so errors that both have alike cancel.
+    A call with all parts of guidance in one batch holds every prompt once in each part, and the rows of a prompt must
+    compute together: guidance multiplies their difference, so errors that all have alike cancel.
 
     Args:
-        context: of diffusers' cache. Where it names no single branch, halves of equal latents are the two; some
-            pipelines name both without guidance too.
+        context: of diffusers' cache. Where it names no single branch, the batch is as many parts as it is repeated
+            latents; some pipelines name both branches without guidance too.
+        parts: of guidance, where that is known; None = as the latents tell.
     """
     batch = len(latents)
-    half = batch // 2
-    may_be_doubled = batch % 2 == 0 and context in (None, UNCONDITIONAL_FIRST)
-    is_doubled = may_be_doubled and torch.equal(latents[:half], latents[half:])
-    prompts = [(row, row + half) for row in range(half)] if is_doubled else [(row,) for row in range(batch)]
-    return prompts if len(prompts) > 1 else [None]
+    if parts is None:
+        parts = _repetitions(latents, context) if context in (None, UNCONDITIONAL_FIRST) else 1
+    elif batch % parts:
+        return [None]
+    count = batch // parts
+    return [tuple(range(row, batch, count)) for row in range(count)] if count > 1 else [None]
+
+
+def _repetitions(latents: torch.Tensor, context: str | None) -> int:
+    """Number of equal pieces, one after the other, that a batch of latents is taken to consist of; 1 = they differ.
+
+    Prompts from one seed have equal latents too, so several numbers may fit. Two is the number of parts that nearly all
+    guidance has. Where three fits as well and no name says that there are two, the largest is taken: its pieces are
+    parts of the others', so no prompt is divided, though some may compute together.
+    """
+    batch = len(latents)
+    counts = (parts for parts in range(2, batch + 1) if batch % parts == 0)
+    fitting = [parts for parts in counts if torch.equal(latents[batch // parts :], latents[: -(batch // parts)])]
+    is_unclear = context is None and 3 in fitting
+    return max(fitting) if is_unclear else min(fitting, default=1)
 
 
 def why_not_divisible(arguments: dict[str, Any]) -> str | None:

@@ -39,7 +39,7 @@ from dit_accel.models.hooks import (
 from dit_accel.models.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
 from dit_accel.models.parallel_branches import SharedBranches
 from dit_accel.models.quantized_linears import LinearHook, QuantizedLinears
-from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
+from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 
 GRADIENTS = (
     "calls whose inputs or weights ask for gradients run plainly; where nothing is trained, put them under "
@@ -256,7 +256,7 @@ class TransformerDriver:
         if (reason := why_not_divisible(arguments)) is not None:
             self.controller.report.note(f"prompts of a batch computed together: {reason}")
             return WHOLE_BATCH
-        return prompt_rows(context, arguments["hidden_states"])
+        return prompt_rows(context, arguments["hidden_states"], guidance_parts(self.transformer))
 
     def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         """The arguments of a call for some samples of its batch."""

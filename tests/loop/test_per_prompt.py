@@ -1,7 +1,9 @@
 """schedule.per_prompt: in a batch each prompt gets what it gets alone, in steps, in output and in work."""
 
+import inspect
 import re
 
+import diffusers
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from dit_accel.loop.rows import join_rows, take_rows
 from dit_accel.models import samples
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.models import tiny
 
 STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]
@@ -55,6 +58,66 @@ def test_each_prompt_gets_what_it_gets_alone(name, target):
         assert of_batch.computed_fraction == pytest.approx(own.computed_fraction)
     assert name == "hunyuan" or len(shares.unique(dim=0)) > 1  # that one's prompts differ too little
     assert not any("computed together" in note for note in report.notes)
+
+
+def sd3_with_perturbed_attention():
+    components = {name: part for name, part in tiny_pipeline("sd3").components.items() if part is not None}
+    return diffusers.StableDiffusion3PAGPipeline(**components, pag_applied_layers=["blocks.1"]), None
+
+
+def sana_with_perturbed_attention():
+    """Called with embeddings, for which three prompts stand here."""
+    plain, arguments = tiny.built("SanaPipeline")
+    pipe = diffusers.SanaPAGPipeline(**plain.components, pag_applied_layers=["blocks.1"])
+    names = [name for name in inspect.signature(pipe.__call__).parameters if name in arguments]
+    return pipe, {name: arguments[name] for name in names}
+
+
+PERTURBED = {"sd3": (sd3_with_perturbed_attention, 0.15), "sana": (sana_with_perturbed_attention, 0.9)}
+
+
+def of_rows(embeddings, rows):
+    """Embeddings of some of three prompts, which differ by their scale."""
+    scales = torch.tensor([1.0, -0.6, 0.3])[rows]
+    return {
+        name: value if not isinstance(value, torch.Tensor) else each_scaled(name, value, scales)
+        for name, value in embeddings.items()
+    }
+
+
+def each_scaled(name, value, scales):
+    value = value.repeat(len(scales), *(1,) * (value.ndim - 1))
+    return value * scales.view(-1, *(1,) * (value.ndim - 1)) if name == "prompt_embeds" else value
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 2), (5, 5, 5)], ids=["own-seeds", "one-seed"])
+@pytest.mark.parametrize("guidance", [4.5, 1.0], ids=["three-parts", "two-parts"])
+@pytest.mark.parametrize("name", PERTURBED)
+def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, seeds):
+    """Each prompt gets what it gets alone, with unconditional, conditional and perturbed part in one batch."""
+    build, target = PERTURBED[name]
+    pipe, embeddings = build()
+    pipe.set_progress_bar_config(disable=True)
+    accelerate_pipeline(pipe, PRESET, **{"schedule.target_error": target})
+
+    def run(rows):
+        asked = {"prompt": [PROMPTS[row] for row in rows], "negative_prompt": [""] * len(rows)}
+        if embeddings is not None:
+            asked = of_rows(embeddings, rows)
+        latents = pipe(
+            **asked,
+            **{"height": 64, "width": 64, "num_inference_steps": STEPS, "output_type": "latent"},
+            **{"guidance_scale": guidance, "pag_scale": 3.0, "return_dict": False},
+            generator=[torch.Generator().manual_seed(seeds[row]) for row in rows],
+        )[0]
+        report = pipe.dit_accel.report()
+        assert not any("computed together" in note for note in report.notes)
+        return latents, torch.tensor(report.density[0])
+
+    together, density = run([0, 1, 2])
+    alone = [run([row]) for row in range(3)]
+    torch.testing.assert_close(together, torch.cat([latents for latents, _ in alone]), rtol=1e-3, atol=1e-3)
+    assert torch.equal(density, torch.stack([share for _, share in alone]).mean(0)) and density.mean() < 1
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +189,11 @@ def test_rows_of_a_prompt():
     assert prompt_rows("cond", doubled) == [(0,), (1,), (2,), (3,)]  # two prompts from the same two seeds
     assert prompt_rows("cond", latents[:1]) == prompt_rows("cond_uncond", doubled[::2]) == [None]
     assert prompt_rows("cond_uncond", latents[:3]) == [(0,), (1,), (2,)]  # without guidance, whatever the name
+    thrice, same = latents[:2].repeat(3, 1, 1), latents[:1].repeat(6, 1, 1)
+    assert prompt_rows(None, thrice) == prompt_rows(None, thrice, 3) == [(0, 2, 4), (1, 3, 5)]
+    assert prompt_rows("cond_uncond", same) == prompt_rows(None, same, 2) == [(0, 3), (1, 4), (2, 5)]
+    assert prompt_rows(None, same, 3) == [(0, 2, 4), (1, 3, 5)]
+    assert prompt_rows(None, same) == prompt_rows(None, latents, 3) == [None]  # nothing tells, so all together
 
 
 def test_arguments_of_rows():
