@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.models.control_net import NUMBERS, numbers_of
+from dit_accel.models.family import FURTHER_LATENTS, LATENTS
 
 LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
     [
-        *("hidden_states", "x", "audio_hidden_states", "sound_hidden_states"),
+        *(*LATENTS, *FURTHER_LATENTS),
         *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
     ]
 )

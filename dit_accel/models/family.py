@@ -22,6 +22,7 @@ from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
 LATENTS = ("hidden_states", "x")  # what transformers of diffusers call them; Z-Image's differs
+FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # of models with several outputs
 
 
 @dataclass(frozen=True)

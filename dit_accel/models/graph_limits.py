@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.loop.branch import Call
-from dit_accel.models.graph_state import PLAIN_TENSORS
+from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models.hooks import Hook, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 

@@ -22,7 +22,8 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
-PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
+from dit_accel.loop.conditioning import PLAIN_TENSORS
+
 NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 SEQUENCES = (list, tuple, set, frozenset, deque)
 OF_TENSORS = ("_parameters", "_buffers")  # attributes of modules; tensors that are replaced are not kept alive

@@ -21,7 +21,7 @@ from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.kernels.quantize import FP8_CAPABILITY
 from dit_accel.kernels.quantized_linear import EVEN
-from dit_accel.models.graph_state import PLAIN_TENSORS
+from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 

@@ -24,7 +24,7 @@ from dit_accel.models.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.conditions import Conditions
 from dit_accel.models.context_parallel import agreed, gathered, lift_split, split_above
 from dit_accel.models.control_net import computed
-from dit_accel.models.family import latents_of
+from dit_accel.models.family import FURTHER_LATENTS, latents_of
 from dit_accel.models.graphs import StepGraphs
 from dit_accel.models.hooks import (
     HOOK_NAME,
@@ -51,7 +51,6 @@ NO_NAMES = (
     "**kwargs; decorate that with functools.wraps of the forward that it replaces"
 )
 TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
-FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # of models with several outputs
 TENSOR = object()  # stands for a predicted tensor in the remembered structure of an output
 BESIDE = (
     "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
