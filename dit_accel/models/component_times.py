@@ -23,9 +23,7 @@ MUCH = 0.25  # of a call
 
 
 def time_components(pipe: Any, parts: CallParts) -> ExitStack:
-    """Has each call of a pipeline and of its components timed.
-
-    Closing what it returns, and :func:`stop_watching_calls`, end that.
+    """Has each call of a pipeline and of its components timed; closing what it returns ends that.
 
     What is compiled, hooks included, is not timed, and belongs to the rest of the call.
     """
@@ -33,11 +31,9 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
     for name, module in _components(pipe):
         undo.callback(module.register_forward_pre_hook(partial(_enter, parts, name)).remove)
         undo.callback(module.register_forward_hook(partial(_leave, parts), always_call=True).remove)
-    stop_watching_calls(pipe)
     beginning = next((name for name in BEGINNINGS if hasattr(pipe, name)), None)
     if beginning is not None:
-        whose = weakref.ref(pipe)
-        _watch(pipe, beginning, lambda: parts.begin(_device(whose())))
+        undo.callback(_watch(pipe, beginning, lambda: parts.begin(_device(pipe))))
     return undo
 
 
@@ -90,26 +86,38 @@ class _Watched:
 
     def __init__(self, pipe: Any, name: str, tell: Callable[[], None]) -> None:
         update_wrapper(self, getattr(pipe, name))
-        self._pipe, self._name, self._tell = pipe, name, tell
+        self.pipe, self._name, self._tell = pipe, name, tell
         self.own = vars(pipe).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._tell()
         if self.own is not None:
             return self.own(*args, **kwargs)
-        return getattr(type(self._pipe), self._name)(self._pipe, *args, **kwargs)  # which may have been replaced since
+        return getattr(type(self.pipe), self._name)(self.pipe, *args, **kwargs)  # which may have been replaced since
+
+    def leave(self, pipe: Any) -> None:
+        """Put back what the pipeline had, unless something else has taken this one's place."""
+        if vars(pipe).get(self._name) is self:
+            delattr(pipe, self._name)
+            if self.own is not None:
+                setattr(pipe, self._name, self.own)
 
 
-def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> None:
-    """Has a method of the pipeline tell that it is called."""
-    setattr(pipe, name, _Watched(pipe, name, tell))
+def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
+    """Has a method of the pipeline tell that it is called; returns what undoes that and keeps no pipeline alive."""
+    watched = _Watched(pipe, name, tell)
+    setattr(pipe, name, watched)
+    watched_by = weakref.ref(watched)
+
+    def undo() -> None:
+        if (still := watched_by()) is not None:
+            still.leave(still.pipe)
+
+    return undo
 
 
 def stop_watching_calls(pipe: Any) -> None:
     """Take off what :func:`time_components` has put on a pipeline, or on the one that it is a shallow copy of."""
     for name in BEGINNINGS:
-        watched = vars(pipe).get(name)
-        if isinstance(watched, _Watched):
-            delattr(pipe, name)
-            if watched.own is not None:
-                setattr(pipe, name, watched.own)
+        if isinstance(watched := vars(pipe).get(name), _Watched):
+            watched.leave(pipe)
