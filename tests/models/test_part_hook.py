@@ -47,7 +47,7 @@ def hooked(monkeypatch):
         )
         controller.site = lambda name, kind: sites
         module = Part(is_tuple)
-        register_hook(module, PartHook(controller, "blocks.0", "attn"))
+        register_hook(module, PartHook(SimpleNamespace(current=controller), "blocks.0", "attn"))
         return module, controller
 
     forecasts = []
@@ -113,7 +113,7 @@ def test_what_feeds_a_forecast_part_does_not_run(mode):
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     expected = linear(x), gate(None, tokens=x)
     for module in (linear, gate):
-        register_hook(module, FeedHook(controller))
+        register_hook(module, FeedHook(SimpleNamespace(current=controller)))
     for output, plain in zip((linear(x), gate(None, tokens=x)), expected, strict=True):
         assert output.shape == plain.shape and output.dtype == plain.dtype
         assert torch.equal(output, torch.zeros_like(plain) if mode is StepMode.DISPATCH else plain)
