@@ -27,7 +27,7 @@ class _Item:
         copy: values of a tensor that counts no versions, for it may be changed in place.
         calls: that had the item, up to 3.
         holds: whether the latest comparison found no difference.
-        moved: whether the first comparison found one.
+        moved: whether the first comparison found one, between values of one type.
     """
 
     value: Any
@@ -96,7 +96,7 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
         value = GONE  # it may be large, and will differ again
     copy = item.copy if not differs else _copied(value)
-    moved = differs if item.calls == 1 else item.moved
+    moved = differs and type(item.value) is type(value) if item.calls == 1 else item.moved
     return _Item(value, _version(value), copy, min(item.calls + 1, 3), not differs, moved)
 
 

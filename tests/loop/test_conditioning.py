@@ -16,6 +16,10 @@ def prompt(value=1.0):
     return torch.full((2, 3), value)
 
 
+class Gathered(torch.Tensor):
+    """A tensor of another type, as a collective gives."""
+
+
 ONE, OTHER = prompt(1.0), prompt(2.0)
 CHANGED = ["item"]
 
@@ -34,6 +38,7 @@ CHANGED = ["item"]
         pytest.param([3.5, 3.5, 1.0, 1.0], [[], [], CHANGED, []], id="number"),
         pytest.param([3.5, 1.0, 1.0], [[], [], CHANGED], id="number-at-the-second-call"),
         pytest.param([float("nan")] * 3, [[], [], []], id="no-number"),
+        pytest.param([torch.Tensor._make_subclass(Gathered, ONE), ONE, ONE], [[], [], []], id="another-type-first"),
         pytest.param(["extract", "cached", "cached"], [[], [], []], id="mode-that-only-begins"),
         pytest.param([(0.5, "a"), (0.5, "a"), (0.2, "a")], [[], [], CHANGED], id="settings-of-adapters"),
         pytest.param([ONE, ONE, None], [[], [], CHANGED], id="tensor-goes"),

@@ -12,8 +12,8 @@ MUTANTS = [
     Mutant(
         "named-branch-is-doubled",
         f"{MODELS}/samples.py",
-        "batch % 2 == 0 and context in (None, UNCONDITIONAL_FIRST)",
-        "batch % 2 == 0",
+        "_repetitions(latents, context) if context in (None, UNCONDITIONAL_FIRST) else 1",
+        "_repetitions(latents, context)",
         "two prompts of one named branch are two, whatever noise they begin with",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "control-net-of-any-form",
         f"{MODELS}/control_net.py",
-        "or self._known is None or self._known[0] != form",
-        "or self._known is None",
+        "or known is None or known[0] != form",
+        "or known is None",
         "a control net that is called with other shapes gives other shapes",
         f"{TEST_MODELS}/test_control_net.py",
     ),
@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "order-of-another-grid",
         f"{MODELS}/token_order_hook.py",
-        "            self._on_device.clear()\n",
-        "",
+        "(self.grid, x.device, undo),",
+        "(x.device, undo),",
         "tokens of another clip run in that clip's order",
         f"{TEST_MODELS}/test_token_order_hook.py",
     ),
