@@ -21,6 +21,7 @@ from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Preset
 from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
 
+BUILDING = threading.Lock()  # weights are drawn from the process's one generator
 STEPS = 5
 LONG = "a dog that runs across a field of yellow flowers"
 COMPARED = ("output", "symbols", "steps", "fallbacks")
@@ -247,7 +248,8 @@ def differences(situation: Situation, device: str, dtype: torch.dtype) -> list[s
 
 def runs(situation: Situation, device: str, dtype: torch.dtype, graphs: str) -> list[dict[str, Any]]:
     """What the runs of a situation give where `kernels.graphs` is ``graphs``."""
-    pipe = accelerate_pipeline(build(situation, device, dtype), situation.preset, **{"kernels.graphs": graphs})
+    with BUILDING:
+        pipe = accelerate_pipeline(build(situation, device, dtype), situation.preset, **{"kernels.graphs": graphs})
     rows = []
     for change, arguments in situation.runs:
         change(pipe)
@@ -281,11 +283,12 @@ def threads(device: str, dtype: torch.dtype) -> list[str]:
 
 
 def streams(device: str, dtype: torch.dtype) -> list[str]:
-    """Runs of one pipeline that begin on another stream while the one before still computes."""
+    """Runs of one pipeline that begin on another stream while the one before still computes; a CPU has no streams."""
+    side, steps = (512, 30) if device == "cuda" else (64, 6)
     pipe = accelerate_pipeline(tiny_pipeline("flux").to(device, dtype), "exact", **{"kernels.graphs": "always"})
 
     def run(seed: int) -> torch.Tensor:
-        return tiny_output(pipe, "flux", steps=30, seed=seed, height=512, width=512)
+        return tiny_output(pipe, "flux", steps=steps, seed=seed, height=side, width=side)
 
     run(0)
     alone, together = [run(0), run(1)], []
