@@ -48,7 +48,7 @@ class Conditions:
             pipeline: that calls it, or None.
             net: ControlNet that was called before, or None.
         """
-        items = {name: leaf for name, leaf in _leaves(arguments) if name.partition("[")[0] not in LATENTS_AND_TIME}
+        items = {name: leaf for name, leaf in leaves(arguments) if name.partition("[")[0] not in LATENTS_AND_TIME}
         for owner in (pipeline, getattr(pipeline, "guider", None)):
             for name, value in getattr(owner, "__dict__", {}).items():
                 if type(value) in NUMBERS and any(scale in name for scale in SCALES):
@@ -81,7 +81,7 @@ def _frozen(setting: Any) -> Any:
     return tuple(setting) if isinstance(setting, list) else setting
 
 
-def _leaves(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Each argument, or each part of one that nests others, with its name."""
     for name, value in arguments.items():
         if value is None or isinstance(value, (torch.Tensor, *NUMBERS)):

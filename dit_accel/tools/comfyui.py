@@ -24,6 +24,7 @@ from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.moves import Moves, sampler_moves
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import FLOW_SIGMA_MAX, SigmaClock, StepMode
+from dit_accel.models.conditions import leaves
 from dit_accel.presets import Preset, load_preset, preset_names
 
 MODEL = "model"  # what reports call it
@@ -102,7 +103,8 @@ class SampledModel:
             return plainly()
         branch = self._branch(step, arguments)
         size = partial(ModelSize, output=latents.numel(), itemsize=latents.element_size(), batch=len(latents))
-        with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size) as call:
+        told = partial(_conditions, apply_model, arguments["c"])
+        with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=told) as call:
             noise = sigma.view(-1, *[1] * (latents.ndim - 1))
             if call.mode is StepMode.DISPATCH:
                 denoised = latents - noise * self._controller.forecast_output(call)[0]
@@ -129,6 +131,20 @@ class SampledModel:
         conditions = " ".join(map(str, options.get("uuids", arguments["cond_or_uncond"])))
         self._called[conditions] += 1
         return f"{conditions} {self._called[conditions]}"
+
+
+def _conditions(apply_model: Apply, told: dict[str, Any]) -> dict[str, Any]:
+    """What a call is conditioned on, by name: tensors and numbers, whether a ControlNet is at work, strengths of hooks.
+
+    Args:
+        apply_model: a method of ComfyUI's model, whose patcher has the hooks, such as LoRAs with keyframes.
+        told: the call's ``c``.
+    """
+    items = dict(leaves({name: value for name, value in told.items() if name != "transformer_options"}))
+    patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
+    hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
+    items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
+    return items
 
 
 def _outlook(

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +32,14 @@ class Model:
         generator = torch.Generator().manual_seed(1)
         self.pictures = torch.randn(2, 4, 6, 6, generator=generator)
         self.calls: list[int] = []  # size of the batch of each
+        self.current_patcher = SimpleNamespace(current_hooks=None)
 
-    def apply_model(self, latents, sigma, prompt=0.0, transformer_options=None):
+    def apply_model(self, latents, sigma, prompt=0.0, control=None, transformer_options=None):
         self.calls.append(len(latents))
+        if control is not None:
+            prompt = prompt + control["output"][0].mean()
+        if self.current_patcher.current_hooks is not None:
+            prompt = prompt + sum(hook.strength for hook in self.current_patcher.current_hooks.hooks)
         noise = sigma.view(-1, 1, 1, 1)
         kept = 1 - noise if float(self.model_sampling.sigma_max) == FLOW else 1.0
         distances = [((latents - kept * picture) ** 2).mean((1, 2, 3)) for picture in self.pictures]
@@ -87,11 +93,12 @@ class Guider:
 
     Args:
         batched: whether the branches go in one batch; a function of the noise level.
+        change: of the model and the conditions of a call, given the noise level.
     """
 
-    def __init__(self, patcher, guidance=1.0, batched=lambda sigma: True):
+    def __init__(self, patcher, guidance=1.0, batched=lambda sigma: True, change=lambda model, conditions, sigma: None):
         self.inner_model, self.options = patcher.model, patcher.model_options
-        self.guidance, self.batched = guidance, batched
+        self.guidance, self.batched, self.change = guidance, batched, change
 
     def __call__(self, latents, sigma, model_options=None, seed=None):
         branches = [("wanted", 1.0)] if self.guidance == 1.0 else [("wanted", 1.0), ("unwanted", -1.0)]
@@ -107,6 +114,7 @@ class Guider:
         prompts = torch.cat([torch.full((len(latents),), prompt) for _, prompt in branches])
         options = {**model_options["transformer_options"], "uuids": [name for name, _ in branches]}
         conditions = {"prompt": prompts, "transformer_options": options}
+        self.change(self.inner_model, conditions, float(sigma[0]))
         noisy, levels = torch.cat([latents] * count), torch.cat([sigma] * count)
         arguments = {"input": noisy, "timestep": levels, "c": conditions, "cond_or_uncond": list(range(count))}
         wrapper = self.options.get("model_function_wrapper")
@@ -344,6 +352,40 @@ def test_the_folder_for_custom_nodes(flow):
     run(accelerated)
     shown = ReportNode().report(accelerated, "latents")
     assert "computed fraction" in shown["result"][1] and shown["ui"]["text"] == [shown["result"][1]]
+
+
+def another_prompt(model, conditions, sigma):
+    if sigma < 0.7:
+        conditions["prompt"] = conditions["prompt"] - 2
+
+
+def control_that_ends(model, conditions, sigma):
+    """As ComfyUI hands it over: other residuals at each step, and None outside of its range."""
+    conditions["control"] = {"input": [], "output": [torch.full((4,), 1 + sigma / 10)]} if sigma > 0.7 else None
+
+
+def hook_with_keyframes(model, conditions, sigma):
+    model.current_patcher.current_hooks = SimpleNamespace(hooks=[HOOK])
+    HOOK.strength = 1.0 if sigma > 0.7 else -1.0
+
+
+HOOK = SimpleNamespace(strength=1.0)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("change", [another_prompt, control_that_ends, hook_with_keyframes])
+def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance):
+    """The step of the change is computed, forecasts begin anew, and the result stays near the plain one."""
+    changed = partial(Guider, guidance=guidance, change=change)
+    plain = run(flow, guider=changed(flow))
+    accelerated = accelerate_model(flow, "quality")
+    latents, report = run(accelerated, guider=changed(accelerated)), report_of(accelerated)
+    first = next(index for index, level in enumerate(schedule()) if level < 0.7)
+    (noticed,) = [note for note in report.notes if "changed" in note]
+    assert f"step {first}:" in noticed
+    assert report.steps[first].mode != "dispatch"
+    assert report.computed_fraction < 0.7
+    assert off(latents, plain) < 0.02
 
 
 def test_errors(flow):
