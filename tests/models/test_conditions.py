@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.models.conditions import Conditions
+from dit_accel.models.control_net import hook_of
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.test_changes_under_way import CHANGES, GUIDANCE
 
@@ -93,3 +95,26 @@ def test_equal_tensors_made_anew_are_no_change(name):
     assert torch.equal(anew, latents)
     assert not [note for note in pipe.dit_accel.report().notes if "dropped" in note]
     restore_pipeline(pipe)
+
+
+@pytest.mark.parametrize("device, is_change", [("cpu", True), ("meta", False)])
+def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change):
+    """Sequential offload keeps weights on the device meta between calls, as a new parameter after each."""
+    layer = torch.nn.Linear(2, 2, device=device)
+    conditions = Conditions(layer)
+    before, weight = conditions.of({}, None, None), layer.weight
+    layer.weight = torch.nn.Parameter(torch.empty_like(weight))
+    assert (conditions.of({}, None, None) != before) is is_change
+
+
+def test_a_finished_run_keeps_no_arguments_of_its_control_net():
+    pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
+    kept = []
+
+    def callback(pipe, step, timestep, tensors):
+        kept.append(set(hook_of(pipe.controlnet).arguments))
+        return tensors
+
+    tiny_output(pipe, "flux-controlnet", steps=4, callback_on_step_end=callback)
+    assert all("controlnet_cond" in names for names in kept)
+    assert not hook_of(pipe.controlnet).arguments
