@@ -7,6 +7,7 @@ differs at every call, such as the residuals of a ControlNet, belongs to the ste
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; subclasses may compute when they are read
 VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # likewise
-GONE = object()  # the value of an item that differs at every call
+GONE = object()  # stands for a tensor that differed twice and that nothing else keeps
 
 
 @dataclass
@@ -23,6 +24,7 @@ class _Item:
     """Latest value of an item.
 
     Args:
+        value: the value, or a weak reference to a tensor that differed twice.
         version: of a tensor at that time; None = not a tensor.
         copy: values of a tensor that counts no versions, for it may be changed in place.
         calls: that had the item, up to 3.
@@ -36,6 +38,14 @@ class _Item:
     calls: int = 1
     holds: bool = False
     moved: bool = False
+
+    @property
+    def latest(self) -> Any:
+        """The value; GONE = the tensor is no more."""
+        if not isinstance(self.value, weakref.ref):
+            return self.value
+        tensor = self.value()
+        return GONE if tensor is None else tensor
 
 
 class Conditioning:
@@ -56,8 +66,8 @@ class Conditioning:
             items: tensors, numbers and other objects by name.
 
         Returns:
-            Names of the items that held their value before and differ now, of numbers and tensors that changed between
-            the first two calls and hold since, and of items that came or went.
+            Names of the items that held their value before and differ now, of numbers, settings and tensors that
+            changed between the first two calls and hold since, and of items that came or went.
         """
         differ = self._differing(items)
         found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
@@ -74,8 +84,8 @@ class Conditioning:
             item = self._items.get(name)
             if item is None or _is_same(item, value):
                 continue
-            before = item.value if item.copy is None else item.copy
-            if item.version == _version(item.value) and _may_be_equal(before, value):
+            before = item.latest if item.copy is None else item.copy
+            if item.version == _version(item.latest) and _may_be_equal(before, value):
                 pairs[name] = before, value
             elif type(value) not in VALUES or type(before) is not type(value) or before != value:
                 differ.add(name)
@@ -86,7 +96,7 @@ def _is_change(item: _Item, differs: bool) -> bool:
     """Whether an item is another than before, given whether it differs from its latest value."""
     if differs:
         return item.holds
-    return item.calls == 2 and item.moved and type(item.value) in (*PLAIN_TENSORS, int, float)
+    return item.calls == 2 and item.moved and type(item.value) in (*PLAIN_TENSORS, int, float, tuple)
 
 
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
@@ -94,15 +104,16 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
     if item is None:
         return _Item(value, _version(value), _copied(value))
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
-        value = GONE  # it may be large, and will differ again
-    copy = item.copy if not differs else _copied(value)
+        kept: Any = weakref.ref(value)  # for it may be large, and will probably differ again
+        return _Item(kept, _version(value), None, 3, False, item.moved)
+    copy = _copied(value) if differs or item.copy is None else item.copy
     moved = differs and type(item.value) is type(value) if item.calls == 1 else item.moved
     return _Item(value, _version(value), copy, min(item.calls + 1, 3), not differs, moved)
 
 
 def _is_same(item: _Item, value: Any) -> bool:
     """Whether a value is known to be the one of before without reading it."""
-    before = item.value
+    before = item.latest
     if not _may_be_equal(before, value):
         return value is before
     if item.copy is not None or item.version != _version(value):

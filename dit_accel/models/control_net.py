@@ -1,7 +1,7 @@
 """ControlNets run before the transformer in every step; here only in those whose transformer reads what they give.
 
 A DISPATCH step of level ``output`` runs no block, so nobody reads it. A call of the net waits until somebody does.
-Its strength is part of what the transformer is conditioned on, at every level.
+Its picture and its strength are part of what the transformer is conditioned on, at every level.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, register_hook, remove_hook
+from dit_accel.models.hooks import (
+    HOOK_NAME,
+    Hook,
+    find_hook,
+    is_compiled,
+    parameter_names,
+    register_hook,
+    remove_hook,
+)
 
 NUMBERS = (bool, int, float)
 CONTROL_NET = "controlnet"  # component of a pipeline: one net, or several in one
@@ -92,23 +100,29 @@ class ControlNetHook(Hook):
     """Defers calls of a control net that are like the one before, whose output tells the form of theirs.
 
     Args:
-        defers: False = every call runs at once, and only its numbers are remembered.
+        names: of what the net's forward takes, in order.
+        defers: False = every call runs at once, and only its arguments are remembered.
     """
 
-    def __init__(self, defers: bool) -> None:
+    def __init__(self, names: list[str], *, defers: bool) -> None:
         super().__init__()
+        self._names = names
         self._defers = defers
         self._known: tuple[Any, Any] | None = None  # form of the latest call, and of its output
         self._of_thread = threading.local()
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """Numbers among the arguments of this thread's latest call, such as the strength of the net."""
-        return getattr(self._of_thread, "numbers", ())
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of this thread's latest call by name, until :meth:`release`."""
+        return getattr(self._of_thread, "arguments", {})
+
+    def release(self) -> None:
+        """Forgets this thread's latest call."""
+        self._of_thread.arguments = {}
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         original, form, known = self.fn_ref.original_forward, call_form((args, kwargs)), self._known
-        self._of_thread.numbers = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in NUMBERS)
+        self._of_thread.arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not self._defers:
             return original(*args, **kwargs)
         if _must_run_now(module) or known is None or known[0] != form:
@@ -132,15 +146,15 @@ def control_net(pipe: Any) -> torch.nn.Module | None:
 def watch_net(net: torch.nn.Module, *, defers: bool) -> ControlNetHook:
     """Hooks a control net, in the place of an earlier hook of ours."""
     remove_hook(net)
-    hook = ControlNetHook(defers)
+    hook = ControlNetHook(parameter_names(net), defers=defers)
     register_hook(net, hook)
     return hook
 
 
-def numbers_of(net: torch.nn.Module | None) -> tuple[float, ...]:
-    """Numbers that this thread's latest call of a hooked net got."""
+def hook_of(net: torch.nn.Module | None) -> ControlNetHook | None:
+    """The hook of a net that is watched."""
     hook = None if net is None else find_hook(net)
-    return hook.numbers if isinstance(hook, ControlNetHook) else ()
+    return hook if isinstance(hook, ControlNetHook) else None
 
 
 def stop_watching(net: torch.nn.Module, hook: ControlNetHook) -> None:

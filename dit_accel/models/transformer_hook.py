@@ -23,7 +23,7 @@ from dit_accel.models.caller import calling_pipeline
 from dit_accel.models.compiled import CompiledEntry, compiled_entry
 from dit_accel.models.conditions import Conditions
 from dit_accel.models.context_parallel import agreed, gathered, lift_split, split_above
-from dit_accel.models.control_net import computed
+from dit_accel.models.control_net import computed, hook_of
 from dit_accel.models.family import FURTHER_LATENTS, latents_of
 from dit_accel.models.graphs import StepGraphs
 from dit_accel.models.hooks import (
@@ -145,6 +145,8 @@ class TransformerDriver:
     def release(self) -> None:
         """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
         self.controller.release()
+        if (hook := hook_of(self.net)) is not None:
+            hook.release()
         if self._linears is not None and not self.graphs:  # None, or empty
             self._linears.release()
 

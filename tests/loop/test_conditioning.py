@@ -20,13 +20,17 @@ class Gathered(torch.Tensor):
     """A tensor of another type, as a collective gives."""
 
 
-ONE, OTHER = prompt(1.0), prompt(2.0)
+ONE, OTHER, THIRD = prompt(1.0), prompt(2.0), prompt(3.0)
 CHANGED = ["item"]
 
 
 @pytest.mark.parametrize(
     "values, found",
     [
+        pytest.param(
+            [ONE, OTHER, THIRD, THIRD, THIRD, ONE], [[], [], [], [], [], CHANGED], id="holds-after-two-changes"
+        ),
+        pytest.param([(0.5,), (0.2,), (0.2,)], [[], [], CHANGED], id="settings-at-the-second-call"),
         pytest.param([ONE, ONE, ONE, ONE], [[], [], [], []], id="same-object"),
         pytest.param([ONE, ONE, OTHER, OTHER], [[], [], CHANGED, []], id="another-tensor"),
         pytest.param([prompt() for _ in range(4)], [[], [], [], []], id="equal-tensors-made-anew"),

@@ -16,6 +16,7 @@ PIPELINES = {
     "ideogram4": images.ideogram4,
     "flux2": images.flux2,
     "qwen-image-edit": images.qwen_image_edit,
+    "qwen-image-21": images.qwen_image_21,
     "lumina2": images.lumina2,
     "kandinsky5": videos.kandinsky5,
     "ltx2": videos.ltx2,
@@ -23,6 +24,7 @@ PIPELINES = {
     "wan-vace": videos.wan_vace,
     "wan-animate": videos.wan_animate,
     "skyreels-v2": videos.skyreels_v2,
+    "anyflow-far": videos.anyflow_far,
     "diffusion-forcing": videos.diffusion_forcing,
 }
 

@@ -1,6 +1,7 @@
 """Tiny pipelines that make images."""
 
 import functools
+from types import SimpleNamespace
 
 import diffusers
 import torch
@@ -55,6 +56,33 @@ def qwen_image_edit():
         prompt[f"{name}prompt_embeds"] = text(1, TOKENS + 8 * seed, WIDTH, seed=seed)
         prompt[f"{name}prompt_embeds_mask"] = torch.ones(1, TOKENS + 8 * seed, dtype=torch.long)
     return pipe, prompt
+
+
+class NoPrompts:
+    """Stands for the processor of Qwen-Image 2.1, whose pipeline asks for tokens as it is built."""
+
+    tokenizer = SimpleNamespace(encode=lambda text: [0])
+
+    def apply_chat_template(self, messages, **settings):
+        return [[]]
+
+
+def qwen_image_21():
+    """Keys and values of the prompt are kept from the first step, whose output alone has the prompt's tokens too."""
+    transformer = diffusers.QwenImage21Transformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        context_in_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    vae = diffusers.AutoencoderKLQwenImage21(
+        base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
+    )
+    pipe = diffusers.QwenImage21Pipeline(flow(use_dynamic_shifting=True), vae, None, NoPrompts(), transformer)
+    return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), "height": 128, "width": 128}
 
 
 def hidream():

@@ -152,3 +152,31 @@ def diffusion_forcing():
     )
     prompt = {"prompt": "a red fox", "max_sequence_length": 37}
     return pipe, {**prompt, "height": 64, "width": 48, "num_frames": 5, "base_num_frames": 5, "num_inference_steps": 8}
+
+
+def anyflow_far():
+    """A clip is made chunk by chunk; each call gives its keys and values back beside its prediction."""
+    transformer = diffusers.AnyFlowFARTransformer3DModel(
+        compressed_patch_size=(1, 4, 4),
+        full_chunk_limit=3,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        text_dim=WIDTH,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=32,
+        chunk_partition=(1, 1, 1),
+        in_channels=16,
+        out_channels=16,
+        patch_size=(1, 2, 2),
+        cross_attn_norm=True,
+        gate_value=0.25,
+        deltatime_type="r",
+    )
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    scheduler = diffusers.FlowMapEulerDiscreteScheduler(num_train_timesteps=1000, shift=5.0)
+    pipe = diffusers.AnyFlowFARPipeline(None, None, transformer, vae, scheduler)
+    prompt = {"prompt_embeds": text(1, TOKENS, WIDTH), "guidance_scale": 1.0}
+    return pipe, {**prompt, "height": 64, "width": 64, "num_frames": 9}

@@ -1,0 +1,120 @@
+"""A change of what a run is conditioned on is computed and named in the report, and equal tensors are no change."""
+
+import pytest
+import torch
+
+from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.models.conditions import Conditions
+from dit_accel.models.control_net import hook_of
+from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.test_changes_under_way import CHANGES, GUIDANCE
+
+STEPS = 16
+FAMILIES = ("flux", "sd3", "qwen-image", "wan", "hunyuan")
+NAMED = {  # in the report's note
+    "prompt": "encoder_hidden_states",
+    "prompt-in-place": "encoder_hidden_states",
+    "guidance": "guidance_scale of {pipeline}",
+    "adapter-scale": "adapters",
+    "weight-replaced": "weights",
+}
+CASES = [
+    *((name, kind, noted) for name in FAMILIES for kind, noted in NAMED.items()),
+    ("wan", "negative-prompt", "encoder_hidden_states"),
+    ("sd3", "pooled-prompt", "pooled_projections"),
+    ("flux-ip-adapter", "picture-scale", "adapters"),
+    ("flux-controlnet", "control-picture", "controlnet_cond of the ControlNet"),
+    ("flux-controlnet", "control-picture-in-place", "controlnet_cond of the ControlNet"),
+]
+
+
+def modes(pipe):
+    return [step.mode for step in pipe.dit_accel.report().steps]
+
+
+@pytest.mark.parametrize("name, kind, noted", CASES, ids=[f"{name}-{kind}" for name, kind, _ in CASES])
+def test_a_change_is_named_and_its_step_computed(name, kind, noted):
+    """A step that an unchanged run forecasts is computed where something has changed right before it."""
+    pipe, change = tiny_pipeline(name), CHANGES[kind]
+    change.prepare(pipe)
+    accelerate_pipeline(pipe, "turbo")
+
+    def run(callback=None):
+        change.begin(pipe)
+        asked = ["latents", *change.tensors]
+        return tiny_output(
+            pipe,
+            name,
+            steps=STEPS,
+            **GUIDANCE[name][0],
+            callback_on_step_end=callback,
+            callback_on_step_end_tensor_inputs=asked,
+        )
+
+    run()
+    changed_step = modes(pipe).index("dispatch", 4)
+
+    def callback(pipe, step, timestep, tensors):
+        if step + 1 == changed_step:
+            change.apply(pipe, tensors, 0.5)
+        return tensors
+
+    run(callback)
+    assert modes(pipe)[changed_step] != "dispatch"
+    [note] = [each for each in pipe.dit_accel.report().notes if "dropped" in each]
+    assert note == f"{noted.format(pipeline=type(pipe).__name__)} changed at step {changed_step}: caches dropped"
+
+
+@pytest.mark.parametrize("when", ["begins", "ends"])
+def test_a_control_net_that_begins_or_ends(when):
+    """The steps in which its strength changes are computed."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
+    tiny_output(pipe, "flux-controlnet", steps=STEPS)
+    changed_step = modes(pipe).index("dispatch", 4)
+    window = {"begins": "control_guidance_start", "ends": "control_guidance_end"}[when]
+    tiny_output(pipe, "flux-controlnet", steps=STEPS, **{window: changed_step / STEPS})
+    assert modes(pipe)[changed_step] != "dispatch"
+    noted = f"conditioning_scale of the ControlNet changed at step {changed_step}: caches dropped"
+    assert noted in pipe.dit_accel.report().notes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_tensors_made_anew_are_no_change(name):
+    """A pipeline that makes its prompt anew at each step computes the same steps as with one that stays."""
+    pipe = tiny_pipeline(name)
+    accelerate_pipeline(pipe, "turbo")
+
+    def run(callback):
+        asked = ["latents", "prompt_embeds"]
+        arguments = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": asked}
+        return tiny_output(pipe, name, steps=STEPS, **GUIDANCE[name][0], **arguments), modes(pipe)
+
+    latents, expected = run(lambda pipe, step, timestep, tensors: tensors)
+    anew, found = run(lambda pipe, step, timestep, tensors: {key: each.clone() for key, each in tensors.items()})
+    assert found == expected and "dispatch" in found
+    assert torch.equal(anew, latents)
+    assert not [note for note in pipe.dit_accel.report().notes if "dropped" in note]
+    restore_pipeline(pipe)
+
+
+@pytest.mark.parametrize("device, is_change", [("cpu", True), ("meta", False)])
+def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change):
+    """Sequential offload keeps weights on the device meta between calls, as a new parameter after each."""
+    layer = torch.nn.Linear(2, 2, device=device)
+    conditions = Conditions(layer)
+    before, weight = conditions.of({}, None, None), layer.weight
+    layer.weight = torch.nn.Parameter(torch.empty_like(weight))
+    assert (conditions.of({}, None, None) != before) is is_change
+
+
+def test_a_finished_run_keeps_no_arguments_of_its_control_net():
+    pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
+    kept = []
+
+    def callback(pipe, step, timestep, tensors):
+        kept.append(set(hook_of(pipe.controlnet).arguments))
+        return tensors
+
+    tiny_output(pipe, "flux-controlnet", steps=4, callback_on_step_end=callback)
+    assert all("controlnet_cond" in names for names in kept)
+    assert not hook_of(pipe.controlnet).arguments
