@@ -222,11 +222,14 @@ class Controller:
     def _forget(self, why: str | None = None) -> None:
         """Drops the run's caches; ``why`` goes to the report, once however often it happens in a step."""
         if why:
-            self.report.note(f"{why} at step {self._accounts.step.index}: caches dropped")
+            self._note_dropped(why)
         self._branches: dict[tuple[str, str], BranchState] = {}
         self.awaited: list[Callable[[], None]] = []  # each observes the output of a call that another device makes
         # By place of the samples in their branches; transformers that work in the same steps decide together.
         self._gaps: dict[int, Gap] = {}
+
+    def _note_dropped(self, why: str) -> None:
+        self.report.note(f"{why} at step {self._accounts.step.index}: caches dropped")
 
     def _open(
         self,
@@ -295,7 +298,7 @@ class Controller:
         samples: Callable[[], Sequence[Rows]],
         conditions: Callable[[], Mapping[str, Any]],
     ) -> BranchState:
-        known = self._branches.get(key)
+        known, anew = self._branches.get(key), False
         items = conditions() if self._forecasts and self._why_plain is None else {}
         if known is not None and known.shapes != shapes:
             self.settle()
@@ -311,9 +314,10 @@ class Controller:
             self._called_twice = True
         elif known is not None and (changed := known.conditioning.changed(items)):
             self.settle()
-            self._forget(f"{', '.join(changed)} changed")
+            self._note_dropped(f"{', '.join(changed)} changed")
+            anew = True  # what other branches remember holds
         self._called[key] = None
-        if key not in self._branches:
+        if anew or key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
             at_work = {name for name, _ in self._called}
             at_rest = [known for known in self._branches if known[0] not in at_work]
@@ -321,14 +325,15 @@ class Controller:
                 self._unload_symbols()
                 self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
-            self._branches[key] = self._new_branch(key[1], shapes, size(), samples())
+            self._branches[key] = self._new_branch(key, shapes, size(), samples())
             self._branches[key].conditioning.changed(items)
         return self._branches[key]
 
-    def _new_branch(self, name: str, shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
-        """A branch under a memory plan for it and those there are, which may change how these keep what they have."""
-        memory = plan_memory(self.preset, [*(branch.size for branch in self._branches.values()), size])
-        for branch in self._branches.values():
+    def _new_branch(self, key: tuple[str, str], shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
+        """A branch under a memory plan for it and the others, which may change how these keep what they have."""
+        others = [branch for name, branch in self._branches.items() if name != key]
+        memory = plan_memory(self.preset, [*(branch.size for branch in others), size])
+        for branch in others:
             branch.adopt(memory)
         self.report.estimated_bytes = memory.device_bytes
         self.report.memory_measures = list(memory.measures)
@@ -336,7 +341,7 @@ class Controller:
         for place, rows in enumerate(samples):
             gap = self._gaps.setdefault(place, self._gap(self.preset, self._course))
             loops.append(self._loop(gap, memory.order, rows))
-        return BranchState(name, shapes, size, memory, loops)
+        return BranchState(key[1], shapes, size, memory, loops)
 
     def _close(self, call: Call) -> None:
         if call.branch is next(iter(self._branches.values())):
