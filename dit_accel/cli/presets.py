@@ -9,7 +9,6 @@ import typer
 
 from dit_accel.cli.options import OptionError
 from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.recommend import TITLES, figures
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")
 
@@ -22,17 +21,16 @@ def list_command(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="List the methods of papers, too.")] = False,
 ) -> None:
-    """List presets with what 50 steps of them measured: share of the work computed, PSNR, and speed-up on an H200."""
+    """List presets with what 50 steps of them measured on small models: share of the work computed, and PSNR."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    from dit_accel.presets import load_preset, preset_names
+    from dit_accel.presets import load_preset, measured, preset_names
     from dit_accel.tools.identify import identify
-    from dit_accel.tools.recommend import choice_of
 
     identity = None if model is None else identify(model)
     table = Table(
-        *(Column(title, no_wrap=True) for title in ("name", "model", *TITLES)),
+        *(Column(title, no_wrap=True) for title in ("name", "model", "computed", "PSNR dB")),
         "description",
         box=None,
         pad_edge=False,
@@ -43,11 +41,11 @@ def list_command(
         if identity is not None and not identity.takes(preset):
             continue
         if everything or preset.schedule.control == "adaptive":
-            family = identity.family if identity else None
-            choice = choice_of(name, steps=50, use=preset.description, family=family)
-            table.add_row(name, preset.model, *figures(choice), choice.use)
+            run = next((run for run in measured(name) if run.steps == 50), None)
+            figures = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
+            table.add_row(name, preset.model, *figures, preset.description)
     Console().print(table)
-    typer.echo("What each was measured on: dit-accel presets show NAME; which to take: dit-accel recommend", err=True)
+    typer.echo("Measured on small models: dit-accel presets show NAME; which to take: dit-accel recommend", err=True)
 
 
 @app.command("show")
@@ -92,3 +90,9 @@ def schema_command(
     else:
         require_writable(output, "--output", force=force)
         output.write_text(text, encoding="utf-8")
+
+
+def span(values: tuple[float, float], digits: int) -> str:
+    """A range, or one number where both ends are shown alike."""
+    least, most = (f"{value:.{digits}f}" for value in values)
+    return least if least == most else f"{least} to {most}"

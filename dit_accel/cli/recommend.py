@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import re
+from typing import Annotated
 
 import typer
 
 from dit_accel.cli import options
 
-if TYPE_CHECKING:
-    from dit_accel.tools.recommend import Choice
-
-TITLES = ("computed", "PSNR dB", "speed-up")
+OTHER_CARDS = {"laptop", "ti", "d", "nvl", "mig"}  # words in the names of GPUs that differ from the card named
 
 
 def command(
@@ -24,9 +22,7 @@ def command(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="Card: 4090, a100, h100, …", show_default="the GPU that is there")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, max=options.MOST_STEPS, help="Denoising steps.", show_default="50")
-    ] = None,
+    steps: options.StepsOption = None,
     height: options.HeightOption = None,
     width: options.WidthOption = None,
     num_frames: Annotated[
@@ -40,7 +36,7 @@ def command(
     distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled to few steps.")] = False,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that share one picture or clip.")] = 1,
 ) -> None:
-    """Say which preset to take, what it gains and costs, and the lines to copy; nothing is loaded or downloaded.
+    """Say which preset to take, its speed-up where exactly that was measured, and the lines to copy; nothing is loaded.
 
     dit-accel recommend --model black-forest-labs/FLUX.1-dev --gpu 4090
 
@@ -64,28 +60,15 @@ def command(
         gpus=gpus,
     )
     console = Console()
-    table = Table(Column("preset", no_wrap=True), *TITLES, "take it as", box=None, pad_edge=False)
+    table = Table(Column("preset", no_wrap=True), "take it as", box=None, pad_edge=False)
     for choice in found.choices:
-        table.add_row(choice.preset, *figures(choice), choice.use)
+        table.add_row(*choice)
     console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
     console.print(table)
-    console.out(f"\nmeasured {found.measured_on}", highlight=False)
+    typer.echo()
     for note in found.notes:
         console.out(f"- {note}", highlight=False)
     typer.echo(f"\n{found.python}\n{found.shell}")
-
-
-def figures(choice: Choice) -> tuple[str, str, str]:
-    """What a choice measured, for a table under :data:`TITLES`."""
-    run, gain = choice.run, choice.speedup
-    quality = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
-    return *quality, f"{span(gain, 1)}×" if gain else "not measured"
-
-
-def span(values: tuple[float, float], digits: int) -> str:
-    """A range, or one number where both ends are shown alike."""
-    least, most = (f"{value:.{digits}f}" for value in values)
-    return least if least == most else f"{least} to {most}"
 
 
 def _present_gpu() -> str | None:
@@ -94,6 +77,5 @@ def _present_gpu() -> str | None:
 
     from dit_accel.tools.recommend import CARDS
 
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    fits = (card for card in CARDS if all(part in name for part in card.split("-")))
-    return None if "laptop" in name else next(fits, None)
+    words = set(re.split(r"\W", torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""))
+    return None if words & OTHER_CARDS else next((card for card in CARDS if words.issuperset(card.split("-"))), None)

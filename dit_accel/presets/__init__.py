@@ -6,7 +6,7 @@ valid.
 """
 
 from dit_accel.presets.loading import fitting_presets, load_preset, preset_names, preset_path, preset_schema
-from dit_accel.presets.measured import Measured, Run, StepTime, measured
+from dit_accel.presets.measured import Run, measured
 from dit_accel.presets.names import ALIASES, default_preset, name_of_today
 from dit_accel.presets.preset import FUSED_FAMILIES, VIDEO_FAMILIES, Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule
@@ -20,14 +20,12 @@ __all__ = [
     "Forecast",
     "Kernels",
     "Linear",
-    "Measured",
     "Memory",
     "Preset",
     "Reuse",
     "Run",
     "Schedule",
     "Skip",
-    "StepTime",
     "default_preset",
     "fitting_presets",
     "load_preset",

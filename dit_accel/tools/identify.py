@@ -35,7 +35,17 @@ WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the 
     "prx": "prx",
     "chroma1": "chroma",
 }
-DISTILLED = ("schnell", "turbo", "lightning", "hyper", "lightx2v", "klein", "distill")  # parts of ids, likewise
+DISTILLED = {  # parts of ids, likewise: steps, where each such model has the same
+    "schnell": 4,
+    "klein4b": 4,
+    "klein9b": 4,
+    "turbo": None,
+    "lightning": None,
+    "hyper": None,
+    "lightx2v": None,
+    "fastwan": None,
+    "distill": None,
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Identity:
         is_video: whether it makes videos.
         is_distilled: whether its name says that it was distilled to few steps.
         is_loadable: whether the name can be loaded; that of a family can't.
+        steps: that the model was distilled to, where its name tells.
     """
 
     name: str
@@ -55,6 +66,7 @@ class Identity:
     is_video: bool
     is_distilled: bool = False
     is_loadable: bool = True
+    steps: int | None = None
 
     @property
     def title(self) -> str:
@@ -86,7 +98,8 @@ def identify(model: str) -> Identity:
     if model in _titles():
         return Identity(model, model, model in VIDEO_FAMILIES, is_loadable=False)
     squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})
-    distilled = any(word in squeezed for word in DISTILLED)
+    word = next((word for word in DISTILLED if word in squeezed), None)
+    distilled, steps = word is not None, DISTILLED.get(word or "")
     folder = demo_path(model) or Path(model)
     index = folder / "model_index.json"
     if index.is_file():
@@ -94,14 +107,15 @@ def identify(model: str) -> Identity:
         from dit_accel.models.registry import FAMILIES
 
         family = next((family.name for family in FAMILIES if family.model in classes), "any")
-        return Identity(model, family, family in VIDEO_FAMILIES or any("Video" in name for name in classes), distilled)
+        is_video = family in VIDEO_FAMILIES or any("Video" in name for name in classes)
+        return Identity(model, family, is_video, distilled, steps=steps)
     if model.count("/") != 1 or folder.exists():
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
             f"({', '.join(demo_names())}) or a family ({', '.join(_titles())}), got {shown(model)}"
         )
     family = next((family for word, family in WORDS.items() if word in squeezed), "any")
-    return Identity(model, family, family in VIDEO_FAMILIES or "video" in squeezed, distilled)
+    return Identity(model, family, family in VIDEO_FAMILIES or "video" in squeezed, distilled, steps=steps)
 
 
 @cache

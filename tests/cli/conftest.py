@@ -137,7 +137,7 @@ def reached(monkeypatch, made, tmp_path):
     def advise(model, **facts):
         put(model=model, **facts)
         identity = SimpleNamespace(name=model, title=model)
-        return SimpleNamespace(choices=(), model=identity, measured_on="", notes=(), python="", shell="")
+        return SimpleNamespace(choices=(), model=identity, notes=(), python="", shell="")
 
     monkeypatch.setattr(recommend, "recommend", advise)
 

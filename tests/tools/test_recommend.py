@@ -1,8 +1,9 @@
-"""What is recommended follows from files in docs/results, and docs/guide/choosing.md holds the same.
+"""Recommendations print figures of docs/results alone, and docs/guide/choosing.md holds the same figures.
 
 python -m tests.tools.test_recommend      # writes the page's tables anew
 """
 
+import itertools
 import json
 import re
 import shlex
@@ -12,13 +13,13 @@ import pytest
 import typer
 
 from dit_accel.cli import app
-from dit_accel.cli.recommend import figures
+from dit_accel.cli.presets import span
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import FAMILIES, family_of, known_family
-from dit_accel.presets import load_preset
+from dit_accel.presets import load_preset, measured
 from dit_accel.tools.identify import identify
-from dit_accel.tools.recommend import HAS_PLAN, PEAK_GIB, SHARED_AMONG_TWO, Choice, recommend, token_count
+from dit_accel.tools.recommend import CARDS, HAS_PLAN, PEAK_GIB, TIMED, Recommendation, recommend
 from tests.models import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,14 +48,29 @@ IDS = {
     "lodestones/Chroma1-HD": ("chroma", False),
     "someone/something": ("any", False),
 }
-FAMILY = {
-    "FLUX.1": "flux",
-    "Qwen-Image": "qwen_image",
-    "FLUX.2": "flux2",
-    "HunyuanVideo": "hunyuan_video",
-    "Wan 2.1 and 2.2": "wan",
+RESULTS = {  # the model of a measured run, as docs/results names it
+    "flux.1-dev": "flux",
+    "qwen-image": "qwen-image",
+    "flux.2-dev": "flux2",
+    "hunyuanvideo": "hunyuan",
+    "wan2.1-t2v-1.3b-diffusers": "wan-1.3b",
 }
-COUNTS = {"FLUX.1": (100, 50, 28, 20, 12, 8, 4), **dict.fromkeys([*FAMILY][1:], (50, 28))}
+FIGURE = re.compile(r"\d+(?:\.\d+)?(?= ?(?:×|%|times|dB|ms|[MG]i?B)(?!\w))")
+
+
+def told(found: Recommendation) -> str:
+    """All that the command prints, less the name of a card that has a figure."""
+    lines = [*(" ".join(choice) for choice in found.choices), *found.notes, found.python, found.shell]
+    return "\n".join(lines).replace("A100 of 40 GB", "A100")
+
+
+GENERATE = typer.main.get_command(app).commands["generate"]
+
+
+def parse(shell: str) -> dict:
+    """Options of a printed command, by the parser of the real one."""
+    words = shlex.split(shell)
+    return GENERATE.make_context("generate", words[words.index("generate") + 1 :]).params
 
 
 def rows(name: str) -> list[dict]:
@@ -62,16 +78,20 @@ def rows(name: str) -> list[dict]:
 
 
 def tables() -> str:
-    """Figures of every number of steps that was measured, as the page shows them."""
-    lines = [
-        "| model | steps | `quality`: computed, PSNR dB, speed-up | `balanced` | `turbo` |",
-        "|---|---|---|---|---|",
-    ]
-    for title, counts in COUNTS.items():
-        for steps in counts:
-            by_name = {choice.preset: choice for choice in recommend(FAMILY[title], steps=steps).choices}
-            cells = [", ".join(figures(by_name[name])) for name in ("quality", "balanced", "turbo")]
-            lines.append(f"| {title} | {steps} | {' | '.join(cells)} |")
+    """Every number of steps that presets were measured with on small models, and every timed run."""
+    lines = ["| small models | steps | `quality`: computed, PSNR dB | `balanced` | `turbo` |", "|---|---|---|---|---|"]
+    for of, form in (("images", ""), ("videos", "video-")):
+        for runs in zip(*(measured(form + name) for name in ("quality", "balanced", "turbo")), strict=True):
+            assert len({run.steps for run in runs}) == 1
+            cells = [f"{span(run.computed, 2)}, {span(run.psnr, 0)}" for run in runs]
+            lines.append(f"| {of} | {runs[0].steps} | {' | '.join(cells)} |")
+    lines += ["", "| model | size | steps | GPUs | speed-up | over | file |", "|---|---|---|---|---|---|---|"]
+    for run in TIMED:
+        size = " × ".join(str(side) for side in run.size if side)
+        over = "diffusers" if run.gpus == 1 else f"one GPU, by `{run.way}`"
+        link = f"[{run.source}](../results/{run.source}.md)"
+        gpus = f"{run.gpus} × {CARDS[run.card].title}"
+        lines.append(f"| {run.model} | {size} | {run.steps} | {gpus} | {run.times:.2f}× | {over} | {link} |")
     return "\n".join(lines)
 
 
@@ -82,7 +102,7 @@ def written(text: str) -> str:
 
 
 def test_the_page_holds_what_is_recommended():
-    """docs/guide/choosing.md shows the figures that the command prints."""
+    """docs/guide/choosing.md shows the figures of presets' headers and of timed runs."""
     text = PAGE.read_text(encoding="utf-8")
     assert tables() in text and written(text) == text
 
@@ -118,19 +138,64 @@ def test_peaks_are_those_of_the_speed_files():
         assert gib == round(plain["peak_gib"], 1), (family, part)
 
 
-def test_gains_of_two_gpus_are_those_of_the_table():
-    """How many times faster two GPUs are stands in docs/results/parallel.json."""
-    found = {(row["of"], row["run"]): row for name in ("parallel", "parallel-images") for row in rows(name)}
-    runs = {
-        "flux": ("flux, 2 devices", "14 of 50 steps"),
-        "qwen_image": ("qwen-image, 2 devices", "14 of 50 steps"),
-        "flux2": ("flux2, 2 devices", "14 of 50 steps"),
-        "hunyuan_video": ("hunyuan, 2 devices", "14 of 50 steps"),
-        "wan": ("wan-1.3b, 2 devices", "two branches, 14 of 50 steps"),
-    }
-    assert runs.keys() == SHARED_AMONG_TWO.keys()
-    for family, key in runs.items():
-        assert SHARED_AMONG_TWO[family][1] == pytest.approx(found[key]["over_one"], abs=0.005)
+@pytest.mark.parametrize("run", TIMED, ids=lambda run: f"{run.model}-{run.gpus}")
+def test_timed_runs_are_rows_of_their_file(run):
+    """Speed-up, steps, GPUs, card and size of a timed run are those of a row in its file."""
+    document = json.loads((DOCS / "results" / f"{run.source}.json").read_text(encoding="utf-8"))
+    assert document["device"].endswith(CARDS[run.card].title)
+    name = f"{'two branches, ' if 'branches' in run.way else ''}14 of {run.steps} steps"
+    if run.source.startswith("speed-"):
+        assert run.gpus == 1 and document["model"] == RESULTS[run.model]
+        (row,) = (row for row in document["rows"] if row["run"] == f"{name} computed")
+        gain = row["speedup_over_plain"]
+    else:
+        of = f"{RESULTS[run.model]}, {run.gpus} device{'s' * (run.gpus > 1)}"
+        (row,) = (row for row in document["rows"] if (row["of"], row["run"]) == (of, name))
+        gain = row["over_plain" if run.gpus == 1 else "over_one"]
+    assert sum(row["steps_by_mode"].values()) == run.steps and row["steps_by_mode"]["dispatch"] == run.steps - 14
+    assert run.times == pytest.approx(gain, abs=0.005)
+    sides = (64, 64, 1) if run.size[2] is None else (60, 104, 21)
+    height, width, frames = run.size
+    assert sides == ((height // 16, width // 16, 1) if frames is None else (height // 8, width // 8, (frames + 3) // 4))
+
+
+NAMES = [*IDS, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Qwen/Qwen-Image", "demo-flux", "demo-wan"]
+NAMES += [*(family.name for family in FAMILIES), "any"]
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_no_figure_is_of_anything_else(model):
+    """Every printed figure is of a timed run with exactly these values, which the printed command runs too."""
+    name = model.lower().rsplit("/", 1)[-1]
+    backed = set()
+    for steps, gpus, gpu in itertools.product((None, 4, 8, 20, 28, 50), (1, 2, 3, 4, 8), (None, *CARDS)):
+        found = recommend(model, steps=steps, gpus=gpus, gpu=gpu)
+        given = parse(found.shell)
+        exact = [run for run in TIMED if (run.model, run.steps, run.gpus, run.card) == (name, steps, gpus, gpu)]
+        assert FIGURE.findall(told(found)) == [f"{run.times:.2f}" for run in exact]
+        assert given["steps"] == (steps or identify(model).steps)
+        for run in exact:
+            assert (given["height"], given["width"], given["num_frames"]) == run.size
+            assert given["parallel"] == (run.way or None)
+            assert f"docs/results/{run.source}.md" in told(found)
+        backed.update(exact)
+        if steps in (4, 8):
+            assert ("nothing is gained" if steps == 4 else "little or no gain") in told(found)
+    assert backed == {run for run in TIMED if run.model == name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lora": True}, {"quantized": True}, {"distilled": True}, {"height": 512, "width": 512}, {"steps": 49}],
+    ids=str,
+)
+def test_figures_are_of_the_weights_and_the_size_that_were_timed(options):
+    """Other weights, another size or another number of steps than the timed run's has no figure."""
+    asked = {"gpu": "h200", "steps": 50}
+    timed = recommend("black-forest-labs/FLUX.1-dev", **asked, height=1024, width=1024)
+    assert FIGURE.findall(told(timed)) == ["4.61"]
+    other = recommend("black-forest-labs/FLUX.1-dev", **asked | options)
+    assert not FIGURE.findall(told(other)) and "Speed was not measured at" in told(other)
 
 
 def test_plans_are_those_of_the_code():
@@ -159,26 +224,22 @@ def test_lines_can_be_copied(model, options):
         options = {name: value for name, value in options.items() if name != "frames"}
     found = recommend(model, **options)
     compile(found.python, "line", "exec")
-    words = shlex.split(found.shell)
-    words = words[words.index("generate") + 1 :]
-    typer.main.get_command(app).commands["generate"].make_context("generate", words)
+    parse(found.shell)
     assert all(note.endswith(".") for note in found.notes)
 
 
 def test_what_was_not_measured_is_said():
-    """Steps, cards and models without figures are named in the notes."""
+    """Steps, cards, weights and models without figures are named in the notes."""
     notes = " ".join(recommend("someone/model", gpu="a100", steps=35, quantized=True, gpus=8).notes)
-    for said in ("35 steps were not measured", "Speed was not measured", "neither speed nor PSNR", "no plan"):
+    for said in ("not measured at 35 steps for someone/model (quantised) on 8 GPUs (the A100)", "No plan"):
         assert said in notes
-    assert "Few steps were not measured on video models" in " ".join(recommend("wan", steps=4).notes)
-    assert "next to none can be left out" in " ".join(recommend("flux", steps=4).notes)
+    assert "Memory was not measured" in " ".join(recommend("lodestones/Chroma1-HD", gpu="a100").notes)
 
 
 def test_tiles_are_for_long_clips_alone():
     """The preset that leaves out tiles is offered from the length on that it was measured at, and last."""
     names = [[c.preset for c in recommend("wan", height=480, width=832, frames=f).choices] for f in (17, 81)]
     assert names == [["balanced", "quality", "turbo"], ["balanced", "quality", "turbo", "wan21-sparge-balanced"]]
-    assert token_count("wan", 480, 832, 81) == 32_760 and token_count("flux", 1024, 1024, None) == 4096
 
 
 @pytest.mark.parametrize(
@@ -213,15 +274,19 @@ def test_two_transformers_count_twice():
 
 
 def test_distilled_models_run_few_steps():
-    """Without a number of steps the line for a distilled model has that of the figures, and the notes say so."""
-    found = recommend("black-forest-labs/FLUX.1-schnell")
-    assert "--steps 8" in found.shell and "8 are assumed" in " ".join(found.notes)
+    """Without a number of steps a distilled model has its own where the name tells, and no other."""
+    assert "--steps 4" in recommend("black-forest-labs/FLUX.1-schnell").shell
+    turbo = recommend("Tongyi-MAI/Z-Image-Turbo")
+    assert "--steps" not in turbo.shell and "add --steps" in " ".join(turbo.notes)
+    assert not identify("black-forest-labs/FLUX.2-klein-base-4B").is_distilled
 
 
-def test_every_choice_has_figures():
-    """No recommended preset lacks a measurement."""
-    choices = [c for model in ("flux", "wan", "hunyuan_video", "any") for c in recommend(model).choices]
-    assert all(isinstance(choice, Choice) and choice.run is not None for choice in choices)
+def test_several_gpus_are_in_both_lines():
+    """The line of Python shares the work as that of shell does; a model with few steps has no second branch."""
+    for options, way in (({}, "branches=2"), ({"distilled": True}, "ulysses=2")):
+        found = recommend("wan", gpus=2, **options)
+        assert f"parallelize_pipeline(pipe, {way})" in found.python and f"--parallel {way} " in found.shell
+    assert "torchrun" not in recommend("mochi", gpus=2).shell
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         "laptops-are-cards",
         f"{CLI}/recommend.py",
-        'return None if "laptop" in name else next(fits, None)',
-        "return next(fits, None)",
+        '{"laptop", "ti",',
+        '{"ti",',
         "a laptop's GPU is not the card of that name",
         f"{TEST_CLI}/test_recommend.py",
     ),
