@@ -16,7 +16,7 @@ from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8
 # A short run that meets every mode: FULL FULL UPDATE DISPATCH DISPATCH UPDATE DISPATCH FULL.
-HEADS = load_preset("flux-flashomni", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
+HEADS = load_preset("flux-flashomni-paper", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3, "cooldown": 1})
 BF16_BOUND = 5e-3  # relative L2 after four blocks; one H200 measured 3.4e-3, and 6.3e-3 from sparse to plain

@@ -224,7 +224,7 @@ def level_head() -> dict:
     pipe = pipeline("flux")
     parallelize_pipeline(pipe, ulysses=2)
     exact = output(accelerate(pipe, "exact", "flux"), "flux")
-    accelerate_pipeline(pipe, "flux-flashomni", **{"schedule.warmup": 1})
+    accelerate_pipeline(pipe, "flux-flashomni-paper", **{"schedule.warmup": 1})
     return compared(pipe, output(pipe, "flux"), exact, [])
 
 

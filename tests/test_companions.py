@@ -20,7 +20,7 @@ STEPS, CPU = 6, torch.device("cpu")
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 LAYERS = load_preset("flux-taylorseer", schedule={"interval": 3})
 HEADS = load_preset(
-    "flux-flashomni",
+    "flux-flashomni-paper",
     schedule={"warmup": 2, "interval": 3},
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},

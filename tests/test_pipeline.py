@@ -18,7 +18,7 @@ from dit_accel.tools.testing import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output
 STEPS = 12
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)
 HEADS = load_preset(
-    "flux-flashomni",
+    "flux-flashomni-paper",
     schedule={"warmup": 2, "interval": 3, "cooldown": 1},
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
@@ -201,7 +201,7 @@ def test_keys_are_keywords_of_every_front_door(pipe):
 def test_threshold_out_of_range(pipe):
     """Abuse: τ beyond 1 is refused with its range and what came."""
     with pytest.raises(PresetError, match=r"reuse.tau_q: Input should be less than or equal to 1, got 1.5"):
-        accelerate_pipeline(pipe, "flux-flashomni", **{"reuse.tau_q": 1.5})
+        accelerate_pipeline(pipe, "flux-flashomni-paper", **{"reuse.tau_q": 1.5})
     assert not hasattr(pipe, "dit_accel")
 
 
@@ -299,7 +299,8 @@ def test_offload_hooks_keep_working(pipe):
 
 
 @pytest.mark.parametrize(
-    "name, preset", [("flux", "flux-flashomni"), ("flux-controlnet", "exact"), ("sd3", "exact"), ("ltx", "balanced")]
+    "name, preset",
+    [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("sd3", "exact"), ("ltx", "balanced")],
 )
 def test_copies_are_made_of_restored_pipelines(name, preset):
     """A copy's hooks would run the original's blocks, so it is refused; once restored, pipelines are copied as ever."""

@@ -8,7 +8,7 @@ from dit_accel.presets.preset import Preset
 
 DEFAULT = "balanced"
 PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; one that makes videos gets their video form
-ALIASES = {  # former names; a preset by such a name has the values that it always had, and no family
+ALIASES = {  # former names; a preset by such a name has the values that it always had
     "any-quality": "quality",
     "any-balanced": "balanced",
     "any-turbo": "turbo",
@@ -27,6 +27,7 @@ ALIASES = {  # former names; a preset by such a name has the values that it alwa
     "wan22-quality": "video-quality",
     "wan22-balanced": "video-balanced",
     "wan22-turbo": "video-turbo",
+    "hunyuan-flashomni-balanced": "hunyuan-flashomni-paper",
 }
 
 

@@ -34,7 +34,7 @@ from dit_accel.models.family_driver import FamilyDriver
 
 EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0}
 FORECAST = {"level": "output", "method": "newton", "order": 1}
-FLASHOMNI = {"flux": "flux-flashomni", "hunyuan_video": "hunyuan-flashomni-balanced", "wan": "wan21-flashomni"}
+FLASHOMNI = {"flux": "flux-flashomni-paper", "hunyuan_video": "hunyuan-flashomni-paper", "wan": "wan21-flashomni"}
 KINDS = ("exact", "fused", "balanced", "forecast", "flashomni")
 PLAIN_OUTPUTS = ("exact", "fused")
 FAILURES = ("crash", "shape", "assertion", "timeout", "lost")

@@ -22,7 +22,7 @@ FLASHOMNI_ROWS, FLASHOMNI_TILES = 0.45, 0.96
 SPARGE_TILES = {"flux": 0.62, "hunyuan": 0.53, "wan21": 0.53}
 FG_ATTN_KEYS = 0.59
 TILED_STEPS = 9  # every second computed; after as many, graphs of such steps are captured where that pays
-FLASHOMNI = {"flux": "flux-flashomni", "hunyuan": "hunyuan-flashomni-balanced", "wan21": "wan21-flashomni"}
+FLASHOMNI = {"flux": "flux-flashomni-paper", "hunyuan": "hunyuan-flashomni-paper", "wan21": "wan21-flashomni"}
 
 
 def baseline(bench: Bench) -> Iterator[dict[str, Any]]:

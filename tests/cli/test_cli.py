@@ -247,14 +247,24 @@ def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch, error,
 
 def test_inspect_draws_the_run_and_its_symbols(run, models, tmp_path):
     """At level head every figure is written, one layer's symbols among them."""
-    arguments = ("inspect", "-p", "a fox", "-m", models / "flux", "--preset", "flux-flashomni", "--output", "deep/run")
+    arguments = (
+        "inspect",
+        "-p",
+        "a fox",
+        "-m",
+        models / "flux",
+        "--preset",
+        "flux-flashomni-paper",
+        "--output",
+        "deep/run",
+    )
     result = run(*arguments, "--steps", 12, "--height", 128, "--width", 128, "--layer", "transformer_blocks.1")
     assert result.exit_code == 0, result.output
     folder = tmp_path / "deep" / "run"
     names = {"picture.png", "timeline.png", "density.png", "report.json", "symbols-transformer_blocks.1.png"}
     assert {path.name for path in folder.iterdir()} == names
     report = json.loads((folder / "report.json").read_text())
-    assert len(report["steps"]) == 12 and report["preset"] == "flux-flashomni"
+    assert len(report["steps"]) == 12 and report["preset"] == "flux-flashomni-paper"
 
 
 def test_inspect_at_level_output_says_why_there_is_no_map(run, models, tmp_path):
@@ -305,13 +315,13 @@ def test_presets_list_filters_by_model(run, model, there, missing):
 
 def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
     """What is shown, saved and checked is the preset itself; the check prints it whole."""
-    shown = run("presets", "show", "flux-flashomni")
+    shown = run("presets", "show", "flux-flashomni-paper")
     assert shown.exit_code == 0
     (tmp_path / "mine.yaml").write_text(shown.stdout)
     checked = run("presets", "check", "mine.yaml")
     assert checked.exit_code == 0, checked.output
     printed = yaml.safe_load(checked.stdout)
-    assert printed == load_preset("flux-flashomni").effective()
+    assert printed == load_preset("flux-flashomni-paper").effective()
 
 
 def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):

@@ -191,7 +191,7 @@ def test_force_replaces_what_generate_wrote(run, model, tmp_path):
 
 def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, model, tmp_path):
     """A layer without symbols is told with those that have some; the folder stays empty."""
-    asked = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni", "--quiet", "--output", "run")
+    asked = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni-paper", "--quiet", "--output", "run")
     sized = ("--steps", 12, "--height", 64, "--width", 64)
     assert_refused(run(*asked, *sized, "--layer", "nope"), "--layer: no symbols of layer 'nope'; layers: transformer_")
     assert list((tmp_path / "run").iterdir()) == []

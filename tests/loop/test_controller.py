@@ -566,7 +566,7 @@ def test_report_adds_up_times(monkeypatch):
 
 def test_latest_symbols_are_the_first_branchs():
     """The report's symbols come from the first branch of the run and its latest UPDATE."""
-    loop = Loop("flux-flashomni")
+    loop = Loop("flux-flashomni-paper")
     for step, context, symbols in ((8, "cond", "old"), (9, "uncond", "other"), (13, "cond", "new")):
         with loop.controller.calling("transformer", context, step % STEPS, ()) as call:
             call.symbols["first"] = SimpleNamespace(label=symbols)

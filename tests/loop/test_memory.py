@@ -18,7 +18,7 @@ OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 CLOSED_LOOP = load_preset("balanced", schedule={"warmup": 2, "target_error": 0.5})
 HEADS = load_preset(
-    "flux-flashomni",
+    "flux-flashomni-paper",
     schedule={"warmup": 2, "interval": 3, "cooldown": 1},
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
@@ -322,7 +322,7 @@ WAN_14B_76K = video(75_600, 0, 40, 40)
 )
 def test_one_attention_output_of_all_layers(size, gib):
     """At order 1 the history is one bfloat16 output a layer, the cached biases two."""
-    preset = load_preset("flux-flashomni", **{"skip.policy": "none"})
+    preset = load_preset("flux-flashomni-paper", **{"skip.policy": "none"})
     on_device, on_host = estimate(preset, MemoryPlan(1, offload=True), size)
     assert on_host / GIB == pytest.approx(gib, rel=2e-3)
     assert on_device / GIB == pytest.approx(2 * gib, rel=5e-3)  # and some symbols
@@ -331,7 +331,7 @@ def test_one_attention_output_of_all_layers(size, gib):
 
 def test_measures_come_in_order_as_the_budget_shrinks():
     """Every budget is met by the first measures that suffice, from leaving rows out to lower orders."""
-    preset = load_preset("flux-flashomni", **{"forecast.order": 2})
+    preset = load_preset("flux-flashomni-paper", **{"forecast.order": 2})
     branches = [HUNYUAN_33K] * 2
     seen = []
     for budget in range(120, 0, -1):
@@ -356,7 +356,7 @@ def test_measures_come_in_order_as_the_budget_shrinks():
 def test_measures_that_save_nothing_are_not_taken():
     """Wan's sequence holds no text, so leaving its rows out is no measure."""
     plans = [
-        plan_memory(load_preset("flux-flashomni", **{"memory.budget_gib": budget}), [WAN_14B_76K]).measures
+        plan_memory(load_preset("flux-flashomni-paper", **{"memory.budget_gib": budget}), [WAN_14B_76K]).measures
         for budget in (80.0, 40.0, 20.0)
     ]
     assert plans == [(FLOAT8,), (FLOAT8, OFFLOAD), (FLOAT8, "order 0 instead of 1")]
@@ -364,8 +364,8 @@ def test_measures_that_save_nothing_are_not_taken():
 
 def test_no_budget_means_no_measures():
     """Without a budget nothing is done that the preset does not ask for."""
-    assert plan_memory(load_preset("flux-flashomni"), [HUNYUAN_118K] * 2).measures == ()
-    asked = plan_memory(load_preset("flux-flashomni", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
+    assert plan_memory(load_preset("flux-flashomni-paper"), [HUNYUAN_118K] * 2).measures == ()
+    asked = plan_memory(load_preset("flux-flashomni-paper", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
     assert asked.measures == (OFFLOAD,) and asked.host_bytes > 0
 
 
@@ -375,10 +375,14 @@ def test_no_budget_means_no_measures():
         ("balanced", {"memory.history_dtype": "float8"}, "memory.history_dtype has no effect.*'output'"),
         ("balanced", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
         ("flux-taylorseer", {"memory.offload": True}, "memory.offload has no effect.*level 'head' only"),
-        ("flux-flashomni", {"memory.offload": True, "forecast.order": 0}, "memory.offload has no effect.*order 0"),
-        ("flux-flashomni", {"memory.budget_gib": 0.0}, "memory.budget_gib: .*greater than 0"),
-        ("flux-flashomni", {"memory.history_dtype": "fp8"}, "memory.history_dtype: .*'float8'"),
-        ("flux-flashomni", {"memory.budget": 4}, "unknown key 'memory.budget'.*did you mean 'budget_gib'"),
+        (
+            "flux-flashomni-paper",
+            {"memory.offload": True, "forecast.order": 0},
+            "memory.offload has no effect.*order 0",
+        ),
+        ("flux-flashomni-paper", {"memory.budget_gib": 0.0}, "memory.budget_gib: .*greater than 0"),
+        ("flux-flashomni-paper", {"memory.history_dtype": "fp8"}, "memory.history_dtype: .*'float8'"),
+        ("flux-flashomni-paper", {"memory.budget": 4}, "unknown key 'memory.budget'.*did you mean 'budget_gib'"),
     ],
     ids=["output-dtype", "output-offload", "layer-offload", "order-0-offload", "zero", "dtype", "unknown"],
 )

@@ -58,7 +58,7 @@ def test_samples_that_attend_apart_count_each():
 def test_rows_that_are_reused_count_too():
     """FlashOmni: pairs of reused rows, and of left-out tiles in the others, in DISPATCH steps alone."""
     report = report_of(
-        "flux", "flux-flashomni", steps=12, size=256, skip={"policy": "none"}, reuse={"tau_q": 0.9}, blocks=SMALL
+        "flux", "flux-flashomni-paper", steps=12, size=256, skip={"policy": "none"}, reuse={"tau_q": 0.9}, blocks=SMALL
     )
     modes = [(step.mode, step.attended) for step in report.steps]
     assert all(attended == 1 for mode, attended in modes if mode != "dispatch")

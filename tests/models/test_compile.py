@@ -76,7 +76,8 @@ def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
 def test_a_transformer_compiled_whole_computes_what_the_loop_asks_for(compile_whole, order, name):
     """Same outputs and decisions as uncompiled, from one unbroken graph that runs in computed steps alone."""
     plain, expected, modes = uncompiled(name)
-    pipe, counter, runs = tiny_pipeline(name), CompileCounterWithBackend("aot_eager"), []
+    traced = "aot_eager" if (name, order) == ("flux", "after") and compile_whole is in_place else "eager"  # it is slow
+    pipe, counter, runs = tiny_pipeline(name), CompileCounterWithBackend(traced), []
     backend = lambda graph, inputs: _counted(counter(graph, inputs), runs)  # noqa: E731
     if order == "after":
         accelerate_pipeline(pipe, CLOSED_LOOP)

@@ -381,7 +381,7 @@ def test_settings_of_a_block_hold_for_both_of_its_attentions():
 @pytest.mark.parametrize("name, level", [("sd3", "head"), ("framepack", "layer")])
 def test_what_facts_can_not_do_is_refused(name, level):
     """Level head needs hand-written blocks, and unknown models have no layers to forecast."""
-    preset = load_preset("flux-flashomni" if level == "head" else "flux-taylorseer")
+    preset = load_preset("flux-flashomni-paper" if level == "head" else "flux-taylorseer")
     with pytest.raises(UnsupportedError, match="is for flux models"):
         accelerate_pipeline(pipeline(name), preset)
 

@@ -400,7 +400,7 @@ def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
     assert find_driver(pipe).controller.call is None
 
 
-@pytest.mark.parametrize("preset", ["flux-taylorseer", "flux-flashomni"])
+@pytest.mark.parametrize("preset", ["flux-taylorseer", "flux-flashomni-paper"])
 def test_other_levels_have_no_such_key(preset):
     with pytest.raises(PresetError, match=r"kernels\.graphs has no effect"):
         load_preset(preset, **{"kernels.graphs": "auto"})

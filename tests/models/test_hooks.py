@@ -150,7 +150,7 @@ HOOKED = {  # pipelines and presets that hook modules of every kind
     "transformer": ("flux", "exact"),
     "linear": ("flux", load_preset("exact", **{"linear.dtype": "int8"})),
     "parts": ("sd3", load_preset("exact", forecast={"level": "layer"})),
-    "blocks": ("flux", "flux-flashomni"),
+    "blocks": ("flux", "flux-flashomni-paper"),
     "attention": ("wan", load_preset("exact", model="wan", skip=SPARGE, blocks={"token_order": "hilbert"})),
     "control-net": ("flux-controlnet", "exact"),
 }
@@ -291,7 +291,9 @@ def test_an_acceleration_that_is_not_in_effect_says_so():
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, "torch.save"], ids=["pickle", "torch-save"])
-@pytest.mark.parametrize("name, preset", [("flux", "flux-flashomni"), ("flux-controlnet", "exact"), ("ltx", "turbo")])
+@pytest.mark.parametrize(
+    "name, preset", [("flux", "flux-flashomni-paper"), ("flux-controlnet", "exact"), ("ltx", "turbo")]
+)
 def test_pickling_waits_for_a_restored_pipeline(name, preset, write, tmp_path):
     """One clear line for a pipeline and for its transformer; weights and restored pipelines are written as ever."""
     write = write if callable(write) else lambda thing: torch.save(thing, tmp_path / "saved")

@@ -80,7 +80,7 @@ def test_a_cache_that_is_there_is_refused(pipe, cache):
     pipe.transformer.enable_cache(CONFIGS[cache]())
     way_off = r"pipe\.transformer\.disable_cache\(\)"
     with refused(f"diffusers' {cache}", way_off):
-        accelerate_pipeline(pipe, "flux-flashomni")
+        accelerate_pipeline(pipe, "flux-flashomni-paper")
     with refused(f"diffusers' {cache}", way_off):
         accelerate_transformer(pipe.transformer, "turbo", [2.0, 1.0])
     assert not hasattr(pipe, "dit_accel")

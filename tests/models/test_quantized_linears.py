@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
     with pytest.raises(UnsupportedError, match=r"names '\*\.to_outt', which no layer is called; layers are .*to_out"):
         accelerate_pipeline(pipe, "exact", **INT8, **{"linear.exclude": ["*.to_outt"]})
     with pytest.raises(PresetError, match="level 'head' multiplies parts of them"):
-        accelerate_pipeline(pipe, "flux-flashomni", **INT8)
+        accelerate_pipeline(pipe, "flux-flashomni-paper", **INT8)
     with pytest.raises(PresetError, match="exclude has no effect without a dtype"):
         accelerate_pipeline(pipe, "exact", **{"linear.exclude": ["*"]})
     pipe.transformer.compile(backend="eager")

@@ -14,7 +14,7 @@ PRESETS = {
     "head": (
         "flux",
         load_preset(
-            "flux-flashomni",
+            "flux-flashomni-paper",
             schedule={"warmup": 2, "interval": 3, "cooldown": 1},
             blocks={"size": 64},
             reuse={"tau_q": 0.9, "ramp": 0.3},

@@ -24,7 +24,7 @@ HEADS = {
         reuse={"tau_q": 0.8, "ramp": 0.3, "degrade_below": 0.4},
         skip={"policy": "sparge", "steps": "all", "tau_kv": 0.2},
     )
-    for family, preset in (("hunyuan_video", "hunyuan-flashomni-balanced"), ("wan", "wan21-flashomni"))
+    for family, preset in (("hunyuan_video", "hunyuan-flashomni-paper"), ("wan", "wan21-flashomni"))
 }
 
 pipeline = functools.cache(tiny_pipeline)

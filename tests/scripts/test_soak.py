@@ -16,7 +16,7 @@ import soak  # noqa: E402
 def test_nothing_of_an_accident_stays_behind(tmp_path, capsys, monkeypatch):
     """The plain result is the first one bit for bit, and as many tensors live as before."""
     monkeypatch.setattr(
-        soak, "preset_names", lambda: ["exact", "turbo", "flux-taylorseer", "flux-flashomni", "wan21-sla"]
+        soak, "preset_names", lambda: ["exact", "turbo", "flux-taylorseer", "flux-flashomni-paper", "wan21-sla"]
     )
     options = ["--pipelines", "flux", "--generations", "8", "--every", "4", "--seed", "3"]
     soak.main(["--output", str(tmp_path / "soak.json"), *options])

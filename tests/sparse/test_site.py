@@ -461,7 +461,7 @@ def test_layers_degrade_below_their_threshold():
     """New densities reach their sites, and a layer whose rows without text compute less than S_q of their scores is
     forecast whole until the next.
     """
-    preset = load_preset("flux-flashomni-turbo")  # S_q = 0.3
+    preset = load_preset("flux-flashomni-paper", **{"reuse.degrade_below": 0.3})
     size = ModelSize(layout=TokenLayout(text=128, vision=7 * 128))  # of 8 rows 7 without text
     for rest, degraded in ((0.29, True), (0.31, False)):
         tiles = (1 + 7 * rest) / 8

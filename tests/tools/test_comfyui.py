@@ -346,7 +346,7 @@ def test_the_folder_for_custom_nodes(flow):
     assert nodes.NODE_CLASS_MAPPINGS.keys() == nodes.NODE_DISPLAY_NAME_MAPPINGS.keys()
     for node in nodes.NODE_CLASS_MAPPINGS.values():
         assert callable(getattr(node, node.FUNCTION)) and node.INPUT_TYPES()["required"]["model"] == ("MODEL",)
-    assert "balanced" in output_presets() and "flux-flashomni" not in output_presets()
+    assert "balanced" in output_presets() and "flux-flashomni-paper" not in output_presets()
     (accelerated,) = AccelerateNode().accelerate(flow, "balanced", target_error=0.0, warmup=-1)
     assert ReportNode().report(accelerated, "latents")["result"] == ("latents", "no run yet")
     run(accelerated)
@@ -393,7 +393,7 @@ def test_errors(flow):
     with pytest.raises(
         UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni'.*balanced"
     ):
-        accelerate_model(flow, "flux-flashomni")
+        accelerate_model(flow, "flux-flashomni-paper")
     with pytest.raises(PresetError, match="target_eror"):
         accelerate_model(flow, target_eror=0.1)
     with pytest.raises(UnsupportedError, match=r"ComfyUI 0\.3\.8 or later"):

@@ -31,7 +31,7 @@ def inputs(name="flux", **overrides):
 
 
 def head_preset(**overrides):
-    return load_preset(load_preset("flux-flashomni", **HEADS), **overrides)
+    return load_preset(load_preset("flux-flashomni-paper", **HEADS), **overrides)
 
 
 def skipping_preset(level, **overrides):

@@ -110,7 +110,9 @@ def test_where_devices_share_layers_nothing_is_fused(as_on_a_gpu, monkeypatch):
 def test_hooked_attention_is_not_made_sparse():
     pipe, calls = tiny_pipeline("flux"), []
     pipe.transformer.transformer_blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
-    preset = load_preset("flux-flashomni", schedule={"warmup": 1, "interval": 2, "cooldown": 1}, blocks={"size": 64})
+    preset = load_preset(
+        "flux-flashomni-paper", schedule={"warmup": 1, "interval": 2, "cooldown": 1}, blocks={"size": 64}
+    )
     accelerate_pipeline(pipe, preset)
     tiny_output(pipe, "flux", steps=4)
     assert calls == [1] * 4

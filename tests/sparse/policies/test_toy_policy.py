@@ -161,12 +161,14 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
 
 def test_other_readers_of_a_policy_take_it(band):
     """Level head reserves a bit a tile, tuning measures the preset's own keys, and single blocks may have it."""
-    preset = load_preset("flux-flashomni", skip={"policy": "band", "reach": 0})
+    preset = load_preset("flux-flashomni-paper", skip={"policy": "band", "reach": 0})
     assert symbol_bytes(preset, LAYOUTS["no-text"], 1, 3) == symbol_bytes(
-        load_preset("flux-flashomni", skip={"policy": "sparge"}), LAYOUTS["no-text"], 1, 3
+        load_preset("flux-flashomni-paper", skip={"policy": "sparge"}), LAYOUTS["no-text"], 1, 3
     )
     assert list(calibration._rows(preset.skip)) == [[{}]]
-    mixed = load_preset("flux-flashomni", skip={"policy": "none", "layers": {"a": {"policy": "band", "reach": 2}}})
+    mixed = load_preset(
+        "flux-flashomni-paper", skip={"policy": "none", "layers": {"a": {"policy": "band", "reach": 2}}}
+    )
     assert mixed.skip.at("a").reach == 2 and mixed.skip.at("a").pv_threshold is None
     with accelerated(tiny.pipeline("flux"), preset):
         tiny.output("flux", 8, height=96, width=96)

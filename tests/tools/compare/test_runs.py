@@ -135,7 +135,7 @@ def test_a_method_that_fails_is_a_row_with_its_error(bench):
 
 def test_our_presets_and_a_sweep_of_the_target(bench):
     """Closed-loop presets are ours, fixed schedules on our engine are rivals; head levels tell their own work."""
-    methods = our_methods(bench.pipe, ["turbo", "flux-flashomni", "flux-taylorseer"], "balanced")
+    methods = our_methods(bench.pipe, ["turbo", "flux-flashomni-paper", "flux-taylorseer"], "balanced")
     assert [method.ours for method in methods[:3]] == [True, False, False]
     assert [method.reports_work for method in methods[:3]] == [False, True, True]
     assert all(method.ours and "target_error=" in method.name for method in methods[3:])

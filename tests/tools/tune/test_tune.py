@@ -121,7 +121,7 @@ def test_layers_get_thresholds_of_their_own(tmp_path):
 def test_level_head_tunes_rows_and_intervals():
     """A fixed interval, the share of reused rows and the tiles of FlashOmni all are axes of its search."""
     call = {"prompts": PROMPTS, "arguments": arguments("flux"), "target_psnr": 20, "evaluations": 2}
-    result = tune(pipeline("flux"), "flux-flashomni", **call, **{"blocks.size": 64, "schedule.warmup": 2})
+    result = tune(pipeline("flux"), "flux-flashomni-paper", **call, **{"blocks.size": 64, "schedule.warmup": 2})
     assert set(result.setting) == {
         *("schedule.interval", "l1", "reuse.tau_q", "reuse.degrade_below", "forecast.order", "schedule.warmup")
     }

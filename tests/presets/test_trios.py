@@ -1,0 +1,49 @@
+"""Presets named `quality`, plainly and `turbo` hold that order in work and in quality, on a trained model."""
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+from dit_accel import accelerate_pipeline, load_preset, preset_names, restore_pipeline
+from dit_accel.tools.demo import demo_path
+from dit_accel.tools.metrics import psnr
+
+TRIOS = [(name, name.removesuffix("-quality"), name.replace("-quality", "-turbo")) for name in preset_names()]
+TRIOS = [trio for trio in TRIOS if trio[0].endswith("-quality") and not trio[0].startswith("video-")]
+LOOPS = [("quality", "balanced", "turbo"), ("video-quality", "video-balanced", "video-turbo")]
+PROMPT = "a yellow ring over the sea"
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Makes a picture by a preset, and tells its work."""
+    pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    size = {"height": 256, "width": 256, "num_inference_steps": 24, "max_sequence_length": 64}
+
+    def make(name):
+        finer = {"blocks.size": 64} if "flashomni" in name else {}  # the picture has 256 tokens
+        accelerate_pipeline(pipe, load_preset(name, model="flux", **finer))
+        picture = pipe(PROMPT, **size, generator=torch.Generator().manual_seed(0), output_type="np").images[0]
+        work = pipe.dit_accel.report().computed_fraction
+        restore_pipeline(pipe)
+        return picture, work
+
+    return make
+
+
+def test_trios_are_whole():
+    """There is no `-quality` without the plain name and `-turbo`."""
+    names = set(preset_names())
+    assert all(set(trio) <= names for trio in [*TRIOS, *LOOPS])
+    assert {turbo for *_, turbo in TRIOS} == {each for each in names if each.endswith("-turbo")} - {"video-turbo"}
+
+
+@pytest.mark.parametrize("trio", [*TRIOS, *LOOPS], ids=lambda trio: trio[1])
+def test_a_trio_holds_its_order(trio, made):
+    """From quality to turbo there is less work, and the picture is farther from the plain one."""
+    plain, _ = made("exact")
+    pictures, works = zip(*map(made, trio), strict=True)
+    distances = [psnr(picture, plain) for picture in pictures]
+    assert works[0] > works[1] > works[2]
+    assert distances[0] > distances[1] > distances[2] > 25
