@@ -256,3 +256,15 @@ def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
     """A key without effect, or with a wrong one, is an error."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset, **overrides)
+
+
+def test_prompts_of_unequal_length_keep_their_padding_where_tiles_are_left_out():
+    """Rows that compute apart take the lengths of their own prompts along."""
+    tiles = {"policy": "sparge", "steps": "all", "top_k": 1.0}
+    preset = load_preset(PRESET, model="qwen_image", skip=tiles, **{"schedule.target_error": 0.2})
+    pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), preset)
+    together, _, report = run(pipe, "qwen-image", PROMPTS, generators(3))
+    alone = [run(pipe, "qwen-image", prompt, seed) for prompt, seed in zip(PROMPTS, generators(3), strict=True)]
+    torch.testing.assert_close(together, torch.cat([output for output, *_ in alone]), rtol=1e-3, atol=1e-3)
+    assert len({tuple(step.mode for step in report.of_prompt(place).steps) for place in range(3)}) > 1
+    assert report.fallbacks == []

@@ -12,7 +12,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
 from dit_accel.models import graphs, transformer_hook
 from dit_accel.models.cuda_graph import Trial
-from dit_accel.models.graph_limits import why_not_output
+from dit_accel.models.graph_limits import why_not_output, why_not_preset
 from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.fake_graph import RecordedGraph
@@ -404,3 +404,42 @@ def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
 def test_other_levels_have_no_such_key(preset):
     with pytest.raises(PresetError, match=r"kernels\.graphs has no effect"):
         load_preset(preset, **{"kernels.graphs": "auto"})
+
+
+def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
+    """Each run's report lists them, though Python runs in none of its steps."""
+    pipe = accelerated("flux", "exact")
+    report, block = pipe.dit_accel, pipe.transformer.transformer_blocks[0]
+    own = block.forward
+
+    def forward(*args, **kwargs):
+        find_driver(pipe).controller.report.fall_back("transformer_blocks.0", "for a test")
+        return own(*args, **kwargs)
+
+    block.forward = forward
+    for _ in range(3):
+        tiny_output(pipe, "flux", steps=STEPS)
+        assert report.report().fallbacks == [{"site": "transformer_blocks.0", "reason": "for a test"}]
+    assert report.report().replayed == STEPS
+
+
+@pytest.mark.parametrize(
+    "mode", [partial(attention_backend, "_native_math"), torch.inference_mode], ids=["backend", "inference-mode"]
+)
+def test_a_mode_of_the_process_is_part_of_the_key(graph, mode):
+    """Another backend of attention launches other kernels, and inference mode makes other tensors."""
+    pipe = accelerated("flux", "exact")
+    for _ in range(2):
+        tiny_output(pipe, "flux", steps=STEPS)
+    before = graph.captures
+    with mode():
+        for _ in range(2):
+            tiny_output(pipe, "flux", steps=STEPS)
+    assert graph.captures == 2 * before > 0
+
+
+def test_a_probe_that_single_blocks_have_is_not_captured():
+    layers = {"transformer_blocks.0": {"probe_blocks": 1}}
+    preset = load_preset("flux-sparge-balanced", **{"skip.layers": layers})
+    assert "skip.probe_blocks" in why_not_preset(preset)
+    assert why_not_preset(load_preset("flux-sparge-balanced", **{"skip.probe_blocks": 0, "skip.refresh": 1})) is None

@@ -6,7 +6,13 @@ import torch
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.models.hooks import Hook
-from dit_accel.models.quantized_linears import QuantizedLinears, project_together
+from dit_accel.models.quantized_linears import (
+    LEAST_ROWS,
+    QuantizedLinears,
+    block_linears,
+    project_together,
+    roundable,
+)
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 4
@@ -128,3 +134,42 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
     with pytest.raises(UnsupportedError, match=r"is compiled, and linear\.dtype 'int8' takes the place of layers"):
         accelerate_pipeline(pipe, "exact", **INT8)
     assert not hooked(pipe)
+
+
+def test_an_input_that_changes_in_place_is_rounded_anew():
+    """As residual streams do; under no gradients, where versions are counted still."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    linears, x = linears_of(pipe), torch.randn(1, 80, layer.in_features)
+    with torch.no_grad():
+        linears.project(layer, x=x)
+        x.add_(1.0)
+        changed = linears.project(layer, x=x)
+        linears.end_call()
+        assert torch.equal(changed, linears.project(layer, x=x.clone()))
+
+
+def test_calls_that_run_as_they_are():
+    """Under autocast, of few rows, with other dtypes, and where gradients are wanted."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    linears, x = linears_of(pipe), torch.randn(1, LEAST_ROWS, layer.in_features)
+    with torch.no_grad():
+        assert linears.takes(layer, x)
+        assert not linears.takes(layer, x[:, 1:])
+        assert not linears.takes(layer, x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not linears.takes(layer, x)
+    assert not linears.takes(layer, x)
+
+
+def test_layers_that_are_never_rounded():
+    """Modulations, and layers that accelerate offloads."""
+    transformer = tiny_pipeline("flux").transformer
+    section = load_preset("exact", **INT8).linear
+    layers = roundable(transformer, section)
+    assert layers and not any("norm" in name for name in layers)
+    assert any("norm" in name for name, _ in block_linears(transformer))
+    name = next(iter(layers))
+    layers[name]._hf_hook = object()
+    assert roundable(transformer, section).keys() == layers.keys() - {name}

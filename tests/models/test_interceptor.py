@@ -1,0 +1,79 @@
+"""What is caught of a model's own attentions, and how masks and padded text are put for the kernels."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dit_accel.models.family import Tokens
+from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
+
+TEXT, VISION, HEADS, DIM = 5, 7, 2, 16
+TOKENS = Tokens(TEXT, VISION)
+
+
+def inputs(batch=1, tokens=TEXT + VISION):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, HEADS, tokens, DIM, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.1},
+        {"is_causal": True},
+        {"enable_gqa": True},
+        {"scale": 0.5 * DIM**-0.5},
+        {"scale": 2 * DIM**-0.5},
+    ],
+    ids=["dropout", "causal", "grouped-queries", "half-scale", "twice-scale"],
+)
+def test_an_attention_of_another_kind_is_the_models_own(options):
+    """It runs as it is, and what was missed says so."""
+    torch.manual_seed(0)
+    expected = functional.scaled_dot_product_attention(*inputs(), **options)
+    torch.manual_seed(0)
+    with Catching(TOKENS, lambda *_: pytest.fail("caught")) as catching:
+        assert torch.equal(functional.scaled_dot_product_attention(*inputs(), **options), expected)
+    assert "a scale of its own" in catching.missed
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": DIM**-0.5}, {"dropout_p": 0.0, "is_causal": False}])
+def test_an_attention_of_the_usual_kind_is_caught(options):
+    caught = []
+    with Catching(TOKENS, lambda tokens, *_: caught.append(tokens)) as catching:
+        functional.scaled_dot_product_attention(*inputs(), **options)
+    assert caught == [TOKENS] and catching.missed is None
+
+
+def padded(counts):
+    """A mask ``[B, 1, S, S]`` of leading padding, which reads nothing and is not read."""
+    valid = torch.stack([torch.arange(TEXT + VISION) >= TEXT - count for count in counts])
+    return (valid[:, None, :, None] & valid[:, None, None, :]), valid
+
+
+def test_leading_padding_is_counted_by_what_the_picture_reads():
+    """The first rows of the mask are padding's own, and empty."""
+    mask, _ = padded([2, 5])
+    assert key_lengths(mask, TOKENS).tolist() == [2 + VISION, 5 + VISION]
+    assert key_lengths(mask[:, :, -1:], TOKENS).tolist() == [2 + VISION, 5 + VISION]
+    assert key_lengths(None, TOKENS) is None
+
+
+@pytest.mark.parametrize(
+    "valid", [[[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]], [[1, 0, 1, 0, 0], [0, 1, 1, 0, 1]]], ids=["leading", "scattered"]
+)
+def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
+    """Rows of text and picture are those of the masked attention, whatever lies where."""
+    tokens = Tokens(TEXT, VISION, masks_text=True)
+    counts = torch.cat([torch.tensor(valid).bool(), torch.ones(2, VISION, dtype=torch.bool)], dim=1)
+    mask = counts[:, None, None, :].expand(2, 1, TEXT + VISION, -1)
+    qkv = tuple(x.transpose(1, 2) for x in inputs(batch=2))
+    expected = functional.scaled_dot_product_attention(*inputs(batch=2), attn_mask=mask).transpose(1, 2)
+
+    def attend(given):
+        keys = torch.arange(given.k.shape[1]) < given.kv_len[:, None]
+        q, k, v = (x.transpose(1, 2) for x in given[:3])
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=keys[:, None, None]).transpose(1, 2)
+
+    made = with_leading_keys(attend, tokens, 64, qkv, lambda: expected, key_lengths(mask, tokens), mask)
+    torch.testing.assert_close(made[counts], expected[counts])
