@@ -1,0 +1,57 @@
+"""Tensors that are kept for later calls, while a CUDA graph is captured and while none is."""
+
+import threading
+import weakref
+
+import torch
+
+from dit_accel.kernels.kept import Kept, capturing, hold, is_capturing
+
+
+def test_a_value_is_made_once_and_the_oldest_goes():
+    kept, made = Kept(2), []
+    for key in ("a", "b", "a", "c", "a"):
+        kept.get(key, lambda key=key: made.append(key) or key)
+    assert made == ["a", "b", "c", "a"]
+
+
+def test_what_a_capture_makes_stays_with_the_capture():
+    """It holds nothing until its graph is replayed, so that no later call may read it; within, it is made once."""
+    kept = Kept(4)
+    with capturing():
+        assert is_capturing()
+        first = kept.get("a", lambda: torch.zeros(1))
+        assert kept.get("a", lambda: torch.ones(1)) is first
+    assert not is_capturing()
+    assert kept.get("a", lambda: torch.ones(1)).item() == 1
+
+
+def test_what_a_capture_reads_lives_as_long_as_the_capture():
+    """Whatever the cache drops meanwhile."""
+    kept = Kept(1)
+    kept.get("a", lambda: torch.ones(1))
+    with capturing() as capture:
+        place = weakref.ref(kept.get("a", lambda: torch.zeros(1)))
+        other = weakref.ref(hold(torch.ones(1)))
+    kept.get("b", lambda: torch.ones(1))
+    assert place() is not None and other() is not None
+    del capture
+    assert place() is None and other() is None
+
+
+def test_a_capture_is_of_its_thread():
+    found = []
+    with capturing():
+        thread = threading.Thread(target=lambda: found.append(is_capturing()))
+        thread.start(), thread.join()
+    assert found == [False]
+
+
+def test_a_capture_within_another_ends_alone():
+    kept = Kept(4)
+    with capturing() as outer:
+        mine = kept.get("a", lambda: torch.zeros(1))
+        with capturing() as inner:
+            assert kept.get("a", lambda: torch.ones(1)) is not mine
+        assert kept.get("a", lambda: torch.ones(1)) is mine
+    assert outer.made.keys() == inner.made.keys()
