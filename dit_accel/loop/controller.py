@@ -326,7 +326,10 @@ class Controller:
                 self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
             self._branches[key] = self._new_branch(key, shapes, size(), samples())
-            self._branches[key].conditioning.changed(items)
+            if known is not None and anew:
+                self._branches[key].conditioning = known.conditioning  # which knows what held its value
+            else:
+                self._branches[key].conditioning.changed(items)
         return self._branches[key]
 
     def _new_branch(self, key: tuple[str, str], shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
