@@ -22,6 +22,7 @@ from dit_accel.cli.parallel import leads, ranks
 from dit_accel.cli.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
 from dit_accel.cli.progress import Progress, progress_bar
 from dit_accel.errors import DitAccelError, PresetError, UnsupportedError, shortened, shown
+from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -247,7 +248,7 @@ def run_jobs(
                 console.out(f"line {job.index + 1} failed: {made.reason}", highlight=False)
                 continue
             file = folder / job.name(engine.suffix)
-            _write_whole(file, made.data)
+            write_whole(file, made.data)
             row |= {"file": file.name, "sha256": _checksum(file)}
             _append(folder / MANIFEST, row | {"batch": made.batch, "seconds": made.seconds, "report": made.report})
             console.out(f"wrote {file}", highlight=False)
@@ -305,13 +306,6 @@ def _end_last_line(manifest: Path) -> None:
     else:
         with manifest.open("ab") as file:
             file.write(b"\n")
-
-
-def _write_whole(file: Path, data: bytes) -> None:
-    """Writes a file under another name, and renames it when it is whole."""
-    part = file.with_name(f"part-{file.name}")
-    part.write_bytes(data)
-    os.replace(part, file)
 
 
 def _append(manifest: Path, row: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from dit_accel.cli.pipelines import Setup, call_arguments, open_pipeline, read_i
 from dit_accel.cli.ray_engine import ActorsOption, EngineOption, ray_engine, require_engine
 from dit_accel.tools.demo import unknown_words
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,7 +225,7 @@ def command(
     if json_path:
         facts = {"model": model, "preset": chosen.name if chosen else None, "prompt": prompt, "seed": seed}
         facts |= {"call": others} if others else {}
-        json_path.write_text(json.dumps({**facts, **summary}, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
     _print_summary(console, summary, chosen, sides)
 
 

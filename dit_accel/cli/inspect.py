@@ -17,6 +17,7 @@ from dit_accel.cli.pipelines import call_arguments, read_image, timed_call
 from dit_accel.errors import ShapeError, shortened, shown
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
+from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +98,7 @@ def command(
         timeline, density, facts = figures
         timeline_figure(report, timeline)
         density_figure(report, density)
-        facts.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        write_whole(facts, json.dumps(report.to_json(), indent=2) + "\n")
         _draw_symbols(pipe, made, layer, output, console)
     console.out(str(report), highlight=False)
     console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)

@@ -9,6 +9,7 @@ import typer
 
 from dit_accel.cli.options import OptionError
 from dit_accel.cli.outputs import ForceOption, require_writable
+from dit_accel.tools.files import write_whole
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")
 
@@ -89,7 +90,7 @@ def schema_command(
         typer.echo(text, nl=False)
     else:
         require_writable(output, "--output", force=force)
-        output.write_text(text, encoding="utf-8")
+        write_whole(output, text)
 
 
 def span(values: tuple[float, float], digits: int) -> str:

@@ -12,7 +12,8 @@ from dit_accel.presets import name_of_today
 from dit_accel.tools.compare.methods import Method
 from dit_accel.tools.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.compare.runs import Bench
-from dit_accel.tools.tune.runs import difference_of, write_whole
+from dit_accel.tools.files import write_whole
+from dit_accel.tools.tune.runs import difference_of
 
 
 class Sweep:
@@ -84,7 +85,7 @@ class Sweep:
         self.document["frontiers"] = frontier_table(self.rows)
         self._save()
         markdown = self._file.with_suffix(".md")
-        markdown.write_text(table(self.document) + "\n", encoding="utf-8")
+        write_whole(markdown, table(self.document) + "\n")
         drawn = figures(self.document, self._file.with_suffix(".png")) if approximations(self.rows) else []
         return [self._file, markdown, *drawn]
 

@@ -15,9 +15,10 @@ import yaml
 from dit_accel.errors import TuningError
 from dit_accel.presets import Preset
 from dit_accel.presets.keywords import nested
+from dit_accel.tools.files import write_whole
 from dit_accel.tools.tune.axes import BOUND, Setting
 from dit_accel.tools.tune.calibration import Candidate, Curves
-from dit_accel.tools.tune.runs import Figures, write_whole
+from dit_accel.tools.tune.runs import Figures
 
 
 @dataclass(frozen=True)

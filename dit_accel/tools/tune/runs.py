@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
+from dit_accel.tools.files import write_whole
 from dit_accel.tools.metrics import latent_error, psnr
 
 IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
@@ -89,13 +89,6 @@ class Store:
     def _save(self) -> None:
         if self._folder is not None:
             write_whole(self._file, json.dumps(self._values, indent=1) + "\n")
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, which appears whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(part, path)
 
 
 @dataclass
