@@ -369,7 +369,7 @@ def test_report_reads_well_and_serialises(pipe):
     assert len(values["density"]) == len(values["layers"]) == 4
     assert all(len(row) == STEPS for row in values["density"])
     assert values["cache_bytes"] > 0 and values["seconds"] > 0
-    for fact in ("computed fraction", "cache memory", "3 full", "flux-flashomni on flux"):
+    for fact in ("computed fraction", "cache memory", "3 full", "flux-flashomni-paper on flux"):
         assert fact in str(report)
 
 

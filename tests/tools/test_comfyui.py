@@ -391,7 +391,7 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 def test_errors(flow):
     """Each names the argument, what came, and what to do."""
     with pytest.raises(
-        UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni'.*balanced"
+        UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
     ):
         accelerate_model(flow, "flux-flashomni-paper")
     with pytest.raises(PresetError, match="target_eror"):
