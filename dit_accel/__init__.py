@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers see of the names below
     from dit_accel.loop.report import RunReport as RunReport
-    from dit_accel.models.parallelize import parallelize_pipeline as parallelize_pipeline
+    from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
     from dit_accel.pipeline import Acceleration as Acceleration
     from dit_accel.pipeline import accelerate_pipeline as accelerate_pipeline
     from dit_accel.pipeline import accelerate_transformer as accelerate_transformer
@@ -38,7 +38,7 @@ _HOMES = {
     "accelerate_transformer": "pipeline",
     "accelerated": "pipeline",
     "restore_pipeline": "pipeline",
-    "parallelize_pipeline": "models.parallelize",
+    "parallelize_pipeline": "models.parallel.parallelize",
     "Acceleration": "pipeline",
     "Preset": "presets",
     "load_preset": "presets",

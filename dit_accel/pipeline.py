@@ -19,13 +19,14 @@ from dit_accel.loop.report import RunReport
 from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import Clock, SchedulerClock, TimestepClock
 from dit_accel.models import TRANSFORMER_NAMES, denoisers
+from dit_accel.models.beside.control_net import ControlNetHook, control_net, stop_watching, watch_net
+from dit_accel.models.beside.other_caches import refuse_other_cache
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
-from dit_accel.models.control_net import ControlNetHook, control_net, stop_watching, watch_net
-from dit_accel.models.families import FAMILIES, drive, family_of, known_family, left_plain
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.drive import drive, left_plain
+from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.families import FAMILIES, family_of, known_family
 from dit_accel.models.hooks import find_hook
-from dit_accel.models.other_caches import refuse_other_cache
-from dit_accel.models.transformer_hook import TransformerDriver
+from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import FUSED_FAMILIES, VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"

@@ -23,11 +23,11 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
-from dit_accel.models import transformer_hook
-from dit_accel.models.context_parallel import split_plan
+from dit_accel.models import transformer
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import known_family
-from dit_accel.models.family_driver import FamilyDriver
-from dit_accel.models.graphs import StepGraphs
+from dit_accel.models.graphs.step_graphs import StepGraphs
+from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
@@ -179,7 +179,7 @@ def graphs() -> dict:
             outputs = []
             with (
                 patch.object(FamilyDriver, "fuses_kernels", lambda *_, fuses=fuses: fuses),
-                patch.object(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted)),
+                patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
             ):
                 for wanted in ("never", "auto" if dist.get_rank() == 0 else "never"):
                     accelerate(pipe, preset, name, **{"kernels.graphs": wanted})

@@ -113,7 +113,7 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
     )
 
     from dit_accel.models import denoisers
-    from dit_accel.models.quantized_linears import block_linears
+    from dit_accel.models.beside.quantized_linears import block_linears
 
     config = Int8WeightOnlyConfig()
     if kind == "float8":

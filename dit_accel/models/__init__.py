@@ -1,4 +1,11 @@
-"""Where in a model does acceleration apply? A family is a page of facts, by which drivers and hooks work."""
+"""Where in a model does acceleration apply?
+
+Read `families/family.py` first, which says what facts a family has, and one of the pages beside it. `drive.py` gives
+each transformer its driver: `transformer.py` wraps its calls, which is all that level `output` needs, and `driver.py`
+works inside of them by the family's facts. `hooks.py` puts hooks on modules and takes them off, `interceptor.py`
+catches attention, and `fused/` has blocks with kernels of ours. `graphs/` captures computed steps as CUDA graphs,
+`parallel/` divides calls among GPUs, and `beside/` gets along with what others do to a transformer.
+"""
 
 from __future__ import annotations
 

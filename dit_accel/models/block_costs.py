@@ -8,7 +8,7 @@ from torch import nn
 
 from dit_accel.loop.branch import Call
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.family import Arguments, Attention, BlockWork, Family, Tokens
+from dit_accel.models.families.family import Arguments, Attention, BlockWork, Family, Tokens
 from dit_accel.sparse.site_state import SiteState, states_of
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dit_accel.models.control_net import NUMBERS, hook_of
-from dit_accel.models.family import FURTHER_LATENTS, LATENTS
+from dit_accel.models.beside.control_net import NUMBERS, hook_of
+from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS
 
 LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
     [

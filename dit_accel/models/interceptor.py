@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.family import Tokens
+from dit_accel.models.families.family import Tokens
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.site import Inputs
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.kept import Kept
-from dit_accel.models.family import OrderFacts
+from dit_accel.models.families.family import OrderFacts
 from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 

@@ -21,7 +21,7 @@ from torch import nn
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers, dtype_argument
 from dit_accel.models.families import require_family
-from dit_accel.models.family import Attention, Family, Tokens
+from dit_accel.models.families.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names
 from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention

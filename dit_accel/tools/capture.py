@@ -22,10 +22,10 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.loop.tracker import SchedulerClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import require_family
-from dit_accel.models.family import Attention, Family, Tokens
+from dit_accel.models.families.family import Attention, Family, Tokens
 from dit_accel.models.hooks import find_hook, parameter_names, register_hook, remove_hook
 from dit_accel.models.interceptor import AttentionHook, key_lengths, with_leading_keys
-from dit_accel.models.transformer_hook import timestep_of
+from dit_accel.models.transformer import timestep_of
 from dit_accel.sparse.site import Inputs
 from dit_accel.sparse.token_order import Grid, token_order
 

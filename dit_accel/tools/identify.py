@@ -104,7 +104,7 @@ def identify(model: str) -> Identity:
     index = folder / "model_index.json"
     if index.is_file():
         classes = [value[1] for value in json.loads(index.read_text(encoding="utf-8")).values() if _is_class(value)]
-        from dit_accel.models.registry import FAMILIES
+        from dit_accel.models.families import FAMILIES
 
         family = next((family.name for family in FAMILIES if family.model in classes), "any")
         is_video = family in VIDEO_FAMILIES or any("Video" in name for name in classes)
@@ -121,7 +121,7 @@ def identify(model: str) -> Identity:
 @cache
 def _titles() -> dict[str, str]:
     """What people call each family, by its name; torch comes with the facts, and not before they are asked for."""
-    from dit_accel.models.registry import FAMILIES
+    from dit_accel.models.families import FAMILIES
 
     return {family.name: family.title for family in FAMILIES} | {"any": "a model whose blocks are not known here"}
 

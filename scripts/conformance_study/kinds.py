@@ -29,8 +29,8 @@ import torch
 from dit_accel import Preset, accelerate_pipeline, load_preset
 from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.kernels.checks import FLOAT_DTYPES
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import family_of
-from dit_accel.models.family_driver import FamilyDriver
 
 EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0}
 FORECAST = {"level": "output", "method": "newton", "order": 1}

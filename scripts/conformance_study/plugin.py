@@ -21,7 +21,7 @@ from diffusers import DiffusionPipeline
 
 from conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
 from dit_accel.errors import DitAccelError, shortened
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.driver import FamilyDriver
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 
-from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import known_family
+from dit_accel.models.parallel.context_parallel import split_plan
 
 LIMIT = timedelta(seconds=120)  # after which a rank that waits for another gives up
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_accel.kernels import custom_ops
-from dit_accel.models.cuda_graph import CudaGraph, Trial
+from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial
 
 
 class Pool:

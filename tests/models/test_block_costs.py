@@ -7,7 +7,7 @@ import pytest
 from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.block_costs import BlockCosts
-from dit_accel.models.family import Attention, BlockWork
+from dit_accel.models.families.family import Attention, BlockWork
 from dit_accel.sparse.site_state import SiteState
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 

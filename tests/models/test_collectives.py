@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.collectives import CutAtCollectives
+from dit_accel.models.graphs.collectives import CutAtCollectives
 
 
 @pytest.fixture

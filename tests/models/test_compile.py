@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.compiled import compiled_entry, is_wrapper
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.beside.compiled import compiled_entry, is_wrapper
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 12

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.models.beside.control_net import hook_of
 from dit_accel.models.conditions import Conditions
-from dit_accel.models.control_net import hook_of
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.test_changes_under_way import CHANGES, GUIDANCE
 

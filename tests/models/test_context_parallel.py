@@ -10,7 +10,10 @@ from torch.distributed import _functional_collectives as functional
 
 from dit_accel import accelerate_pipeline
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.context_parallel import (
+from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.families import require_family
+from dit_accel.models.families.family import Tokens
+from dit_accel.models.parallel.context_parallel import (
     RING,
     Exchange,
     Exchanges,
@@ -22,9 +25,6 @@ from dit_accel.models.context_parallel import (
     shares_layers,
     split_plan,
 )
-from dit_accel.models.families import require_family
-from dit_accel.models.family import Tokens
-from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 

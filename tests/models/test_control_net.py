@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.control_net import (
+from dit_accel.models.beside.control_net import (
     DeferredCall,
     DeferredTensor,
     TensorForm,
@@ -274,7 +274,7 @@ def test_a_call_that_could_not_be_made_later_is_made_at_once(monkeypatch, why):
     if why == "hook":
         net._diffusers_hook.register_hook(diffusers.hooks.ModelHook(), "another")
     if why == "compiled":
-        monkeypatch.setattr("dit_accel.models.control_net.is_compiled", lambda module: module is net)
+        monkeypatch.setattr("dit_accel.models.beside.control_net.is_compiled", lambda module: module is net)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == why)
     with torch.set_grad_enabled(why == "gradients"):
         output = net(**FIRST)

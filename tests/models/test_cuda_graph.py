@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dit_accel.loop import timing
-from dit_accel.models import cuda_graph
-from dit_accel.models.cuda_graph import CudaGraph, Trial
+from dit_accel.models.graphs import cuda_graph
+from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models import fused
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families import FAMILIES, require_family
-from dit_accel.models.family import Tokens
+from dit_accel.models.families.family import Tokens
 from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hook
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, WEIGHED, AttentionHook, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
@@ -499,7 +499,7 @@ def test_a_failed_acceleration_leaves_nothing_behind(monkeypatch):
     def fail(*_):
         raise RuntimeError("no hook for you")
 
-    monkeypatch.setattr("dit_accel.models.family_driver.interceptor.AttentionHook", fail)
+    monkeypatch.setattr("dit_accel.models.driver.interceptor.AttentionHook", fail)
     with pytest.raises(RuntimeError, match="no hook for you"):
         accelerate_pipeline(pipe, sparse("sd3"))
     assert not hasattr(pipe, "dit_accel") and not any(

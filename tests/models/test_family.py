@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dit_accel.models.families import require_family
-from dit_accel.models.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
-from dit_accel.models.hidream import FAMILY as HIDREAM
-from dit_accel.models.kandinsky5 import FAMILY as KANDINSKY
-from dit_accel.models.lumina2 import FAMILY as LUMINA
-from dit_accel.models.prx import FAMILY as PRX
-from dit_accel.models.wan import FAMILY as WAN
-from dit_accel.models.wan_relatives import SKYREELS_V2
+from dit_accel.models.families.family import Tokens, batch_of, latents_of, part_of, work_beside_prompt
+from dit_accel.models.families.hidream import FAMILY as HIDREAM
+from dit_accel.models.families.kandinsky5 import FAMILY as KANDINSKY
+from dit_accel.models.families.lumina2 import FAMILY as LUMINA
+from dit_accel.models.families.prx import FAMILY as PRX
+from dit_accel.models.families.wan import FAMILY as WAN
+from dit_accel.models.families.wan_relatives import SKYREELS_V2
 from tests.models import tiny
 
 

@@ -10,10 +10,10 @@ from peft import LoraConfig
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError
-from dit_accel.models import graphs, transformer_hook
-from dit_accel.models.cuda_graph import Trial
-from dit_accel.models.graph_limits import why_not_output, why_not_preset
-from dit_accel.models.graphs import MOST_GRAPHS, StepGraphs
+from dit_accel.models import transformer
+from dit_accel.models.graphs.cuda_graph import Trial
+from dit_accel.models.graphs.limits import why_not_output, why_not_preset
+from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.fake_graph import RecordedGraph
 
@@ -45,7 +45,7 @@ def own_attention_backend():
 def graph(monkeypatch):
     """A class of faked graphs with counts of its own."""
     counted = type("CountedGraph", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted))
+    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     return counted
 
 
@@ -248,7 +248,7 @@ def test_a_capture_that_fails_is_not_tried_again(graph):
     output = tiny_output(pipe, "flux", steps=STEPS)
     assert torch.equal(output, tiny_output(accelerated("flux", "turbo", "never"), "flux", steps=STEPS))
     notes = [note for note in pipe.dit_accel.report().notes if "CUDA graphs" in note]
-    assert notes == [f"{graphs.REFUSED}: RuntimeError: operation not permitted when stream is capturing"]
+    assert notes == [f"{REFUSED}: RuntimeError: operation not permitted when stream is capturing"]
     graph.refuses = None
     tiny_output(pipe, "flux", steps=STEPS)
     assert graph.captures == 0
@@ -259,7 +259,7 @@ def test_where_the_host_waits_nothing_is_captured(graph):
     graph.trial = Trial("model.py, line 7", lambda: 1.0, lambda: 1.0)
     pipe = accelerated("flux", "exact")
     output = tiny_output(pipe, "flux", steps=5)
-    notes = [f"{graphs.REFUSED}: the host waits for the GPU in model.py, line 7"]
+    notes = [f"{REFUSED}: the host waits for the GPU in model.py, line 7"]
     assert graph.captures == 0 and pipe.dit_accel.report().notes == notes
     assert torch.equal(output, tiny_output(restore_pipeline(pipe), "flux", steps=5))
 
@@ -387,7 +387,7 @@ def test_a_cpu_has_none():
     """The report says so where a preset asks for them."""
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=2)
-    assert pipe.dit_accel.report().notes == [f"{graphs.REFUSED}: computes on cpu"]
+    assert pipe.dit_accel.report().notes == [f"{REFUSED}: computes on cpu"]
 
 
 def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dit_accel.models.family import Tokens
+from dit_accel.models.families.family import Tokens
 from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 
 TEXT, VISION, HEADS, DIM = 5, 7, 2, 16

@@ -5,7 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_accel import accelerated
-from dit_accel.models.transformer_hook import BESIDE
+from dit_accel.models.transformer import BESIDE
 from dit_accel.tools.testing import _redraw
 from tests.models.tiny import images, videos
 

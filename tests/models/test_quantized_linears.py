@@ -5,14 +5,14 @@ import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
-from dit_accel.models.hooks import Hook
-from dit_accel.models.quantized_linears import (
+from dit_accel.models.beside.quantized_linears import (
     LEAST_ROWS,
     QuantizedLinears,
     block_linears,
     project_together,
     roundable,
 )
+from dit_accel.models.hooks import Hook
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 STEPS = 4

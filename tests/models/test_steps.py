@@ -8,7 +8,7 @@ from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
 
 from dit_accel import accelerate_pipeline, accelerated, restore_pipeline
 from dit_accel.loop.controller import STUCK
-from dit_accel.models.transformer_hook import NO_TIMESTEP
+from dit_accel.models.transformer import NO_TIMESTEP
 from dit_accel.pipeline import ONLY_KNOWN
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.tiny import STEPS, built, call

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from dit_accel.models.thread_warnings import taken_aside
+from dit_accel.models.graphs.thread_warnings import taken_aside
 
 BEGINNING = "called a synchronizing"
 

@@ -7,7 +7,7 @@ from peft import LoraConfig
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
-from dit_accel.models.family_driver import RASTER
+from dit_accel.models.driver import RASTER
 from dit_accel.models.hooks import ORDER_HOOK
 from dit_accel.models.token_order_hook import TokenOrder
 from dit_accel.sparse.site import SparseSite

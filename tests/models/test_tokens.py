@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dit_accel.models import cogvideox, z_image
+from dit_accel.models.families import cogvideox, z_image
 
 
 @pytest.mark.parametrize(("patch_t", "frames", "grid"), [(None, 3, 3), (1, 3, 3), (2, 3, 2), (2, 4, 2)])

@@ -21,7 +21,7 @@ from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.hooks import parameter_names
-from dit_accel.models.transformer_hook import TIMESTEPS, TransformerDriver
+from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
 from dit_accel.presets import FUSED_FAMILIES
 from tests.models import tiny
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 
-from dit_accel.models import transformer_hook
-from dit_accel.models.graphs import StepGraphs
+from dit_accel.models import transformer
+from dit_accel.models.graphs.step_graphs import StepGraphs
 from tests.models.fake_graph import RecordedGraph
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -23,7 +23,7 @@ from graphs_study import situations
 def graph(monkeypatch):
     """A class of recorded graphs with counts of its own."""
     counted = type("Counted", (RecordedGraph,), {})
-    monkeypatch.setattr(transformer_hook, "StepGraphs", partial(StepGraphs, graph=counted))
+    monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     with attention_backend("native"):
         yield counted
 

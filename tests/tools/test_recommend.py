@@ -15,8 +15,8 @@ import typer
 from dit_accel.cli import app
 from dit_accel.cli.presets import span
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.context_parallel import split_plan
 from dit_accel.models.families import FAMILIES, family_of, known_family
+from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset, measured
 from dit_accel.tools.identify import identify
 from dit_accel.tools.recommend import CARDS, HAS_PLAN, PEAK_GIB, TIMED, Recommendation, recommend

@@ -16,7 +16,7 @@ from dit_accel.kernels import attention
 from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import forecast
 from dit_accel.loop.tracker import StepMode
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import GATHERED, Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels

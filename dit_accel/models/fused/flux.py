@@ -12,6 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import nn
 
+from dit_accel.models.beside.quantized_linears import project_together
 from dit_accel.models.fused.joint import DoubleBlockHook, JointBlockHook, SingleBlockHook
 from dit_accel.models.fused.parts import (
     Rotary,
@@ -23,7 +24,6 @@ from dit_accel.models.fused.parts import (
     query_projection,
     query_weight,
 )
-from dit_accel.models.quantized_linears import project_together
 from dit_accel.sparse.site import SparseSite
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from dit_accel.kernels import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.models.beside.quantized_linears import QuantizedLinears
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, activating, feed_forward, join_streams, project_gelu
-from dit_accel.models.quantized_linears import QuantizedLinears
 from dit_accel.sparse.site import Inputs, SparseSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from dit_accel.kernels import linear_gelu, norm_rope, norm_rope_pair
 from dit_accel.kernels.quantized_linear import EVEN
+from dit_accel.models.beside.quantized_linears import QuantizedLinears, in_8_bits, project_together
 from dit_accel.models.hooks import ATTENTION_HOOK
-from dit_accel.models.quantized_linears import QuantizedLinears, in_8_bits, project_together
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's tokens, float32 [S, D] each
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from dit_accel.kernels import quantize_rows, quantized_linear
 from dit_accel.models import denoisers
-from dit_accel.models.quantized_linears import LEAST_ROWS, roundable
+from dit_accel.models.beside.quantized_linears import LEAST_ROWS, roundable
 from dit_accel.presets import Linear
 
 EVERY = 9  # calls of a layer from one that is measured to the next; odd, so that both branches have their turn

@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "cache-dit-is-overlooked",
-        f"{MODELS}/other_caches.py",
+        f"{MODELS}/beside/other_caches.py",
         'getattr(transformer, "_is_cached", False)',
         'getattr(transformer, "is_cached", False)',
         "a cache of cache-dit is refused",
@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "control-net-of-any-form",
-        f"{MODELS}/control_net.py",
+        f"{MODELS}/beside/control_net.py",
         "or known is None or known[0] != form",
         "or known is None",
         "a control net that is called with other shapes gives other shapes",
@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "control-net-flags",
-        f"{MODELS}/control_net.py",
+        f"{MODELS}/beside/control_net.py",
         "leaf if isinstance(leaf, bool) else type(leaf)",
         "type(leaf)",
         "a control net that is called with another flag gives what that flag asks for",
@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "deferred-calls-run-again",
-        f"{MODELS}/control_net.py",
+        f"{MODELS}/beside/control_net.py",
         "pytree.tree_leaves(self._run()), None",
         "pytree.tree_leaves(self._run()), self._run",
         "a deferred call is made once, however many tensors of it are read",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "second-attention-is-cheap",
-        f"{MODELS}/family.py",
+        f"{MODELS}/families/family.py",
         "8 * batch * others * width**2",
         "4 * batch * others * width**2",
         "FLOPs are those that torch counts",
@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     Mutant(
         "output-is-as-wide-as-input",
-        f"{MODELS}/family.py",
+        f"{MODELS}/families/family.py",
         "output // given * made * patch",
         "output",
         "expected memory is what outputs take, where a model gives fewer channels than it gets",
@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers-of-the-last-image",
-        f"{MODELS}/qwen_image.py",
+        f"{MODELS}/families/qwen_image.py",
         "made = len(images) - 1 if",
         "made = len(images) if",
         "the image that is taken apart is not judged",
@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "given-frames-are-judged",
-        f"{MODELS}/wan.py",
+        f"{MODELS}/families/wan.py",
         "made = (timestep > 0)",
         "made = (timestep >= 0)",
         "frames that are given are not judged",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "given-tokens-are-judged",
-        f"{MODELS}/ltx.py",
+        f"{MODELS}/families/ltx.py",
         "return output * (timestep > 0)",
         "return output * (timestep >= 0)",
         "tokens that are given are not judged",
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "lumina-shortest-prompt",
-        f"{MODELS}/lumina2.py",
+        f"{MODELS}/families/lumina2.py",
         'text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)',
         'text = min(_masks.lengths(arguments["encoder_attention_mask"]).lengths)',
         "the sequence of a batch is that of its longest prompt",
@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "one-share-too-long",
-        f"{MODELS}/context_parallel.py",
+        f"{MODELS}/parallel/context_parallel.py",
         "(rank < count % ranks)",
         "(rank <= count % ranks)",
         "ranks share all tokens, and none twice",
@@ -171,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         "exchange-of-another-order",
-        f"{MODELS}/context_parallel.py",
+        f"{MODELS}/parallel/context_parallel.py",
         "key = config, tokens, None if order is None else id(order), device",
         "key = config, tokens, device",
         "ranks exchange tokens in the order of the call",
@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     Mutant(
         "written-collectives-are-cut",
-        f"{MODELS}/collectives.py",
+        f"{MODELS}/graphs/collectives.py",
         "or function._schema.is_mutable or kwargs",
         "or kwargs",
         "a collective that writes in place is refused in a capture",
@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     Mutant(
         "diffusion-forcing-in-another-order",
-        f"{MODELS}/wan_relatives.py",
+        f"{MODELS}/families/wan_relatives.py",
         'arguments.get("enable_diffusion_forcing") or transformer',
         "transformer",
         "under diffusion forcing tokens keep their order",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import require_family
-from dit_accel.models.family_driver import FamilyDriver
 from dit_accel.models.fused import flux2
 from tests.models import tiny
 from tests.models.naive_flux import Schedule

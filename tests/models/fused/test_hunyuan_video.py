@@ -7,10 +7,10 @@ from torch.overrides import TorchFunctionMode
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.models import samples
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.families.hunyuan_video import FAMILY
 from dit_accel.models.fused import block_hook
 from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
-from dit_accel.models.hunyuan_video import FAMILY
 from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from tests.models.naive_hunyuan_video import run
 

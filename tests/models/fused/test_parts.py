@@ -11,7 +11,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.family_driver import FamilyDriver
+from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
 from dit_accel.models.fused.flux import FluxDoubleBlockHook
 from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline

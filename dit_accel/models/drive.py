@@ -1,0 +1,51 @@
+"""The driver of a transformer, by its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dit_accel.loop.runs import Runs
+from dit_accel.models import TRANSFORMER_NAMES
+from dit_accel.models.beside.control_net import CONTROL_NET
+from dit_accel.models.driver import BlockHooks, FamilyDriver
+from dit_accel.models.families import known_family
+from dit_accel.models.families.family import Family
+from dit_accel.models.hooks import parameter_names
+from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
+from dit_accel.presets import FUSED_FAMILIES
+
+
+def left_plain(pipe: Any) -> list[str]:
+    """Names of a pipeline's further components that a timestep is passed to; control nets only see what is denoised."""
+    others = {name: part for name, part in vars(pipe).items() if name not in (*TRANSFORMER_NAMES, CONTROL_NET)}
+    modules = {name: part for name, part in others.items() if isinstance(part, torch.nn.Module)}
+    return [name for name, part in modules.items() if not set(TIMESTEPS).isdisjoint(parameter_names(part))]
+
+
+def drive(
+    transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
+) -> TransformerDriver:
+    """What drives a transformer, not attached yet.
+
+    Args:
+        name: the transformer's name in the pipeline.
+        called: gives what the pipeline calls, which may be a wrapper around the transformer.
+
+    Raises:
+        UnsupportedError: the transformer takes no timestep.
+    """
+    family = known_family(transformer)
+    if family is None:
+        return TransformerDriver(transformer, runs, name, called)
+    return FamilyDriver(transformer, runs, name, called, family, _hand_written(family))
+
+
+def _hand_written(family: Family) -> BlockHooks | None:
+    """What makes the hooks of a family's blocks; imported here, for the installed diffusers may lack another family."""
+    if family.name not in FUSED_FAMILIES:
+        return None
+    return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS

@@ -1,0 +1,67 @@
+"""The families that are known: a page of facts each. Facts alone need no diffusers, so this is quick to import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.models import denoisers
+from dit_accel.models.families import (
+    chroma,
+    cogvideox,
+    flux,
+    flux2,
+    hidream,
+    hunyuan_video,
+    hunyuan_video15,
+    kandinsky5,
+    ltx,
+    ltx2,
+    lumina2,
+    mochi,
+    prx,
+    qwen_image,
+    sd3,
+    wan,
+    wan_relatives,
+    z_image,
+)
+from dit_accel.models.families.family import Family
+
+if TYPE_CHECKING:
+    import torch
+
+FAMILIES: tuple[Family, ...] = (
+    *(flux.FAMILY, hunyuan_video.FAMILY, wan.FAMILY, sd3.FAMILY, qwen_image.FAMILY, flux2.FAMILY, z_image.FAMILY),
+    *(hunyuan_video15.FAMILY, ltx.FAMILY, ltx2.FAMILY, cogvideox.FAMILY),
+    *(wan_relatives.VACE, wan_relatives.ANIMATE, wan_relatives.SKYREELS_V2),
+    *(hidream.FAMILY, lumina2.FAMILY, kandinsky5.FAMILY, mochi.FAMILY, prx.FAMILY, chroma.FAMILY),
+)
+
+
+def known_family(transformer: torch.nn.Module) -> Family | None:
+    """The family of a transformer, by the name of its class or of one that it derives from; None = no facts."""
+    names = [cls.__name__ for cls in type(transformer).__mro__]
+    return next((family for family in FAMILIES if family.model in names), None)
+
+
+def require_family(transformer: torch.nn.Module) -> Family:
+    """The family of a transformer.
+
+    Raises:
+        UnsupportedError: no facts are known of it.
+    """
+    family = known_family(transformer)
+    if family is None:
+        raise UnsupportedError(
+            f"the blocks of {type(transformer).__name__} are not known here: it must be a pipeline or transformer of "
+            f"{', '.join(each.model for each in FAMILIES)}"
+        )
+    return family
+
+
+def family_of(pipe: Any) -> str:
+    """Name of a pipeline's model family; ``any`` where no facts are known of it."""
+    known = {known_family(transformer) for transformer in denoisers(pipe).values()}
+    family = known.pop() if len(known) == 1 else None
+    return "any" if family is None else family.name

@@ -1,0 +1,28 @@
+"""Chroma: FLUX's blocks without guidance or a pooled prompt; a mask tells which text counts.
+
+diffusers makes the mask of a prompt in the encoder's dtype and adds it to the scores, which lifts what counts and hides
+nothing, so attention stays dense. A bool one hides padding: encode the prompt first and pass its mask as bool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, packed_tokens
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    return replace(packed_tokens(transformer, arguments), masks_text=True)
+
+
+FAMILY = Family(
+    name="chroma",
+    title="Chroma",
+    model="ChromaTransformer2DModel",
+    stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1)),
+    tokens=tokens,
+    parts=("attn", "ff", "ff_context", "proj_out"),
+    feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
+)

@@ -1,0 +1,28 @@
+"""FLUX: double blocks with an image and a text stream, then single blocks over the joint sequence, text first.
+
+Kontext's reference tokens follow the latents and count as vision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, packed_tokens
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Latent tokens only: pipelines drop what comes out at reference tokens, whose first position id is not 0."""
+    ids = arguments["img_ids"]
+    ids = ids[0] if ids.ndim == 3 else ids
+    return output * (ids[:, :1] == 0)
+
+
+FAMILY = Family(
+    name="flux",
+    title="FLUX.1",
+    model="FluxTransformer2DModel",
+    stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
+    tokens=packed_tokens,
+    used=used,
+)

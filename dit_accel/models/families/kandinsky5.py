@@ -1,0 +1,50 @@
+"""Kandinsky 5, images and videos: blocks of self-attention over their tokens, cross-attention to text, and an MLP.
+
+Checkpoints with sparse attention of their own (``attention_type`` is ``nabla``) attend under its mask, as before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, work_beside_prompt
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """Patches of latents ``[B, F, H, W, C]``; text has blocks of its own."""
+    sizes = zip(arguments["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
+    grid = tuple(size // patch for size, patch in sizes)
+    return Tokens(0, math.prod(grid), grid=grid)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    config, (batch, prompt, _) = transformer.config, arguments["encoder_hidden_states"].shape
+    mlp = 2 * config.ff_dim / config.model_dim
+    return work_beside_prompt("self_attention", batch, tokens.vision, prompt, config.model_dim, mlp)
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """All but frames that are given, which a mask in the last channel of the latents marks."""
+    return output * (1 - arguments["hidden_states"][..., -1:]) if transformer.config.visual_cond else output
+
+
+def heads(transformer: nn.Module) -> tuple[int, int]:
+    head_dim = sum(transformer.config.axes_dims)
+    return transformer.config.model_dim // head_dim, head_dim
+
+
+FAMILY = Family(
+    name="kandinsky5",
+    title="Kandinsky 5",
+    model="Kandinsky5Transformer3DModel",
+    stacks=(Stack("visual_transformer_blocks", features=3),),
+    tokens=tokens,
+    heads=heads,
+    work=work,
+    attentions={"self_attention": False},
+    parts=("self_attention", "cross_attention", "feed_forward"),
+    used=used,
+)

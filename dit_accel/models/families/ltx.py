@@ -1,0 +1,39 @@
+"""LTX-Video: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, width_of, work_beside_prompt
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """The video's tokens, and those of frames that are given; the prompt is no part of the sequence."""
+    return Tokens(0, arguments["hidden_states"].shape[1])
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """All but tokens that are given, which have timestep 0; other outputs than the video's have no such tokens."""
+    timestep = arguments["timestep"]
+    if timestep.shape != output.shape[:2]:
+        return output
+    return output * (timestep > 0).to(output.dtype).unsqueeze(-1)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    batch, prompt, _ = arguments["encoder_hidden_states"].shape
+    return work_beside_prompt("attn1", batch, tokens.vision, prompt, width_of(transformer), 8)
+
+
+FAMILY = Family(
+    name="ltx",
+    title="LTX-Video",
+    model="LTXVideoTransformer3DModel",
+    stacks=(Stack("transformer_blocks", features=3),),
+    tokens=tokens,
+    work=work,
+    attentions={"attn1": False},
+    parts=("attn1", "attn2", "ff"),
+    used=used,
+)

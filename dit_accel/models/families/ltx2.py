@@ -1,0 +1,38 @@
+"""LTX-2: blocks of a video and an audio stream, each with the parts of LTX-Video's, and attention to each other.
+
+Attention of the video to itself takes nearly all of the time, and tiles are left out there alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from dit_accel.models.families import ltx
+from dit_accel.models.families.family import Arguments, BlockWork, Stack, Tokens, work_beside_prompt
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """Either stream by itself, and the attention between them, whose width is the audio stream's."""
+    batch, audio, _ = arguments["audio_hidden_states"].shape
+    prompt, video = arguments["encoder_hidden_states"].shape[1], tokens.vision
+    width, audio_width = block.attn1.inner_dim, block.audio_attn1.inner_dim
+    of_audio = work_beside_prompt("audio_attn1", batch, audio, prompt, audio_width, 8)
+    between = 2 * 4 * batch * audio_width * (video * width + audio * audio_width + video * audio)
+    of_video = work_beside_prompt("attn1", batch, video, prompt, width, 8)
+    return replace(of_video, rest=of_video.rest + of_audio.plain + between)
+
+
+FAMILY = replace(
+    ltx.FAMILY,
+    name="ltx2",
+    title="LTX-2",
+    model="LTX2VideoTransformer3DModel",
+    stacks=(Stack("transformer_blocks", features=4),),
+    work=work,
+    parts=(
+        *("attn1", "attn2", "ff", "audio_attn1", "audio_attn2", "audio_ff"),
+        *("audio_to_video_attn", "video_to_audio_attn"),
+    ),
+)

@@ -1,0 +1,41 @@
+"""Lumina Image 2: blocks over the joint sequence, text first; its refiners before them run in every step.
+
+The padding of a prompt is left out, so that in a batch images begin at different places, and what is missing at the end
+of shorter samples is masked.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+from dit_accel.models.samples import TextMasks
+
+_masks = TextMasks()  # diffusers reads them in every call
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+    text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)
+    return Tokens(text, height * width, pads_end=True)
+
+
+def mlp(transformer: nn.Module) -> float:
+    """Gated, three matrices of four times the width; less what heads that share keys and values save in these."""
+    config = transformer.config
+    return 12 - 2 * (1 - (config.num_kv_heads or config.num_attention_heads) / config.num_attention_heads)
+
+
+FAMILY = Family(
+    name="lumina2",
+    title="Lumina Image 2",
+    model="Lumina2Transformer2DModel",
+    stacks=(Stack("layers", features=2),),
+    tokens=tokens,
+    heads=lambda transformer: (
+        transformer.config.num_attention_heads,
+        transformer.config.hidden_size // transformer.config.num_attention_heads,
+    ),
+    mlp=mlp,
+    parts=("attn", "feed_forward"),
+)

@@ -1,0 +1,52 @@
+"""Mochi: joint blocks, video first, with text of a width of its own.
+
+Attention runs over one sample after the other, each without its padding. Its schedule's noise levels run from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, OrderFacts, Stack, Tokens, batch_of, width_of
+from dit_accel.models.samples import TextMasks
+
+_masks = TextMasks()  # diffusers reads them in every block
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    _, _, frames, height, width = arguments["hidden_states"].shape
+    patch = transformer.config.patch_size
+    grid = frames, height // patch, width // patch
+    text = arguments["encoder_hidden_states"].shape[1]
+    return Tokens(text, math.prod(grid), text_first=False, grid=grid, samples_apart=True)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """Gated MLPs of 8/3 of the width; the last block gives no text."""
+    width, narrow, batch = width_of(transformer), transformer.config.pooled_projection_dim, batch_of(arguments)
+    projection, of_text = 2 * batch * tokens.vision * width**2, 2 * batch * tokens.text * width * narrow
+    gives_text, mlps = 0, 8 * projection
+    if block.ff_context is not None:
+        gives_text, mlps = of_text, mlps + 8 * 2 * batch * tokens.text * narrow**2
+    lengths = _masks.lengths(arguments["encoder_attention_mask"]).lengths
+    return BlockWork(
+        tiles={"attn1": sum(4 * (tokens.vision + text) ** 2 * width for text in lengths)},
+        rest=2 * (projection + of_text) + mlps,
+        rows=2 * projection + of_text + gives_text,
+        bias=projection + gives_text,
+    )
+
+
+FAMILY = Family(
+    name="mochi",
+    title="Mochi",
+    model="MochiTransformer3DModel",
+    stacks=(Stack("transformer_blocks"),),
+    tokens=tokens,
+    work=work,
+    attentions={"attn1": True},
+    parts=("attn1", "ff", "ff_context"),
+    order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, H, D / 2]
+)

@@ -1,0 +1,46 @@
+"""PRX: blocks over the image, whose attention has keys of the prompt too, but no queries of it.
+
+Text comes first among the keys, and is the same in all blocks. The MLP is three linear layers of the block.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack, Tokens, batch_of
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+    text = arguments["encoder_hidden_states"].shape[1]
+    return Tokens(text, height * width, masks_text=True, text_asks=False)
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """Queries and an output of the image, keys and values of both, and a gated MLP of the image."""
+    config, batch = transformer.config, batch_of(arguments)
+    width, keys = config.hidden_size, tokens.vision + tokens.text
+    projection = 2 * batch * tokens.vision * width**2
+    return BlockWork(
+        tiles={"attention": 4 * batch * tokens.vision * keys * width},
+        rest=2 * 2 * batch * keys * width**2 + 3 * config.mlp_ratio * projection,
+        rows=2 * projection,
+        bias=projection,
+    )
+
+
+FAMILY = Family(
+    name="prx",
+    title="PRX",
+    model="PRXTransformer2DModel",
+    stacks=(Stack("blocks"),),
+    tokens=tokens,
+    heads=lambda transformer: (
+        transformer.config.num_heads,
+        transformer.config.hidden_size // transformer.config.num_heads,
+    ),
+    work=work,
+    attentions={"attention": True},
+    parts=("attention", "down_proj"),
+    feeds={"down_proj": ("gate_proj", "up_proj")},
+)

@@ -1,0 +1,35 @@
+"""Qwen-Image: joint blocks, text first; the padding of shorter prompts lies between text and image.
+
+The edit pipelines' reference images follow the latents and count as vision. The layered form makes several images at
+once, and the one that is taken apart follows them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, packed_tokens
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Latent tokens only: pipelines drop what comes out at reference images, which ``img_shapes`` lists behind them."""
+    shapes = arguments.get("img_shapes")
+    images = shapes[0] if shapes else ()  # of the first sample; a flat list has no samples
+    if not images or not isinstance(images[0], (tuple, list)):
+        return output
+    made = len(images) - 1 if getattr(transformer.config, "use_layer3d_rope", False) else 1
+    return output[:, : sum(map(math.prod, images[:made]))]
+
+
+FAMILY = Family(
+    name="qwen_image",
+    title="Qwen-Image and Qwen-Image-Edit",
+    model="QwenImageTransformer2DModel",
+    stacks=(Stack("transformer_blocks"),),
+    tokens=packed_tokens,
+    text_mask="encoder_hidden_states_mask",
+    used=used,
+)

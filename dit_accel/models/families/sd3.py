@@ -1,0 +1,25 @@
+"""Stable Diffusion 3 and 3.5: joint blocks, image first; some of 3.5-medium have a second attention, over the image."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
+    return Tokens(arguments["encoder_hidden_states"].shape[1], height * width, text_first=False)
+
+
+FAMILY = Family(
+    name="sd3",
+    title="Stable Diffusion 3 and 3.5",
+    model="SD3Transformer2DModel",
+    stacks=(Stack("transformer_blocks", features=3),),
+    tokens=tokens,
+    # The last block gives no text, and has neither an MLP for it nor a projection of what its attention gives.
+    text_mlp=lambda _, block: -1 if block.ff_context is None else 8,
+    attentions={"attn": True, "attn2": False},
+    parts=("attn", "attn2", "ff", "ff_context"),
+)

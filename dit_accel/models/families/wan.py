@@ -1,0 +1,60 @@
+"""Wan 2.1 and 2.2: blocks of self-attention over the video, cross-attention to the prompt, and an MLP."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import (
+    Arguments,
+    BlockWork,
+    Family,
+    OrderFacts,
+    Stack,
+    Tokens,
+    width_of,
+    work_beside_prompt,
+)
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """The video's tokens; the prompt is no part of the sequence."""
+    sizes = zip(arguments["hidden_states"].shape[2:], transformer.config.patch_size, strict=True)
+    grid = tuple(size // patch for size, patch in sizes)
+    return Tokens(0, math.prod(grid), grid=grid)
+
+
+def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """All but frames that are given, for pipelines drop what comes out there: their tokens have timestep 0."""
+    timestep = arguments["timestep"]
+    if timestep.ndim < 2:
+        return output
+    grid = tokens(transformer, arguments).grid
+    made = (timestep > 0).to(output.dtype).unflatten(1, grid)  # [B, frames, rows, columns]
+    return output * nn.functional.interpolate(made[:, None], size=output.shape[2:], mode="nearest")
+
+
+def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """Self-attention, cross-attention to prompt and image tokens, and the MLP; all blocks do the same."""
+    width, batch = width_of(transformer), arguments["hidden_states"].shape[0]
+    image = arguments.get("encoder_hidden_states_image")
+    prompt = arguments["encoder_hidden_states"].shape[1]
+    prompt += 0 if image is None else image.shape[0] * image.shape[1] // batch  # a first and a last frame: 2 rows
+    return work_beside_prompt("attn1", batch, tokens.vision, prompt, width, 2 * transformer.config.ffn_dim / width)
+
+
+FAMILY = Family(
+    name="wan",
+    title="Wan 2.1 and 2.2",
+    model="WanTransformer3DModel",
+    stacks=(Stack("blocks", features=3, crossed=1, joint=True),),
+    tokens=tokens,
+    work=work,
+    attentions={"attn1": False},
+    used=used,
+    # RoPE tables [1, S, 1, D], and the blocks' modulation [B, S, 6C] where each token has its own timestep.
+    order=OrderFacts(tables={"rope": {0: 1, 1: 1}, "condition_embedder": {1: 1}}, exit="norm_out"),
+    names_transformer=True,
+)

@@ -1,0 +1,64 @@
+"""Transformers with Wan's blocks, known by facts alone: VACE, Animate and SkyReels-V2.
+
+VACE's own blocks make hints for Wan's, in a sequence of the same length. Their inputs mix both sequences, and Animate's
+face adapters between the blocks read tokens frame by frame, so tokens keep their order in both. So they do under
+SkyReels-V2's diffusion forcing and causal masks, which go by frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from dit_accel.models.families import wan
+from dit_accel.models.families.family import Arguments, BlockWork, Stack, Tokens, batch_of, part_of, width_of
+
+PARTS = ("attn1", "attn2", "ffn")
+
+
+def vace_work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
+    """A block that makes hints has a projection at its exit, and the first one another at its entrance."""
+    work = wan.work(transformer, arguments, tokens, block)
+    projections = sum(part_of(block, name) is not None for name in ("proj_in", "proj_out"))
+    projection = 2 * batch_of(arguments) * tokens.vision * width_of(transformer) ** 2
+    return replace(work, rest=work.rest + projections * projection)
+
+
+def skyreels_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """The video's; without a grid where each frame has a timestep of its own, or reads those before it alone."""
+    by_frames = arguments.get("enable_diffusion_forcing") or transformer.config.num_frame_per_block > 1
+    found = wan.tokens(transformer, arguments)
+    return replace(found, grid=None) if by_frames else found
+
+
+VACE = replace(
+    wan.FAMILY,
+    name="wan_vace",
+    title="Wan VACE",
+    model="WanVACETransformer3DModel",
+    stacks=(Stack("vace_blocks", features=4), Stack("blocks", features=3)),
+    work=vace_work,
+    parts=(*PARTS, "proj_in", "proj_out"),
+    order=None,
+)
+ANIMATE = replace(
+    wan.FAMILY,
+    name="wan_animate",
+    title="Wan Animate",
+    model="WanAnimateTransformer3DModel",
+    parts=PARTS,
+    order=None,
+    names_transformer=False,
+)
+SKYREELS_V2 = replace(
+    wan.FAMILY,
+    name="skyreels_v2",
+    title="SkyReels-V2",
+    model="SkyReelsV2Transformer3DModel",
+    tokens=skyreels_tokens,
+    parts=PARTS,
+    used=lambda _, output, __: output,  # diffusion forcing has timesteps of frames, and runs plainly
+    order=replace(wan.FAMILY.order, tables={"rope": {0: 1, 1: 1}}),
+    names_transformer=False,
+)

@@ -1,0 +1,55 @@
+"""Z-Image: blocks over the joint sequence, image first; its refiners before them run in every step.
+
+Latents and prompts come in lists of samples, and each sequence is filled up to a multiple of 32 tokens. The Omni form
+has prompts first, in turns with images, then images that an encoder has seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
+
+MULTIPLE = 32  # of tokens, to which diffusers fills up
+
+
+def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
+    """The longest sample's sequence; padding behind shorter ones is masked."""
+    patch, frames = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+
+    def images(sample: list | torch.Tensor) -> int:
+        sides = (each.shape[1:] for each in _tensors(sample))
+        return _filled(math.prod(side) // (frames * patch * patch) for side in sides)
+
+    vision = [images(sample) for sample in arguments["x"]]
+    text = [_filled(len(each) for each in _tensors(sample)) for sample in arguments["cap_feats"]]
+    for place, sample in enumerate(arguments.get("siglip_feats") or ()):
+        vision[place] += _filled(math.prod(each.shape[:2]) for each in _tensors(sample))
+    longest = max(map(sum, zip(vision, text, strict=True)))
+    is_omni = isinstance(arguments["x"][0], list)
+    return Tokens(longest - vision[0], vision[0], text_first=is_omni, pads_end=True)
+
+
+def _tensors(sample: list | torch.Tensor) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+
+
+def _filled(lengths: Iterable[int]) -> int:
+    return sum(-(-length // MULTIPLE) * MULTIPLE for length in lengths)
+
+
+FAMILY = Family(
+    name="z_image",
+    title="Z-Image",
+    model="ZImageTransformer2DModel",
+    stacks=(Stack("layers", features=2),),
+    tokens=tokens,
+    heads=lambda transformer: (transformer.config.n_heads, transformer.config.dim // transformer.config.n_heads),
+    attentions={"attention": True},
+    parts=("attention", "feed_forward"),
+)

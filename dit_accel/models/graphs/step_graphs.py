@@ -1,0 +1,290 @@
+"""CUDA graphs of computed steps: what a step asks of the GPU is recorded once, and asked for again at one stroke.
+
+Where kernels are short, Python takes longer to launch them than the GPU to run them. A computed step at level
+``output`` decides nothing on the host and has fixed shapes. So the first of its kind runs as ever (kernels compile,
+caches fill), the second is watched, the third is captured, and from then on inputs are copied in, the graph is replayed
+and outputs are copied out. When to compute, forecasts and what a step measured stay outside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.kernels.kept import capturing
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.loop.branch import Call
+from dit_accel.loop.controller import Controller
+from dit_accel.models.graphs.announcement import Announcement
+from dit_accel.models.graphs.cuda_graph import CudaGraph, Trial, Turns
+from dit_accel.models.graphs.limits import (
+    why_not_call,
+    why_not_known,
+    why_not_module,
+    why_not_output,
+    why_not_preset,
+)
+from dit_accel.models.graphs.state import ModelState
+from dit_accel.models.parallel.context_parallel import parallel_degree
+
+MOST_GRAPHS = 8  # kept at a time: two branches, dense and with tiles left out, and as many once more
+NEW = object()  # stands for a kind of call that has not come before
+REFUSED = "computed steps not captured as CUDA graphs"
+
+
+class Driver(Protocol):
+    """What graphs need of the driver of a transformer."""
+
+    transformer: nn.Module
+    controller: Controller
+
+    def why_eager(self) -> str | None:
+        """Why the call in progress can't be captured, or None."""
+
+    def decisions(self) -> tuple:
+        """What else decides on the host how the call in progress runs."""
+
+    def shared_tensors(self) -> Any:
+        """What the call in progress reads on the device and is no argument of it."""
+
+    def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+        """Tells the call in progress what its blocks have drawn and measured."""
+
+
+@dataclass
+class Captured:
+    """A graph, and the tensors that it reads and writes.
+
+    Args:
+        inputs: where the tensors among a call's arguments go.
+        output: of the transformer, as it nests its tensors; the next replay overwrites them.
+        announcement: of the call's sparse attentions.
+        fallbacks: that the report lists for it.
+        held: keeps what the graph reads by its address.
+    """
+
+    graph: CudaGraph
+    inputs: list[torch.Tensor]
+    output: Any
+    announcement: Announcement
+    fallbacks: list[dict[str, str]]
+    held: Any
+
+
+class StepGraphs:
+    """The graphs of one transformer, by branch, shapes and everything that decides which kernels run.
+
+    Args:
+        driver: of the transformer.
+        graph: the class that captures; tests have one for the CPU.
+    """
+
+    def __init__(self, driver: Driver, graph: type[CudaGraph] = CudaGraph) -> None:
+        self._driver = driver
+        self._graph = graph
+        self._wanted = driver.controller.preset.kernels.graphs
+        self._preset_refuses = why_not_preset(driver.controller.preset)
+        self._failed: str | None = None
+        self._lock = threading.RLock()  # of everything here: threads may call one transformer
+        self._turns = Turns()  # of static inputs and of the pool
+        self._kept: dict[tuple, Captured | Trial | str | None] = {}
+        self.clear()
+
+    def __len__(self) -> int:
+        """Graphs there are."""
+        return sum(isinstance(kept, Captured) for kept in self._kept.values())
+
+    def clear(self) -> None:
+        """Drops all graphs and their memory."""
+        with self._lock:
+            self._turns.end()
+            # None = such a call has run once, a str says why it is not captured.
+            self._kept = {}
+            self._pool: Any = None
+            self._state: ModelState | None = None
+            self._refusing: tuple[str, nn.Module] | None = None  # the module for which nothing is captured
+            self._changes: list[object] = []  # reports of the runs in which the model changed
+
+    def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The output of a call that computes: from a graph where there is one, else as ever.
+
+        Args:
+            original: the transformer's own forward; it has the hooks of its blocks.
+        """
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        compute = partial(original, *args, **kwargs)
+        with self._lock:
+            key, kept = None, self._why_not(call, leaves)
+            if kept is None:
+                key = self._key(call, leaves, structure)
+                kept = self._kept_for(key)
+            if isinstance(kept, (Trial, Captured)):
+                with self._turns.turn(self._device(leaves)):
+                    if isinstance(kept, Trial):
+                        kept = self._kept[key] = self._decide(kept, original, call, leaves, structure)
+                    if isinstance(kept, Captured):
+                        return self._replay(kept, leaves)
+        if kept is None:
+            output, trial = self._graph.watch(compute, self._device(leaves))
+            with self._lock:
+                if key in self._kept and trial.is_complete:
+                    self._kept[key] = why_not_output(output) or trial
+            return output
+        if isinstance(kept, str):
+            self._say(kept, leaves)
+        return compute()
+
+    def _kept_for(self, key: tuple) -> Any:
+        """What there is of a kind of call, `NEW` at its first one."""
+        if key not in self._kept:
+            self._make_room(key)
+            self._kept[key] = None
+            return NEW
+        return self._kept[key]
+
+    def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
+        """A graph of a call that was watched, or why there is none."""
+        is_shared = parallel_degree(self._driver.transformer) > 1
+        return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
+
+    def _say(self, reason: str | None, leaves: list) -> None:
+        """Tells the report why a call runs as ever: in a note where graphs are wanted or went wrong."""
+        report = self._driver.controller.report
+        if self._wanted == "always" or self._failed is not None:
+            report.note(f"{REFUSED}: {reason}")
+        elif any(isinstance(leaf, torch.Tensor) and self._graph.why_not(leaf.device) is None for leaf in leaves):
+            report.not_captured = reason
+
+    def _replay(self, captured: Captured, leaves: list) -> Any:
+        """The output of a call with such arguments, from its graph."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for static, given in zip(captured.inputs, tensors, strict=True):
+            static.copy_(given)
+        captured.graph.replay()
+        self._driver.controller.report.replayed += 1
+        for entry in captured.fallbacks:
+            self._driver.controller.report.fall_back(**entry)
+        self._driver.announce(*captured.announcement.copied())
+        return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
+
+    def _capture(self, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
+        """A new graph, or why the GPU or the model's code refuses; then no other is tried."""
+        controller = self._driver.controller
+        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(static, structure)
+        aside = replace(call, work={}, dense=set(), symbols={}, densities={}, measured=[])
+
+        def compute() -> tuple:
+            report = controller.report
+            before = controller.call, report.fallbacks
+            controller.call, report.fallbacks = aside, []
+            try:
+                output = original(*args, **kwargs)
+                return output, Announcement(aside.symbols, aside.densities), report.fallbacks
+            finally:
+                controller.call, report.fallbacks = before
+
+        if not self:  # a pool ends with its last graph, and can't be captured into again
+            self._pool = self._graph.new_pool()
+        graph = self._graph(self._device(leaves), self._pool)
+        try:
+            with capturing() as capture:
+                made = graph.capture(compute)
+        except Exception as error:  # whatever the driver, a kernel or the model's own code raises under capture
+            first: BaseException = error
+            while first.__context__ is not None:  # ending a capture that has failed raises too
+                first = first.__context__
+            self.clear()
+            self._failed = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
+            return self._failed
+        inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
+        return Captured(graph, inputs, *made, (capture.held, self._driver.shared_tensors()))
+
+    def _why_not(self, call: Call, leaves: list) -> str | None:
+        """Why a call runs as ever, or None."""
+        if (reason := self._failed or self._preset_refuses) is not None:
+            return reason
+        if (reason := why_not_call(call, leaves) or self._driver.why_eager()) is not None:
+            return reason
+        device = self._device(leaves)
+        return self._graph.why_not(device) or self._why_not_model(device)
+
+    def _why_not_model(self, device: torch.device) -> str | None:
+        """Likewise of the model; graphs of a model that has changed since are dropped."""
+        transformer, report = self._driver.transformer, self._driver.controller.report
+        if self._refusing is not None and _has(transformer, *self._refusing):
+            reason = self._why_not_module(*self._refusing, device)
+            if reason is not None:
+                return reason
+        changed = None
+        if self._state is not None and (changed := self._state.change()) is None:
+            return None
+        changes = [each for each in self._changes if each is report] + [report] * (changed is not None)
+        self.clear()
+        self._changes = changes
+        for name, module in transformer.named_modules():
+            if (reason := self._why_not_module(name, module, device)) is not None:
+                self._refusing = name, module
+                return reason
+        self._state = ModelState(transformer)
+        return None if len(changes) < 2 else f"{changed} changes from step to step"
+
+    def _why_not_module(self, name: str, module: nn.Module, device: torch.device) -> str | None:
+        reason = why_not_module(name, module, device)
+        return why_not_known(name, module) if reason is None and self._wanted == "auto" else reason
+
+    def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
+        """Branch and shapes, and then everything else by which calls differ on the host."""
+        forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        backend, _ = _AttentionBackendRegistry.get_active_backend()
+        modes = call.skips, backend, torch.is_inference_mode_enabled(), *_global_modes(), *self._driver.decisions()
+        return call.branch.name, tuple(call.branch.shapes), self._device(leaves), structure, forms, modes
+
+    def _make_room(self, key: tuple) -> None:
+        """Drops graphs of this branch at other shapes, and the oldest of too many."""
+        staying = {each: kept for each, kept in self._kept.items() if each[0] != key[0] or each[1] == key[1]}
+        while len(staying) >= MOST_GRAPHS:
+            del staying[next(iter(staying))]
+        if len(staying) < len(self._kept):
+            self._turns.end()
+            self._kept = staying
+
+    @staticmethod
+    def _device(leaves: Sequence) -> torch.device:
+        return next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _has(transformer: nn.Module, name: str, module: nn.Module) -> bool:
+    """Return True if a transformer still has a module under that name."""
+    try:
+        return transformer.get_submodule(name) is module
+    except AttributeError:
+        return False
+
+
+def _global_modes() -> tuple:
+    """Settings of the whole process that decide which kernels torch launches."""
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cudnn.allow_tf32,
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )

@@ -1,0 +1,119 @@
+"""Branches of guidance on different devices: each is computed by one, which sends the output to the others.
+
+A pipeline calls its transformer once for each branch and reads the outputs when it has called for all of them. So a
+call whose branch is another device's gives a tensor that stands for the output, and the device goes on to its own.
+Outputs are sent in the order of the calls. Every device hands all of them to the loop, which therefore decides alike
+everywhere, and forecasts both branches from what is remembered there: steps that run no block send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.loop.branch import Call
+from dit_accel.loop.runs import Runs
+from dit_accel.models.beside.control_net import DeferredCall, DeferredTensor, TensorForm, call_form
+
+GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the devices among which its branches are dealt out
+
+
+class SharedBranches:
+    """Runs a transformer's calls, or receives what another device makes of them.
+
+    Args:
+        transformer: has its group by the name above, or none.
+        runs: over the transformer.
+    """
+
+    def __init__(self, transformer: nn.Module, runs: Runs) -> None:
+        self._transformer = transformer
+        self._runs = runs
+        self._forms: dict[tuple, tuple[Any, Any]] = {}  # of outputs, and of what is made of them, by kind of call
+
+    def run(self, call: Call, given: Any, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
+        """The output of a call that is not forecast.
+
+        The first call of its kind runs everywhere, because nobody knows yet what to receive.
+
+        Args:
+            given: arguments of the call.
+            run: makes the output here.
+            observe: takes the output, wherever it was made, and gives what the pipeline goes on with.
+
+        Raises:
+            UnsupportedError: the output has another form than that of an earlier call of its kind, for which other
+                devices wait.
+        """
+        group = getattr(self._transformer, GROUP, None)
+        if group is None:
+            return observe(run())
+        kind = self._kind(call, given)
+        owner, known = call.place % dist.get_world_size(group), self._forms.get(kind)
+        is_own = owner == dist.get_rank(group)
+        if known is not None and not is_own:
+            form, standing = known
+            return self._awaited(
+                standing, lambda: observe(_sent(pytree.tree_map_only(TensorForm, _empty, form), owner, group))
+            )
+        output = run()
+        if not is_own:
+            call.branch.sites.clear()  # blocks go on with this branch elsewhere
+        self._runs.current.settle()
+        form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
+        if known is not None and form != known[0]:
+            raise UnsupportedError(
+                f"with branches=2 equal calls of the transformer must give equal forms of output, got {form} after "
+                f"{known[0]}: run the pipeline on one device"
+            )
+        made = observe(_sent(output, owner, group))
+        self._forms[kind] = form, pytree.tree_map_only(torch.Tensor, TensorForm.of, made)
+        return made
+
+    def _kind(self, call: Call, given: Any) -> tuple:
+        """Everything that decides the form of a call's output."""
+        weight = next(self._transformer.parameters())
+        device = weight.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return call_form(given), call.branch.shapes, weight.dtype, cast
+
+    def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
+        """Stands for the output of that form until somebody reads it."""
+        received: list[Any] = []
+        caller = self._runs.caller
+        self._runs.current.awaited.append(lambda: received.append(receive()))
+
+        def settled() -> Any:
+            with self._runs.calling(caller) as controller:
+                controller.settle()
+            if not received:
+                raise UnsupportedError("the output of another device's branch was read after its run had ended")
+            return received[0]
+
+        call = DeferredCall(settled)
+        leaves, spec = pytree.tree_flatten(form)
+        standing = (
+            DeferredTensor(call, i, leaf) if isinstance(leaf, TensorForm) else leaf for i, leaf in enumerate(leaves)
+        )
+        return pytree.tree_unflatten(list(standing), spec)
+
+
+def _sent(output: Any, owner: int, group: dist.ProcessGroup) -> Any:
+    """An output as it is on the device that made it, on all of the group."""
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, send, output)
+
+
+def _empty(form: TensorForm) -> torch.Tensor:
+    return torch.empty(form.shape, dtype=form.dtype, device=form.device)

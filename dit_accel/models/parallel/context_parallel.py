@@ -1,0 +1,238 @@
+"""Context parallelism of diffusers: every rank runs a share of the tokens, and attention needs all of them.
+
+Ulysses: before attention the ranks exchange their tokens for heads, and after it heads for tokens. Between the two a
+rank has all tokens of its share of the heads, and that is where symbols are drawn and tiles left out. The exchange
+brings tokens into the order that symbols want on the way: a rank's share is some text and some of the picture, so they
+come mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.families.family import Family, Tokens
+from dit_accel.models.hooks import HOOK_NAME, lift_hook
+from dit_accel.sparse.token_order import inverse_order
+
+RING = "ring attention hands out keys in parts, so no tiles can be left out: use ulysses_degree in its place"
+SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
+
+
+def config_of(transformer: nn.Module) -> Any:
+    """diffusers' ``ContextParallelConfig`` of a transformer; None = it runs on one device."""
+    return getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
+
+
+def shares_layers(transformer: nn.Module) -> bool:
+    """Whether each of several devices has a part of every layer (diffusers' tensor parallelism)."""
+    return getattr(getattr(transformer, "_parallel_config", None), "tensor_parallel_config", None) is not None
+
+
+def split_plan(transformer: nn.Module, family: Family | None) -> Any:
+    """What ``enable_parallelism`` splits and gathers, by the transformer's class or else by its family's facts.
+
+    Blocks may mask padding by its place, which only an accelerated transformer's hooks set right when tokens are split.
+
+    Raises:
+        UnsupportedError: a given image takes the place of the first frame, which blocks find by the place of tokens.
+    """
+    own = getattr(transformer, "_cp_plan", None)
+    if own is not None or family is None or family.split is None:
+        return own
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    if family.first_frame_apart(transformer):
+        raise UnsupportedError(
+            f"context parallelism splits the video's tokens, and this {family.title} finds those of the given image by "
+            "their place: run it on one device"
+        )
+    facts, tables = family.split, family.order.tables if family.order is not None else {}
+    plan: dict[str, Any] = {
+        module: {part: ContextParallelInput(axis, split_output=True) for part, axis in parts.items()}
+        for module, parts in tables.items()
+    }
+    plan[facts.entrance] = {name: ContextParallelInput(1, expected_dims=3) for name in facts.streams}
+    plan[facts.exit] = ContextParallelOutput(1, expected_dims=3)
+    return plan
+
+
+def parallel_degree(transformer: nn.Module) -> int:
+    """Devices that share the tokens of a call."""
+    config = config_of(transformer)
+    return 1 if config is None else config.ring_degree * config.ulysses_degree
+
+
+def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+    """The largest of what the ranks have measured, float32 ``[N]``, so that all of them decide alike.
+
+    What is no number counts as infinite, which lets no forecast pass.
+    """
+    config = config_of(transformer)
+    if config is None:
+        return numbers
+    numbers = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=config._flattened_mesh.get_group())
+    return numbers
+
+
+class Exchange:
+    """How the ranks of a group share one sequence, and what they exchange for an attention over all of it.
+
+    Args:
+        group: the ranks.
+        tokens: the whole sequence.
+        order: of its vision tokens, int64 ``[S]``; None = as they are. Only arranged tokens have it.
+        device: of the tensors that are exchanged.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, tokens: Tokens, order: torch.Tensor | None, device: torch.device
+    ) -> None:
+        self.tokens = tokens
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+        text, vision = _shares(tokens.text, self._ranks), _shares(tokens.vision, self._ranks)
+        self._counts = [sum(share) for share in zip(text, vision, strict=True)]  # of each rank
+        self._own = self._counts[dist.get_rank(group)]
+        arranged = _arrangement(tokens, text, vision, order)
+        is_arranged = torch.equal(arranged, torch.arange(len(arranged)))
+        self._arranged = None if is_arranged else arranged.to(device)
+        self._received = None if is_arranged else inverse_order(arranged).to(device)
+
+    def divides(self, heads: int) -> bool:
+        """Whether every rank gets as many heads."""
+        return heads % self._ranks == 0
+
+    def to_heads(self, *tensors: torch.Tensor, arranged: bool = True) -> tuple[torch.Tensor, ...]:
+        """From the rank's own tokens ``[B, S / n, H, D]`` to all tokens of its heads ``[B, S, H / n, D]``, in one go.
+
+        Args:
+            arranged: text in one piece, and vision tokens in their order; False = as they come, for attention that
+                looks at no place.
+        """
+        words, dtype = _words(*tensors), tensors[0].dtype
+        batch, own, heads, size = words[0].shape
+        send = words[0].new_empty(self._ranks, own, len(tensors), batch, heads // self._ranks, size)
+        for place, tensor in enumerate(words):
+            send[:, :, place].copy_(tensor.unflatten(2, (self._ranks, -1)).permute(2, 1, 0, 3, 4))
+        received = self._exchanged(send.flatten(0, 1), self._counts, [own] * self._ranks)
+        if arranged and self._arranged is not None:
+            received = received.index_select(0, self._arranged)
+        return tuple(part.transpose(0, 1) for part in received.view(dtype).unbind(1))
+
+    def to_tokens(self, x: torch.Tensor, arranged: bool = True) -> torch.Tensor:
+        """Back: from all tokens of the rank's heads ``[B, S, H / n, D]`` to its own tokens ``[B, S / n, H, D]``."""
+        (words,) = _words(x)
+        send = (self.as_received(words) if arranged else words).transpose(0, 1).contiguous()
+        received = self._exchanged(send, [self._own] * self._ranks, self._counts)
+        return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3).view(x.dtype)
+
+    def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        """What the ranks send this one, in numbers of tokens from and to each.
+
+        As a functional collective, at which :mod:`dit_accel.models.graphs.collectives` cuts what is captured.
+        """
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
+
+    def arrange(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
+        """Tokens that lie as diffusers' own exchange leaves them, with text in one piece and vision in its order."""
+        return x if self._arranged is None else x.index_select(axis, self._arranged)
+
+    def as_received(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
+        """Undoes :meth:`arrange`."""
+        return x if self._received is None else x.index_select(axis, self._received)
+
+
+class Exchanges:
+    """The exchange of a transformer's calls; that of the latest is kept."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[Any, Exchange | None] = None, None
+
+    def of(
+        self, transformer: nn.Module, tokens: Tokens, order: torch.Tensor | None, device: torch.device
+    ) -> Exchange | None:
+        """For a call over these tokens; None = the transformer runs on one device, or in a ring."""
+        config = config_of(transformer)
+        if config is None or config.ring_degree > 1:
+            return None
+        key = config, tokens, None if order is None else id(order), device
+        if self._latest[0] != key:
+            self._latest = key, Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
+        return self._latest[1]
+
+
+def split_above(module: nn.Module) -> Any:
+    """The hook that splits a call among ranks before it reaches our hook on that module; None = there is none."""
+    registry = module._diffusers_hook
+    above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
+    return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
+
+
+def lift_split(module: nn.Module) -> None:
+    """Has a call be split among ranks before it reaches our hook on a module, which stands in for its forward."""
+    registry = module._diffusers_hook
+    for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
+        lift_hook(module, name)
+
+
+def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call as they were before ``hook`` split them; every rank has to ask."""
+    from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
+
+    config, facts = hook.parallel_config, hook.module_forward_metadata
+    anything = config.ulysses_anything or config.ring_anything
+    unshard = PartitionAnythingSharder.unshard_anything if anything else EquipartitionSharder.unshard
+
+    def whole(x: Any, plan: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [whole(each, own) for each, own in zip(x, plan, strict=True)]
+        is_split = isinstance(x, torch.Tensor) and not plan.split_output and plan.expected_dims in (None, x.dim())
+        return unshard(x, plan.split_dim, config._flattened_mesh) if is_split else x
+
+    args, kwargs = list(args), dict(kwargs)
+    for name, plan in hook.metadata.items():
+        if isinstance(name, str):
+            value, is_keyword, index = facts._get_parameter_from_args_kwargs(name, args, kwargs)
+            if is_keyword:
+                kwargs[name] = whole(value, plan)
+            else:
+                args[index] = whole(value, plan)
+    return tuple(args), kwargs
+
+
+def _words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same memory in pieces of 8 bytes, if all have such: what is reordered by pieces of 2 takes thrice as long."""
+
+    def has_words(x: torch.Tensor) -> bool:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        return x.stride(-1) == 1 and all(step * x.element_size() % 8 == 0 for step in steps)
+
+    return tuple(x.view(torch.int64) for x in tensors) if all(map(has_words, tensors)) else tensors
+
+
+def _shares(count: int, ranks: int) -> list[int]:
+    """How many of ``count`` tokens each rank gets, as ``torch.tensor_split`` deals them out."""
+    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+
+
+def _arrangement(tokens: Tokens, text: list[int], vision: list[int], order: torch.Tensor | None) -> torch.Tensor:
+    """Where each token of the arranged sequence lies among those received, int64 ``[S]``."""
+    of_text, of_vision = torch.arange(tokens.text), torch.arange(tokens.vision)
+    if tokens.text_first:
+        of_vision += tokens.text
+    else:
+        of_text += tokens.vision
+    shares = zip(of_text.split(text), of_vision.split(vision), strict=True)
+    received = torch.cat([part for share in shares for part in (share if tokens.text_first else share[::-1])])
+    arranged = inverse_order(received)
+    if order is not None:
+        arranged[of_vision] = arranged[of_vision][order]
+    return arranged

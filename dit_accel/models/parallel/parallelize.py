@@ -1,0 +1,88 @@
+"""Shares a pipeline's work among the devices of several processes, one each, as torchrun starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit_accel.errors import UnsupportedError, require_counts
+from dit_accel.models import denoisers
+from dit_accel.models.families import known_family
+from dit_accel.models.parallel.branches import GROUP
+from dit_accel.models.parallel.context_parallel import config_of, split_plan
+
+
+def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> Any:
+    """Has several devices make what a pipeline makes, in place; before or after ``accelerate_pipeline``.
+
+    Every process calls the pipeline with the same arguments and gets the same result.
+
+    Args:
+        pipe: a diffusers pipeline with a transformer, loaded by every process on its own device.
+        ulysses: devices that share the tokens of a transformer call (diffusers' context parallelism); the model's heads
+            must divide by it.
+        branches: devices, or groups of ``ulysses`` devices, that take branches of guidance: 2 where the pipeline calls
+            its transformer for the prompt and once more without it. Needs ``accelerate_pipeline``, be it with `exact`.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        UnsupportedError: there are not ``ulysses * branches`` processes, the model can't share its tokens, or the
+            pipeline has been parallelized before.
+    """
+    transformers = denoisers(pipe)
+    _check(transformers, ulysses, branches)
+    device = next(next(iter(transformers.values())).parameters()).device.type
+    mesh = dist.init_device_mesh(device, (branches, 1, ulysses), mesh_dim_names=("branch", "ring", "ulysses"))
+    for transformer in transformers.values():
+        if ulysses > 1:
+            _share_tokens(transformer, ulysses, mesh)
+        if branches > 1:
+            setattr(transformer, GROUP, mesh["branch"].get_group())
+    return pipe
+
+
+def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int) -> None:
+    require_counts(ulysses=ulysses, branches=branches)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ulysses * branches != ranks or ranks == 1:
+        raise UnsupportedError(
+            f"ulysses × branches must be the number of processes, at least 2, got {ulysses} × {branches} and {ranks}: "
+            "start as many with torchrun --nproc-per-node, and call torch.distributed.init_process_group() in each"
+        )
+    for name, transformer in transformers.items():
+        if config_of(transformer) is not None or getattr(transformer, GROUP, None) is not None:
+            raise UnsupportedError(f"pipe.{name} is parallel already: load the pipeline anew to change it")
+        heads = getattr(transformer.config, "num_attention_heads", ulysses)
+        if heads % ulysses:
+            raise UnsupportedError(f"ulysses must divide the {heads} attention heads of pipe.{name}, got {ulysses}")
+        if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
+            raise UnsupportedError(
+                f"ulysses must be 1 for {type(transformer).__name__}, for diffusers has no plan of how its tokens are "
+                "shared; branches may be 2 where the pipeline is guided by a second call"
+            )
+
+
+def _share_tokens(transformer: torch.nn.Module, ulysses: int, mesh: dist.DeviceMesh) -> None:
+    from diffusers import ContextParallelConfig
+
+    config = ContextParallelConfig(ulysses_degree=ulysses, mesh=mesh)
+    plan = split_plan(transformer, known_family(transformer))
+    with _countable_devices():
+        transformer.enable_parallelism(config=config, cp_plan=plan)
+
+
+@contextmanager
+def _countable_devices() -> Iterator[None]:
+    """Within, torch counts at least one accelerator, by whose number diffusers divides also where CPUs compute."""
+    count = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: max(1, count())
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = count

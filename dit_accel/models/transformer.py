@@ -1,0 +1,358 @@
+"""Any diffusers transformer: level ``output``, which needs nothing of the model but its forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.hooks.hooks import BaseState, StateManager
+from torch.utils import _pytree as pytree
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.loop.branch import Call
+from dit_accel.loop.controller import WHOLE_BATCH, Controller
+from dit_accel.loop.memory import ModelSize
+from dit_accel.loop.rows import Rows
+from dit_accel.loop.runs import Runs
+from dit_accel.loop.tracker import StepMode
+from dit_accel.models.beside.compiled import CompiledEntry, compiled_entry
+from dit_accel.models.beside.control_net import computed, hook_of
+from dit_accel.models.beside.other_caches import refuse_other_cache, replaced_forward, replaced_forward_remark
+from dit_accel.models.beside.quantized_linears import LinearHook, QuantizedLinears
+from dit_accel.models.caller import calling_pipeline
+from dit_accel.models.conditions import Conditions
+from dit_accel.models.families.family import FURTHER_LATENTS, latents_of
+from dit_accel.models.graphs.step_graphs import StepGraphs
+from dit_accel.models.hooks import (
+    HOOK_NAME,
+    LINEAR_HOOK,
+    Hook,
+    find_hook,
+    lift_hook,
+    parameter_names,
+    register_hook,
+    remove_hook,
+)
+from dit_accel.models.parallel.branches import SharedBranches
+from dit_accel.models.parallel.context_parallel import agreed, gathered, lift_split, split_above
+from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
+
+GRADIENTS = (
+    "calls whose inputs or weights ask for gradients run plainly; where nothing is trained, put them under "
+    "torch.no_grad()"
+)
+NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
+NO_NAMES = (
+    "calls run plainly whose arguments have no names: the transformer's forward was replaced by one of *args and "
+    "**kwargs; decorate that with functools.wraps of the forward that it replaces"
+)
+TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
+TENSOR = object()  # stands for a predicted tensor in the remembered structure of an output
+BESIDE = (
+    "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
+)
+
+
+class TransformerDriver:
+    """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
+
+    Args:
+        transformer: a diffusers transformer that a pipeline calls once per step and branch.
+        runs: over the transformer; the controller of each decides its calls' modes.
+        name: the transformer's name in the pipeline.
+        called: gives what the pipeline calls: the transformer, or a wrapper that ``torch.compile`` has put around it.
+    """
+
+    family_name = "any"
+    levels = ("output",)
+    token_order: torch.Tensor | None = None  # of the latest call's vision tokens, int64 [S]; None = raster order
+
+    def __init__(
+        self, transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
+    ) -> None:
+        self.transformer = transformer
+        self.runs = runs
+        self.name = name
+        self.called = called
+        self.net: torch.nn.Module | None = None  # ControlNet that is called before the transformer
+        self.compiled: CompiledEntry | None = None  # while attached, where the transformer is compiled whole
+        self._parameters = parameter_names(transformer)
+        self._conditions = Conditions(transformer)
+        self._branches = SharedBranches(transformer, runs)
+        self._hooked: list[tuple[torch.nn.Module, str]] = []
+        self._linears: QuantizedLinears | None = None
+        preset = self.controller.preset
+        captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
+        self.graphs = StepGraphs(self) if captures else None
+        is_replaced = replaced_forward(transformer) is not None  # by a function that may name no arguments
+        if not is_replaced and not any(name in self._parameters for name in TIMESTEPS):
+            raise UnsupportedError(
+                f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
+                f"{TIMESTEPS[-1]!r}, so its steps can't be told apart"
+            )
+
+    @property
+    def controller(self) -> Controller:
+        """Controller of the call in progress, or of the latest one."""
+        return self.runs.current
+
+    def layers(self) -> list[str]:
+        """Names of the blocks that the report tells apart."""
+        return [self.name]
+
+    def prepare(self) -> None:
+        """Reads what the preset names, before anything is hooked; what the transformer can't use is an error."""
+        if self.controller.preset.linear.dtype is not None:
+            self._linears = QuantizedLinears(self.transformer, self.controller.preset.linear, self._note)
+
+    def attach(self, acceleration: Any) -> None:
+        """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
+        self.hook(self.transformer, TransformerHook(self, acceleration))
+        self.compiled = compiled_entry(self.transformer, self.called())
+        if self._linears is not None:
+            for layer in self._linears.layers.values():
+                self.hook(layer, LinearHook(self._linears), LINEAR_HOOK)
+
+    def _note(self, remark: str) -> None:
+        self.controller.report.note(remark)
+
+    def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
+        """Hooks a module until :meth:`detach`."""
+        register_hook(module, hook, name)
+        self._hooked.append((module, name))
+        if module is not self.transformer:
+            lift_split(module)
+
+    @property
+    def is_attached(self) -> bool:
+        return getattr(find_hook(self.transformer), "driver", None) is self
+
+    def detach(self) -> None:
+        """Undoes :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
+        while self._hooked:
+            remove_hook(*self._hooked.pop())
+        if self.compiled is not None:
+            self.compiled.put_back()
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self._linears is not None:
+            self._linears.release()
+
+    def release(self) -> None:
+        """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
+        self.controller.release()
+        if (hook := hook_of(self.net)) is not None:
+            hook.release()
+        if self._linears is not None and not self.graphs:  # None, or empty
+            self._linears.release()
+
+    def computing(self, forward: Callable) -> Callable:
+        """What computes a call: the forward beneath our hook, or what was compiled of it, also since the last call."""
+        self.compiled = compiled_entry(self.transformer, self.called(), self.compiled)
+        return forward if self.compiled is None else partial(self.compiled.compute, forward)
+
+    def account(self, call: Call, arguments: dict[str, Any]) -> None:
+        """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
+        call.work[self.name] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
+
+    def used(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
+        return output
+
+    def _used_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """:meth:`used` of an output that holds some samples of the call's batch."""
+        return self.used(output, arguments if rows is None else arguments_of_rows(arguments, rows))
+
+    def size(self, arguments: dict[str, Any]) -> ModelSize:
+        """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
+        tensors = latents_of(arguments)
+        if not tensors:
+            return ModelSize()
+        return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
+
+    def names(self, args: tuple) -> bool:
+        """Return True if each positional argument of a call has a name."""
+        return len(args) <= len(self._parameters)
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a transformer call by name, without defaults."""
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+
+    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call: run, or forecast where the whole stack is."""
+        arguments = self.named(args, kwargs)
+        timestep = timestep_of(arguments)
+        if timestep is None:
+            self.controller.stand_aside(None, NO_TIMESTEP)
+            return original(*args, **kwargs)
+        tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        shapes = *(tensor.shape for tensor in tensors), arguments.get("return_dict", True)
+        conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
+        asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
+        with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
+            if (remark := replaced_forward_remark(self.transformer, self.name)) is not None:
+                self._note(remark)
+            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
+                output = _nested(call.branch.structure, self.controller.forecast_output(call))
+            else:
+                if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
+                    args, kwargs = (), self.take_rows(arguments, call.computed_rows)
+                if self._linears is not None:
+                    self._linears.begin(self.controller.report)
+                args, kwargs = given = computed((args, kwargs))
+                compute = partial(original, *args, **kwargs)
+                if self.graphs is not None:
+                    compute = partial(self.graphs.run, original, call, args, kwargs)
+                try:
+                    output = self._branches.run(call, given, compute, partial(self._observe, call, arguments))
+                finally:
+                    if self._linears is not None:
+                        self._linears.end_call()
+            self.account(call, arguments)
+        return output
+
+    def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
+        """Hands the output of a call that ran to the loop, and gives what the pipeline goes on with."""
+        leaves, spec = pytree.tree_flatten(output)
+        told_apart = list(zip(leaves, predictions(leaves, arguments), strict=True))
+        tensors = tuple(leaf for leaf, is_predicted in told_apart if is_predicted)
+        call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in told_apart]
+        if len(tensors) < sum(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._note(BESIDE)
+        if call.mode is not StepMode.DISPATCH and tensors:
+            going_on = self.controller.observe(call, tensors, partial(self._used_rows, arguments))
+            output = output if going_on is tensors else _nested(call.branch.structure, going_on)
+        self.controller.read(call, partial(agreed, self.transformer))
+        return output
+
+    # What graphs of computed steps ask.
+
+    def why_eager(self) -> str | None:
+        """Why the call in progress can't be captured, or None."""
+        return None if self.compiled is None else "the transformer is compiled"
+
+    def decisions(self) -> tuple:
+        """What else than its arguments decides on the host how the call in progress runs."""
+        return ()
+
+    def shared_tensors(self) -> Any:
+        """What calls have in common on the device."""
+        return None
+
+    def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
+        """Tells the call in progress what its blocks have drawn and measured."""
+
+    def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A call runs plainly, for forecasts and kernels give no gradients."""
+        self.controller.stand_aside(timestep_of(self.named(args, kwargs)), GRADIENTS)
+
+    def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
+        """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
+        if not self.controller.preset.schedule.per_prompt:
+            return WHOLE_BATCH
+        if (reason := why_not_divisible(arguments)) is not None:
+            self.controller.report.note(f"prompts of a batch computed together: {reason}")
+            return WHOLE_BATCH
+        return prompt_rows(context, arguments["hidden_states"], guidance_parts(self.transformer))
+
+    def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+        """The arguments of a call for some samples of its batch."""
+        return arguments_of_rows(arguments, rows)
+
+
+def timestep_of(arguments: dict[str, Any]) -> Any:
+    """What tells a call's step; None = nothing does."""
+    return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
+
+
+def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
+    """Return for each leaf of a transformer's output whether it predicts how latents move.
+
+    The first one does if it is a tensor. Another one does if its shape is that of some latents of the call, which may
+    have another number of channels.
+    """
+    latents = [*latents_of(arguments), *(arguments[name] for name in arguments if name in FURTHER_LATENTS)]
+    shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
+    return [
+        isinstance(leaf, torch.Tensor) and (place == 0 or any(_differ_in_one(leaf.shape, shape) for shape in shapes))
+        for place, leaf in enumerate(leaves)
+    ]
+
+
+def _differ_in_one(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether two shapes differ in one dimension at most."""
+    return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
+
+
+def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
+    """Tensors in the place of those that the transformer's latest output held."""
+    spec, leaves = structure
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+class Contexts(StateManager):
+    """The branch of guidance that each thread calls for."""
+
+    def __init__(self, state: type[BaseState]) -> None:
+        self._of_thread = threading.local()
+        super().__init__(state)
+
+    @property
+    def _context(self) -> Any:
+        return getattr(self._of_thread, "context", None)
+
+    @_context.setter
+    def _context(self, context: Any) -> None:
+        self._of_thread.context = context
+
+
+class TransformerHook(Hook):
+    """Routes a transformer's forward through its driver; knows the branch from diffusers' cache context."""
+
+    _is_stateful = True
+    runs_eagerly = True
+
+    def __init__(self, driver: TransformerDriver, acceleration: Any) -> None:
+        super().__init__()
+        self.driver = driver
+        self.acceleration = acceleration
+        self.contexts = Contexts(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
+        self._is_first_call = True  # of a pipeline's call
+
+    @torch.compiler.disable
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (split := split_above(module)) is not None:  # parallelism was enabled since: the loop sees whole calls
+            lift_hook(module, HOOK_NAME)
+            args, kwargs = gathered(split, args, kwargs)
+            return module.forward(*args, **kwargs)
+        with self.driver.runs.calling(calling_pipeline(module)):
+            refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
+            self._is_first_call = False
+            original = self.driver.computing(self.fn_ref.original_forward)
+            if not self.driver.names(args):
+                self.driver.controller.stand_aside(None, NO_NAMES)
+                return original(*args, **kwargs)
+            if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
+                self.driver.stand_aside(args, kwargs)
+                return original(*args, **kwargs)
+            # diffusers < 0.38 keeps the context's name in another attribute.
+            context = self.contexts._context or getattr(self.contexts, "_current_context", None)
+            return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Called by diffusers at the end of a pipeline call."""
+        with self.driver.runs.calling(calling_pipeline(module)):
+            self.driver.release()
+        self._is_first_call = True
+        return module
+
+
+def _wants_gradients(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether, where gradients are on, a call's inputs or weights ask for any."""
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return any(each.requires_grad for each in (*module.parameters(), *tensors))
