@@ -27,6 +27,7 @@ HOOK_NAME = "dit_accel"
 ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
 ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
 LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
+SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code does what it is known to do
 
@@ -87,6 +88,20 @@ def lift_hook(module: torch.nn.Module, name: str) -> None:
         registry.remove_hook(name, recurse=False)
         mend_chain(module)
         _put_on_top(module, hook, name)
+
+
+def split_above(module: torch.nn.Module) -> Any:
+    """The hook that splits a call among ranks before it reaches our hook on that module; None = there is none."""
+    registry = module._diffusers_hook
+    above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
+    return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
+
+
+def lift_split(module: torch.nn.Module) -> None:
+    """Has a call be split among ranks before it reaches our hook on a module, which stands in for its forward."""
+    registry = module._diffusers_hook
+    for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
+        lift_hook(module, name)
 
 
 def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:

@@ -33,12 +33,14 @@ from dit_accel.models.hooks import (
     Hook,
     find_hook,
     lift_hook,
+    lift_split,
     parameter_names,
     register_hook,
     remove_hook,
+    split_above,
 )
 from dit_accel.models.parallel.branches import SharedBranches
-from dit_accel.models.parallel.context_parallel import agreed, gathered, lift_split, split_above
+from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 
 GRADIENTS = (

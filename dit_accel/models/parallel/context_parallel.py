@@ -16,11 +16,9 @@ from torch import nn
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Family, Tokens
-from dit_accel.models.hooks import HOOK_NAME, lift_hook
 from dit_accel.sparse.token_order import inverse_order
 
 RING = "ring attention hands out keys in parts, so no tiles can be left out: use ulysses_degree in its place"
-SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 
 
 def config_of(transformer: nn.Module) -> Any:
@@ -154,7 +152,7 @@ class Exchanges:
     """The exchange of a transformer's calls; that of the latest is kept."""
 
     def __init__(self) -> None:
-        self._latest: tuple[Any, Exchange | None] = None, None
+        self._latest: tuple[Any, torch.Tensor | None, Exchange | None] = None, None, None
 
     def of(
         self, transformer: nn.Module, tokens: Tokens, order: torch.Tensor | None, device: torch.device
@@ -163,24 +161,11 @@ class Exchanges:
         config = config_of(transformer)
         if config is None or config.ring_degree > 1:
             return None
-        key = config, tokens, None if order is None else id(order), device
-        if self._latest[0] != key:
-            self._latest = key, Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
-        return self._latest[1]
-
-
-def split_above(module: nn.Module) -> Any:
-    """The hook that splits a call among ranks before it reaches our hook on that module; None = there is none."""
-    registry = module._diffusers_hook
-    above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
-    return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
-
-
-def lift_split(module: nn.Module) -> None:
-    """Has a call be split among ranks before it reaches our hook on a module, which stands in for its forward."""
-    registry = module._diffusers_hook
-    for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
-        lift_hook(module, name)
+        key, (latest, of_order, exchange) = (config, tokens, device), self._latest
+        if latest != key or of_order is not order:
+            exchange = Exchange(config._ulysses_mesh.get_group(), tokens, order, device)
+            self._latest = key, order, exchange
+        return exchange
 
 
 def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
