@@ -24,7 +24,7 @@ from model_speed.models import MODELS, TINY
 from model_speed.runs import RUNS
 from model_speed.table import compare, markdown
 
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 
 
 def main() -> int:

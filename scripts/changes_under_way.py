@@ -23,9 +23,9 @@ from demo_models import prompts as pictures
 from demo_models.loading import load_demo, study_parser
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_names, demo_path
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 
 EMBEDS = "prompt_embeds"
 

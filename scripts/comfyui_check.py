@@ -22,9 +22,9 @@ import diffusers
 import torch
 from diffusers import FluxPipeline
 
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 
 NODES = Path(__file__).parents[1] / "integrations" / "comfyui"
 ACCELERATED = ("euler", "ddim", "dpmpp_2m", "uni_pc", "res_multistep", "deis", "ipndm", "lms", "euler_cfg_pp")

@@ -26,7 +26,7 @@ from compile_study.compiling import GPUS, compiled
 from compile_study.ops import OPS, SINCE
 from compile_study.report import fits, table
 
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 
 
 def main() -> int:

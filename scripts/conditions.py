@@ -34,13 +34,13 @@ from conditions_study.report import LEVELS, LOOP, Row, draw, tables
 from dit_accel import accelerated
 from dit_accel.loop import growth
 from dit_accel.models import denoisers
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS, spread
 from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.solvers import SOLVERS
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune.runs import IDENTICAL
 
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own

@@ -31,7 +31,7 @@ from conformance_study import stand_ins
 from conformance_study.kinds import FAILURES, KINDS
 from conformance_study.report import Test, markdown, read, summary
 
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 
 SCRIPTS = Path(__file__).parent
 PIPELINES = "tests/pipelines"

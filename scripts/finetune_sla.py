@@ -48,8 +48,8 @@ from torch import nn
 from dit_accel.models import denoisers
 from dit_accel.sla.swap import load_swapped, save_swapped, swap_attention
 from dit_accel.sparse.projections import PROJECTIONS, trained_with
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.origin import describe_run
 
 DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # their clips can be trained on
 

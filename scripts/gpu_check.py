@@ -10,7 +10,7 @@
 
 A kernel's case passes when its largest error is at most twice that of the dense low-precision computation plus the
 rounding of the largest value, and when everything that the symbols mark as reused is untouched. DISPATCH steps must not
-make the host wait. Exits 1 on a failure. Times are what `dit-accel bench kernels` is for.
+make the host wait. Exits 1 on a failure. Times are what `python -m scripts.bench.kernels` is for.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from dit_accel.kernels import backend_status
 from dit_accel.kernels._cuda import runtime
-from dit_accel.tools.bench.cases import make_inputs
-from dit_accel.tools.bench.gate import (
+from dit_accel.tools.origin import describe_run
+from scripts.bench.kernels.cases import make_inputs
+from scripts.bench.kernels.gate import (
     ALL_CHECKS,
     CASES,
     QUICK_CASES,
@@ -39,7 +40,6 @@ from dit_accel.tools.bench.gate import (
     check_kernels,
     check_no_host_wait,
 )
-from dit_accel.tools.bench.origin import describe_run
 
 
 class ProductsOnTheHost(TorchDispatchMode):

@@ -10,8 +10,8 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.tools.bench.gate import host_must_not_wait
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from scripts.bench.kernels.gate import host_must_not_wait
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8

@@ -36,8 +36,8 @@ from model_speed.models import MODELS, TINY
 from model_speed.ranks import join, on_any, share_tokens
 
 from dit_accel import Preset, accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.tools.bench.origin import describe_run
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from dit_accel.tools.origin import describe_run
+from tests.tiny import tiny_output, tiny_pipeline
 
 BEFORE = 3  # steps: one that warms up, one that is watched, one that is captured
 TIMED = {"flux": 6, "flux-2048": 3, "qwen-image": 6, "flux2-klein-4b": 6, "wan-1.3b": 3, "hunyuan": 2}  # behind those

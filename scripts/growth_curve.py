@@ -23,9 +23,9 @@ from conditions_study.cells import HELD_OUT
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from dit_accel.loop import growth
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.figures import new_figure, tidy_axes
+from dit_accel.tools.origin import describe_run
 
 SHIFT = 1.5
 STEPS = 50

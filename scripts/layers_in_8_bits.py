@@ -24,9 +24,9 @@ from demo_models.loading import demo_folder, load_demo
 from dit_accel import load_preset
 from dit_accel.kernels.quantize import QK_DTYPES
 from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune.runs import IDENTICAL
 
 BALANCED = {"demo-flux": "balanced", "demo-wan": "video-balanced", "demo-hunyuan": "video-balanced"}

@@ -31,10 +31,10 @@ from conditions import key_value, pool_of
 from low_work_study.report import Row, failed, figure, runs_in, sheet, tables
 from low_work_study.runs import Case, begin, measure
 
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.metrics import lpips_distance
+from dit_accel.tools.origin import describe_run
 
 FRACTIONS = (0.1, 0.12, 0.16, 0.2)  # 5, 6, 8 and 10 of 50 steps
 FEW_STEPS = (4, 8, 12)

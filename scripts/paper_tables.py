@@ -26,10 +26,10 @@ from paper_study.flips import Flips
 from paper_study.report import density_plot, tables
 
 from dit_accel.presets import Preset
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.metrics import clip_ssim, lpips_distance, psnr
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune.runs import IDENTICAL
 
 FLIPS = ("demo-flux", "demo-wan")  # models that FG-Attn ran on

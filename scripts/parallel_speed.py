@@ -32,7 +32,7 @@ from model_speed.runs import TILED_STEPS
 
 from dit_accel import Preset, load_preset
 from dit_accel.models.parallel.branches import GROUP
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 
 CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
 KEPT = (

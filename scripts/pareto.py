@@ -33,9 +33,9 @@ from demo_models import prompts as pictures
 from demo_models.loading import load_demo
 
 from dit_accel import preset_names
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
 from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.repeats import REPEATS
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

@@ -21,9 +21,9 @@ import torch
 from dit_accel import accelerate_pipeline
 from dit_accel.cli.jobs import batches, read_jobs
 from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.timing import timed_output
 
 MODEL = "demo-flux"

@@ -22,9 +22,9 @@ from demo_models import clips, prompts
 from demo_models.loading import demo_folder, load_demo, run_prompts, study_parser
 
 from dit_accel.sparse.token_order import TOKEN_ORDERS
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap
 from dit_accel.tools.demo import demo_arguments
+from dit_accel.tools.origin import describe_run
 
 MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # with what writes their prompts
 

@@ -35,7 +35,7 @@ import aiohttp
 import psutil
 import ray
 
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 
 SERVER = Path(__file__).parents[1] / "examples" / "serve_ray.py"
 CLIENTS = 8  # that keep it busy

@@ -38,8 +38,8 @@ import torch
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import preset_names
-from dit_accel.tools.bench.origin import describe_run
-from dit_accel.tools.testing import tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
+from dit_accel.tools.origin import describe_run
+from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
 
 PIPELINES = ("flux", "flux-controlnet", "flux-img2img", "sd3", "qwen-image", "ltx", "wan", "wan22", "hunyuan")
 BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")

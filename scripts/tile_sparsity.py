@@ -35,10 +35,10 @@ from demo_models.loading import demo_folder, load_demo, study_parser
 
 from dit_accel import load_preset
 from dit_accel.presets import Preset
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.figures import SERIES_COLOURS, SERIES_MARKERS, best_settings, new_figure, tidy_axes
 from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
 
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}

@@ -26,9 +26,9 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan
 from dit_accel.sparse.token_order import TOKEN_ORDERS
-from dit_accel.tools.bench.origin import describe_run
 from dit_accel.tools.capture import AttentionTap, Site
 from dit_accel.tools.demo import demo_arguments
+from dit_accel.tools.origin import describe_run
 
 ORDERS = ("random", *TOKEN_ORDERS)  # random is the floor
 COLUMNS = {"q_similarity": "queries", "k_similarity": "keys", "sparsity": "left out", "l1": "L1 error"}

@@ -28,9 +28,9 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families import known_family
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
-from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
 from tests.models import tiny
 from tests.models.fake_graph import RecordedGraph
+from tests.tiny import _redraw, tiny_output, tiny_pipeline
 
 STEPS = 6
 LONGEST = 180  # seconds of one check

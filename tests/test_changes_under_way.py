@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.tools.testing import PROMPT, tiny_output, tiny_pipeline
 from tests.test_shared_transformers import twin_of
+from tests.tiny import PROMPT, tiny_output, tiny_pipeline
 
 first, _, last = os.environ.get("CHANGED_RUNS", "12").rpartition("-")
 SEEDS = range(int(first or 0), int(last))

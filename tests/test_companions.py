@@ -13,8 +13,8 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.tools.testing import PROMPT, flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
-from dit_accel.tools.testing.inputs import left_half, random_tensor
+from tests.tiny import PROMPT, flux, tiny_flux_lora, tiny_inputs, tiny_output, tiny_pipeline
+from tests.tiny.inputs import left_half, random_tensor
 
 STEPS, CPU = 6, torch.device("cpu")
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)

@@ -13,7 +13,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, 
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.loop.controller import STUCK
 from dit_accel.loop.tracker import SchedulerClock
-from dit_accel.tools.testing import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
+from tests.tiny import TINY_PIPELINES, VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 12
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)

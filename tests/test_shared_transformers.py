@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
 STEPS = 12

@@ -1,4 +1,4 @@
-"""The command line: ``dit-accel recommend | generate | inspect | app | tune | compare | presets | bench | env``.
+"""The command line: ``dit-accel recommend | generate | inspect | app | tune | compare | presets | env``.
 
 Exit codes: 0 success, 1 failure at run time, 2 a mistake in what was asked for. Commands import torch and diffusers
 when they run, so that help and completion are quick.
@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import dit_accel
-from dit_accel.cli import bench, compare, env, generate, inspect, presets, recommend, tune, web_app
+from dit_accel.cli import compare, env, generate, inspect, presets, recommend, tune, web_app
 from dit_accel.cli.options import OptionError
 from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
@@ -83,7 +83,6 @@ app.command("app")(web_app.command)
 app.command("tune")(tune.command)
 app.command("compare")(compare.command)
 app.add_typer(presets.app, name="presets")
-app.add_typer(bench.app, name="bench")
 app.command("env")(env.command)
 
 

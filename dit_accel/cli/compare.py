@@ -87,8 +87,8 @@ def command(
     """
     from rich.console import Console
 
-    from dit_accel.tools.bench.origin import describe_run
     from dit_accel.tools.compare import Bench, Prompt, Sweep
+    from dit_accel.tools.origin import describe_run
 
     console = Console(quiet=quiet)
     if (prompt is None) == (prompts is None):

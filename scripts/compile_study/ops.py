@@ -12,7 +12,7 @@ import torch
 from dit_accel import kernels
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
-from dit_accel.tools.bench.cases import Case, causal, make_inputs, masked_inputs
+from scripts.bench.kernels.cases import Case, causal, make_inputs, masked_inputs
 
 TOKENS = 1100  # the last block is ragged
 DENSE = Case(TOKENS, heads=4, tiles=0.5)

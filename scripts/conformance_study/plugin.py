@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
 from diffusers import DiffusionPipeline
 
-from conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
 from dit_accel.errors import DitAccelError, shortened
 from dit_accel.models.driver import FamilyDriver
 

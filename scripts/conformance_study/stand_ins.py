@@ -1,7 +1,7 @@
 """Small stand-ins for the models that diffusers' tests load from the Hub, so that they run offline.
 
 ``from_pretrained`` takes a folder of that name in the working directory before it asks the Hub, so tests that run in
-the folder of :func:`write` get these. Tokenizers are those of :mod:`dit_accel.tools.testing.encoders`, one token a
+the folder of :func:`write` get these. Tokenizers are those of :mod:`tests.tiny.encoders`, one token a
 character. A test that compares with numbers that the Hub's models gave fails with them, plainly too.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dit_accel.tools.testing import encoders
+from tests.tiny import encoders
 
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Preset
-from dit_accel.tools.testing import _redraw, tiny_output, tiny_pipeline
+from tests.tiny import _redraw, tiny_output, tiny_pipeline
 
 BUILDING = threading.Lock()  # weights are drawn from the process's one generator
 STEPS = 5

@@ -14,8 +14,8 @@ from dit_accel.cli.comparison import Side, Sides
 from dit_accel.tools import compare as comparing
 from dit_accel.tools import figures, playground, recommend, video
 from dit_accel.tools import tune as tuning
-from dit_accel.tools.testing import tiny_pipeline
 from dit_accel.tools.timing import Output
+from tests.tiny import tiny_pipeline
 
 CLIPS = "some/clips"  # name of a model that makes clips; all others make pictures
 

@@ -16,8 +16,8 @@ from dit_accel.cli import batch
 from dit_accel.cli.failures import OutOfMemoryError
 from dit_accel.cli.media import Pictures
 from dit_accel.errors import UnsupportedError
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tools.timing import Output, timed_output
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 COUNT = 8  # pictures
 # The command line, which is killed while it makes the fourth picture.

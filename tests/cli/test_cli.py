@@ -14,7 +14,7 @@ from PIL import Image
 import dit_accel
 from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.metrics import psnr, ssim
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "10", "--height", "64", "--width", "64")
 FORECASTS = ("--set", "schedule.target_error=0.9")  # random weights forecast badly; this lets them
@@ -377,26 +377,6 @@ def test_env_reports_versions_and_backends(run):
     assert rows["torch"].strip() == torch.__version__
     assert rows["dit-accel"].strip() == dit_accel.__version__
     assert {"kernels: reference", "kernels: triton"} <= set(rows)
-
-
-def test_bench_kernels_measures_and_writes(run, tmp_path):
-    """The options are the script's; a quick run on the CPU leaves its JSON and tables."""
-    arguments = ("--quick", "--device", "cpu", "--backends", "reference", "--ops", "gemm_q", "--output", "b/k")
-    result = run("bench", "kernels", *arguments)
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in (tmp_path / "b").iterdir()} == {"k.json", "k.md", "k.png"}
-    shown = run("bench", "kernels", "--help")
-    assert shown.exit_code == 0 and "usage: dit-accel bench kernels" in shown.stdout and "--merge" in shown.stdout
-
-
-def test_bench_kernels_without_a_gpu_says_so(run, tmp_path, monkeypatch):
-    """Exit code 2 and one line, as for every mistake."""
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("bench", "kernels")
-    assert result.exit_code == 2 and result.stderr.startswith("error: --device cuda: the benchmark needs a CUDA GPU")
-    assert run("bench", "kernels", "--opps", "gemm_q").exit_code == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_version(run):

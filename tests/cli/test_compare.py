@@ -13,7 +13,7 @@ from dit_accel.cli.loading import load_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools.compare import Method
 from dit_accel.tools.demo import tuning_prompts
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--settings", "1")
 

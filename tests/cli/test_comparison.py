@@ -15,8 +15,8 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
 from dit_accel.tools import timing
 from dit_accel.tools.repeats import PLAIN_STEPS
-from dit_accel.tools.testing import tiny_pipeline
 from dit_accel.tools.timing import Output
+from tests.tiny import tiny_pipeline
 
 STEPS = 6
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from PIL import Image
 
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "2", "--height", "64", "--width", "64")
 DIGITS = "9" * 5000

@@ -9,7 +9,7 @@ import torch
 from dit_accel.cli import loading
 from dit_accel.cli.loading import Loading, load_pipeline
 from dit_accel.cli.options import OptionError
-from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
+from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "6", "--height", "64", "--width", "64", "--quiet")
 

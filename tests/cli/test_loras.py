@@ -15,7 +15,7 @@ from dit_accel.cli import generate, inspect, tune
 from dit_accel.cli.loras import load_loras, parse_loras, with_projections
 from dit_accel.cli.options import OptionError
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.testing import tiny_flux_lora, tiny_pipeline
+from tests.tiny import tiny_flux_lora, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--quiet")
 

@@ -174,7 +174,6 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
     "presets schema": {"--output": f"{COMMAND}schema_is_json_and_can_be_written", "--force": FORCED},
     "presets show": {},
     "presets check": {},
-    "bench kernels": {},  # has a parser of its own
     "env": {},
 }
 ACTING = {

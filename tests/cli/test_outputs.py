@@ -11,7 +11,7 @@ from dit_accel.cli.options import OptionError
 from dit_accel.cli.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools import video
 from dit_accel.tools.metrics import psnr
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 
 @pytest.mark.parametrize("link", ["file", "dangling", "folder"])

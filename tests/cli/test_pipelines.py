@@ -16,7 +16,7 @@ from dit_accel.cli.options import OptionError, named_preset, parse_overrides, re
 from dit_accel.cli.pipelines import call_arguments, read_image, start_pipeline
 from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 
 def pipe_that_takes(signature):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dit_accel.cli import progress as shown
 from dit_accel.cli.progress import progress_bar
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32")
 

@@ -18,7 +18,7 @@ from dit_accel.cli.jobs import Job
 from dit_accel.cli.loading import Loading
 from dit_accel.cli.pipelines import Setup
 from dit_accel.errors import DitAccelError, UnsupportedError
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't import tests

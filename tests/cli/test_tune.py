@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dit_accel.presets import load_preset
-from dit_accel.tools.testing import tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 SMALL = ("--steps", "6", "--height", "32", "--width", "32", "--evaluations", "2")
 FORECASTS = ("--set", "schedule.target_error=0.3", "--set", "schedule.warmup=2")

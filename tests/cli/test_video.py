@@ -12,8 +12,8 @@ from dit_accel.cli.pipelines import call_arguments
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools import demo
 from dit_accel.tools.metrics import clip_ssim, psnr
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from dit_accel.tools.video import as_clip, read_clip
+from tests.tiny import tiny_output, tiny_pipeline
 
 FRAMES = 5
 SMALL = ("--steps", "10", "--height", "64", "--width", "48", "--num-frames", FRAMES)

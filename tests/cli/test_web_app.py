@@ -19,8 +19,8 @@ from dit_accel.cli.pipelines import call_arguments, timed_call
 from dit_accel.loop.report import RunReport
 from dit_accel.presets import load_preset
 from dit_accel.tools.playground import Compared, Made, Playground, Wish
-from dit_accel.tools.testing import tiny_pipeline
 from dit_accel.tools.timing import Output
+from tests.tiny import tiny_pipeline
 
 STEPS = 6
 # Outputs of the endpoint /make, but for the state of the session.

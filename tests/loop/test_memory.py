@@ -10,7 +10,7 @@ from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import GIB, MemoryPlan, ModelSize, SiteSize, estimate, plan_memory
 from dit_accel.loop.storage import PLAIN, Storage
 from dit_accel.models.families.family import Family
-from dit_accel.tools.testing import tiny_inputs, tiny_output, tiny_pipeline
+from tests.tiny import tiny_inputs, tiny_output, tiny_pipeline
 
 STEPS = 7
 TEXT = 37

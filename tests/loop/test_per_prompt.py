@@ -12,8 +12,8 @@ from dit_accel.errors import PresetError
 from dit_accel.loop.rows import join_rows, take_rows
 from dit_accel.models import samples
 from dit_accel.models.samples import arguments_of_rows, prompt_rows, why_not_divisible
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models import tiny
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 16
 PROMPTS = ["a red fox in the winter snow", "two", "a lighthouse above the sea at night, seen from far away"]

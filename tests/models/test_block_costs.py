@@ -9,7 +9,7 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Attention, BlockWork
 from dit_accel.sparse.site_state import SiteState
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 6
 EVERY_OTHER = {"control": "interval", "warmup": 2, "interval": 2, "cooldown": 0}  # steps 3 and 5 are forecast

@@ -11,7 +11,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.compiled import compiled_entry, is_wrapper
 from dit_accel.models.driver import FamilyDriver
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
 CLOSED_LOOP = load_preset("turbo", target_error=0.25)

@@ -13,7 +13,7 @@ from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, 
 from dit_accel.loop.call_parts import CallParts
 from dit_accel.models import component_times
 from dit_accel.models.component_times import autoencoder_remark, time_components
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 ENCODERS = ["text_encoder", "text_encoder_2"]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")

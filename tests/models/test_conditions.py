@@ -6,8 +6,8 @@ import torch
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.models.beside.control_net import hook_of
 from dit_accel.models.conditions import Conditions
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.test_changes_under_way import CHANGES, GUIDANCE
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 16
 FAMILIES = ("flux", "sd3", "qwen-image", "wan", "hunyuan")

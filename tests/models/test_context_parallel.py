@@ -25,7 +25,7 @@ from dit_accel.models.parallel.context_parallel import (
     shares_layers,
     split_plan,
 )
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from dit_accel.models.beside.control_net import (
     watch_net,
 )
 from dit_accel.models.hooks import find_hook
-from dit_accel.tools.testing import flux, tiny_output, tiny_pipeline
-from dit_accel.tools.testing.inputs import random_tensor
+from tests.tiny import flux, tiny_output, tiny_pipeline
+from tests.tiny.inputs import random_tensor
 
 STEPS = 8
 OUTPUT = {"schedule": {"warmup": 2, "interval": 3, "cooldown": 1}}

@@ -24,10 +24,10 @@ from dit_accel.presets import Preset
 from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
 from dit_accel.sla.swap import restore_attention, swap_attention
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.testing import TINY_PIPELINES, tiny_inputs, tiny_pipeline
 from tests.models import tiny
 from tests.models.naive_flux import Remembered, Schedule
 from tests.models.naive_tiles import NaiveTiles, Sequence, forecast_outputs
+from tests.tiny import TINY_PIPELINES, tiny_inputs, tiny_pipeline
 
 STEPS = 7
 UNEQUAL = ["a fox", "a red fox in the winter snow"]

@@ -14,8 +14,8 @@ from dit_accel.models import transformer
 from dit_accel.models.graphs.cuda_graph import Trial
 from dit_accel.models.graphs.limits import why_not_output, why_not_preset
 from dit_accel.models.graphs.step_graphs import MOST_GRAPHS, REFUSED, StepGraphs
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.fake_graph import RecordedGraph
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
 TILES = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}

@@ -15,7 +15,7 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import dtype_argument
 from dit_accel.models.hooks import Hook, find_hook, register_hook, remove_hook
-from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
+from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 STEPS = 10
 SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}

@@ -6,8 +6,8 @@ from torch.utils import _pytree as pytree
 
 from dit_accel import accelerated
 from dit_accel.models.transformer import BESIDE
-from dit_accel.tools.testing import _redraw
 from tests.models.tiny import images, videos
+from tests.tiny import _redraw
 
 STEPS = 20
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}, "forecast": {"level": "output"}}

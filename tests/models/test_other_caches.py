@@ -19,7 +19,7 @@ from diffusers.hooks import (
 from dit_accel import accelerate_pipeline, accelerate_transformer, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.beside.other_caches import _cache_of, refuse_other_cache
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 6
 CONFIGS = {

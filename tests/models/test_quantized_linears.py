@@ -13,7 +13,7 @@ from dit_accel.models.beside.quantized_linears import (
     roundable,
 )
 from dit_accel.models.hooks import Hook
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 4
 INT8 = {"linear.dtype": "int8"}

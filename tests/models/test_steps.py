@@ -10,9 +10,9 @@ from dit_accel import accelerate_pipeline, accelerated, restore_pipeline
 from dit_accel.loop.controller import STUCK
 from dit_accel.models.transformer import NO_TIMESTEP
 from dit_accel.pipeline import ONLY_KNOWN
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from tests.models.tiny import STEPS, built, call
 from tests.models.tiny.parts import flow
+from tests.tiny import tiny_output, tiny_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 INTERVAL = {"schedule": {"control": "interval", "warmup": 3, "interval": 2}}

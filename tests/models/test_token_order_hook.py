@@ -12,8 +12,8 @@ from dit_accel.models.hooks import ORDER_HOOK
 from dit_accel.models.token_order_hook import TokenOrder
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.token_order import token_order
-from dit_accel.tools.testing import tiny_output
 from tests.models import tiny
+from tests.tiny import tiny_output
 
 WAN = ("wan", "wan-i2v", "wan-i2v-clip", "wan22", "wan22-i2v", "wan22-5b", "wan22-5b-i2v")
 HUNYUAN = ("hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat")

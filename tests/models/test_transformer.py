@@ -5,7 +5,7 @@ import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
 from dit_accel.models.transformer import GRADIENTS
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 12
 PRESETS = {

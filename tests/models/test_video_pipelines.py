@@ -8,7 +8,7 @@ import torch
 from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pipeline
 from dit_accel.models import denoisers
 from dit_accel.models.families import family_of
-from dit_accel.tools.testing import VIDEO_PIPELINES, tiny_output, tiny_pipeline
+from tests.tiny import VIDEO_PIPELINES, tiny_output, tiny_pipeline
 
 every_video = pytest.mark.parametrize("name", VIDEO_PIPELINES)
 

@@ -12,7 +12,7 @@ from dit_accel import accelerate_pipeline, accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import Preset, load_preset
 from dit_accel.presets.preset import FORMED
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
 ARGUMENTS = {

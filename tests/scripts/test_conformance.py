@@ -22,7 +22,7 @@ TESTS = """
 import pytest
 import torch
 from diffusers import LTXPipeline
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 @pytest.fixture(scope="module")
 def outputs():

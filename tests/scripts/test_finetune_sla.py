@@ -10,7 +10,7 @@ import torch
 
 from dit_accel.sla import SparseLinearAttention
 from dit_accel.sla.swap import swap_attention, swapped_attention
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -11,7 +11,7 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -13,7 +13,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sla.swap import load_swapped, restore_attention, save_swapped, swap_attention, swapped_attention
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = pytest.mark.parametrize("name", ["wan", "flux", "hunyuan"])
 SETTINGS = {"critical": 0.3, "negligible": 0.2, "feature_map": "elu", "block": 64}

@@ -15,7 +15,7 @@ from dit_accel.sparse import policies
 from dit_accel.sparse import site as sparse_site
 from dit_accel.sparse.probe import probed_rows
 from dit_accel.sparse.shares import SHARES, allotted, errors_of_shares
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 
 @pytest.mark.parametrize("means", [False, True], ids=["dropped", "means"])

@@ -25,7 +25,7 @@ from dit_accel.sparse import site as sparse_site
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import SiteState
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
 PIPELINES = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}  # name: family

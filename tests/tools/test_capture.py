@@ -11,7 +11,7 @@ from dit_accel import accelerated
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import denoisers
 from dit_accel.tools.capture import AttentionTap
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 pipeline = functools.cache(tiny_pipeline)
 

@@ -107,7 +107,7 @@ def test_the_app_asks_for_gradio_before_it_loads_a_model(bare, run):
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory):
     """Folder of a tiny video pipeline."""
-    from dit_accel.tools.testing import tiny_pipeline
+    from tests.tiny import tiny_pipeline
 
     folder = tmp_path_factory.mktemp("models") / "wan"
     tiny_pipeline("wan").save_pretrained(folder)

@@ -10,8 +10,8 @@ from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.errors import PresetError, UnsupportedError
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.playground import LIMITS, Began, Cancelled, Compared, Made, Playground, Step, Waiting, Wish
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tools.timing import timed_output
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
 WISH = Wish("a red fox", "flux", "balanced", target_error=0.9, steps=STEPS)  # random weights forecast badly

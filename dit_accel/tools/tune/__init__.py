@@ -25,7 +25,7 @@ from dit_accel.errors import TuningError
 from dit_accel.models import denoisers
 from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, restore_pipeline
 from dit_accel.presets import Preset, default_preset, load_preset
-from dit_accel.tools.bench.origin import describe_run
+from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of
 from dit_accel.tools.tune.linears import Kind, LinearTap, excluded, work_left

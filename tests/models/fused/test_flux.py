@@ -5,8 +5,8 @@ import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.sparse import site as sparse_site
-from dit_accel.tools.testing import tiny_flux_lora, tiny_inputs, tiny_pipeline
 from tests.models.naive_flux import run_heads, run_layers
+from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_pipeline
 
 STEPS = 9
 TEXT = 37

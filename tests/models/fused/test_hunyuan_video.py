@@ -11,8 +11,8 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.families.hunyuan_video import FAMILY
 from dit_accel.models.fused import block_hook
 from dit_accel.models.fused import hunyuan_video as hunyuan_video_blocks
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from tests.models.naive_hunyuan_video import run
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 8
 BLOCK_KINDS = ("hunyuan", "hunyuan-i2v")  # the latter's first frame has gates of its own

@@ -14,8 +14,8 @@ from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused import parts as fused
 from dit_accel.models.fused.flux import FluxDoubleBlockHook
-from dit_accel.tools.testing import tiny_flux_lora, tiny_output, tiny_pipeline
 from tests.models import tiny
+from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 FAMILIES = [
     *("flux", "flux-ip-adapter", "wan", "wan-i2v-clip", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"),

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
 from dit_accel.kernels import unpack_bits
 from dit_accel.models.families.wan import FAMILY
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from tests.models import naive_wan
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 9
 HEADS = {

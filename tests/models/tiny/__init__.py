@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from dit_accel.tools.testing import TINY_PIPELINES, tiny_output, tiny_pipeline
 from tests.models.tiny import images, others, videos
+from tests.tiny import TINY_PIPELINES, tiny_output, tiny_pipeline
 
 STEPS = 16
 PIPELINES = {
@@ -55,7 +55,7 @@ pipeline_of_testing = functools.cache(tiny_pipeline)
 
 
 def pipeline(name: str):
-    """A tiny pipeline from here or from `dit_accel.tools.testing`, the same each time."""
+    """A tiny pipeline from here or from `tests.tiny`, the same each time."""
     return pipeline_of_testing(name) if name in TINY_PIPELINES else built(name)[0]
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import diffusers
 import torch
 
-from dit_accel.tools.testing import encoders, flux
-from dit_accel.tools.testing.families import SIZES
-from dit_accel.tools.testing.inputs import random_picture
 from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+from tests.tiny import encoders, flux
+from tests.tiny.families import SIZES
+from tests.tiny.inputs import random_picture
 
 
 def flux2():

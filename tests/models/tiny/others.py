@@ -5,8 +5,8 @@ import inspect
 import diffusers
 import torch
 
-from dit_accel.tools.testing import flux
 from tests.models.tiny.parts import TOKENS, WIDTH, text
+from tests.tiny import flux
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
 TWO_KINDS = {**HEADS, "num_layers": 1, "num_single_layers": 1}

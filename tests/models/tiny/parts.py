@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from dit_accel.tools.testing import encoders
+from tests.tiny import encoders
 
 TOKENS, WIDTH = 12, encoders.FEATURES  # of prompts
 

@@ -6,10 +6,10 @@ import diffusers
 import torch
 from transformers import CLIPVisionModel
 
-from dit_accel.tools.testing import encoders, tiny_pipeline
-from dit_accel.tools.testing.families import SIZES
-from dit_accel.tools.testing.inputs import random_picture
 from tests.models.tiny.parts import TOKENS, WIDTH, flow, text
+from tests.tiny import encoders, tiny_pipeline
+from tests.tiny.families import SIZES
+from tests.tiny.inputs import random_picture
 
 
 def kandinsky5():

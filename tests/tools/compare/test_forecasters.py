@@ -13,7 +13,7 @@ from dit_accel.tools.compare.forecasters import Plan, Record, every, forecasting
 from dit_accel.tools.compare.mean_velocity import average_velocities, velocity_costs, velocity_weights
 from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.snapshot import Snapshot
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 FORMULAS = {
     "spectrum": partial(forecasters.spectrum, steps=50, blend=0.5),

@@ -22,9 +22,9 @@ from dit_accel.tools.compare import (
     spread,
 )
 from dit_accel.tools.compare.report import speedup_of
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tools.timing import transformer_clock
 from dit_accel.tools.tune.runs import IDENTICAL
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
 OWN = ("prompt", "generator", "output_type")

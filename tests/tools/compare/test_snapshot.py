@@ -3,7 +3,7 @@
 import types
 
 from dit_accel.tools.compare.snapshot import Snapshot
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 
 def test_everything_that_was_put_on_comes_off():

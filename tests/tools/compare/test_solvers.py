@@ -6,7 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from dit_accel.tools.compare import solvers
 from dit_accel.tools.compare.methods import Subject
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 STATIC = {"shift": 7.0}
 DYNAMIC = {

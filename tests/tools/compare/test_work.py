@@ -8,7 +8,7 @@ from torch.nn import functional
 from dit_accel import accelerated
 from dit_accel.models import denoisers
 from dit_accel.tools.compare.work import WorkCounter
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
+from tests.tiny import tiny_output, tiny_pipeline
 
 
 class Block(nn.Module):

@@ -10,9 +10,9 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.token_order import token_order
 from dit_accel.tools.capture import Site
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.calibration import Candidate, Recorder, choose, layers_of, measure
+from tests.tiny import tiny_output, tiny_pipeline
 
 pipeline = functools.cache(tiny_pipeline)
 

@@ -5,9 +5,9 @@ import torch
 
 from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Linear
-from dit_accel.tools.testing import tiny_output, tiny_pipeline
 from dit_accel.tools.tune import tune
 from dit_accel.tools.tune.linears import Kind, LinearTap, excluded, work_left
+from tests.tiny import tiny_output, tiny_pipeline
 
 KINDS = [Kind("a.*", 0.03, 0.5), Kind("b.*", 0.01, 0.25), Kind("c.*", 0.005, 0.25)]
 

@@ -14,9 +14,9 @@ from dit_accel import accelerate_pipeline, accelerated, load_preset, restore_pip
 from dit_accel.errors import PresetError, TuningError
 from dit_accel.tools.demo import demo_names, demo_path, tuning_prompts
 from dit_accel.tools.metrics import latent_error, psnr
-from dit_accel.tools.testing import tiny_inputs, tiny_pipeline
 from dit_accel.tools.tune import split_prompts, tune
 from dit_accel.tools.tune.result import computed_fraction
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 PROMPTS = ["a red fox", "two blue whales asleep", "a green heart", "snow"]
 FORECASTS = {"schedule.target_error": 0.3, "schedule.warmup": 2}  # random weights forecast badly; this lets them

@@ -1,0 +1,128 @@
+"""Attention: rows, tiles and both left out; int8 and fp8 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dit_accel import kernels
+from scripts.bench.kernels.baselines import DENSE, SPARSE, baseline
+from scripts.bench.kernels.cases import QKV, Case, Inputs, make_inputs
+from scripts.bench.kernels.clock import Timer, median_ms
+from scripts.bench.kernels.recorder import Recorder
+from scripts.bench.kernels.sizes import Sizes, sparse_cases
+from scripts.bench.kernels.verify import Verdict
+from scripts.bench.kernels.verify_attention import verify_attention
+
+SAMPLES = 8  # rows that are compared with float64
+LONG_MS = 50.0  # where dense attention takes longer, it is timed once a shape instead of beside each mask
+QUANTISED_BOUNDS = {"int8": 0.02, "int8+fp8": 0.05}  # relative L2 error
+QUANTISED_TILES = 0.2  # share that computes in the sparse half of that group
+
+
+def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
+    """Every backend over every mask of the shape, beside dense and block-sparse baselines."""
+    whole = make_inputs(dense, recorder.device)
+    qkv = whole.qkv()
+    dense_ms = time_baselines(recorder, DENSE[recorder.device], f"attention {dense.name}", qkv, whole)
+    first = next(iter(dense_ms), None)
+    own_dense: dict[str, dict[str, float]] = {}
+    for kind, case in sparse_cases(dense, sizes):
+        inputs = make_inputs(case, recorder.device)
+        place = f"attention {kind} {case.name}"
+        if first and kind != "dense" and dense_ms[first] < LONG_MS:  # clocks drift: beside each mask
+            dense_ms |= time_baselines(recorder, [first], place, qkv, whole)
+        baselines = dense_ms | time_baselines(recorder, SPARSE[recorder.device], place, qkv, inputs)
+        for backend in recorder.backends:
+            itself = own_dense.get(backend, {})
+            ms = time_attention(recorder, "attention", backend, kind, qkv, inputs, baselines | itself)
+            if kind == "dense" and ms is not None:
+                own_dense[backend] = {"itself dense": ms}
+
+
+def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
+    """int8 and fp8 products beside the same backend's own precision, on normal inputs and on outliers."""
+    dtype = str(dense.dtype).removeprefix("torch.")
+    for case in (dense, replace(dense, tiles=QUANTISED_TILES)):
+        inputs = make_inputs(case, recorder.device)
+        normal = inputs.qkv()
+        for values, qkv in (("normal", normal), ("outliers", with_outliers(*normal))):
+            kind = f"{'dense' if case is dense else 'tiles'}, {values}"
+            for backend in recorder.backends:
+                attend = partial(kernels.attention, *qkv, inputs.plan, backend=backend)
+                if not any(
+                    recorder.offers(f"attention {name}", backend, partial(attend, qk_dtype=name))
+                    for name in QUANTISED_BOUNDS
+                ):
+                    continue
+                own = time_attention(recorder, f"attention {dtype}", backend, kind, qkv, inputs, {})
+                itself = {} if own is None else {"itself": own}
+                for name, bound in QUANTISED_BOUNDS.items():
+                    time_attention(
+                        recorder, f"attention {name}", backend, kind, qkv, inputs, itself, bound=bound, qk_dtype=name
+                    )
+
+
+def with_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
+    """A few channels of k stand 10 to 50 standard deviations off, alike for all tokens, as keys of trained models do.
+
+    The same channels of v are as many times as large.
+    """
+    channels = torch.linspace(0, q.shape[-1] - 1, 6, device=q.device).long()[1:5]
+    size = torch.tensor([10.0, 20.0, 30.0, 50.0], device=q.device, dtype=q.dtype)
+    k, v = k.clone(), v.clone()
+    k[..., channels] += size
+    v[..., channels] *= size
+    return q, k, v
+
+
+def attention_flops(case: Case) -> float:
+    """Of the dense attention: two products of 2 S² D a head."""
+    return 4.0 * case.batch * case.heads * case.tokens**2 * case.head_dim
+
+
+def time_attention(
+    recorder: Recorder,
+    op: str,
+    backend: str,
+    kind: str,
+    qkv: QKV,
+    inputs: Inputs,
+    baselines: dict[str, float],
+    *,
+    density: float | None = None,
+    bound: float | None = None,
+    timer: Timer = median_ms,
+    **options: Any,
+) -> float | None:
+    """Our attention over the tiles of ``inputs``, as :meth:`Recorder.time` takes and returns it.
+
+    Args:
+        density: share of the pairs that attend; None = the tiles' own.
+        bound: of the relative error; None = that of the inputs' precision.
+        options: those of :func:`dit_accel.kernels.attention`.
+    """
+    density = inputs.density if density is None else density
+    call = partial(kernels.attention, *qkv, inputs.plan, backend=backend, **options)
+    verify = partial(_verify, qkv, inputs, bound)
+    work = attention_flops(inputs.case) * density
+    return recorder.time(
+        op, backend, kind, inputs.case, call, verify, density=density, work=work, baselines=baselines, timer=timer
+    )
+
+
+def time_baselines(
+    recorder: Recorder, names: Iterable[str], place: str, qkv: QKV, inputs: Inputs, timer: Timer = median_ms
+) -> dict[str, float]:
+    """Milliseconds of those attentions of others that run here and are right, over the tiles of ``inputs``."""
+    makes = {name: partial(baseline, name, *qkv, inputs) for name in names}
+    return recorder.baselines(place, makes, partial(_verify, qkv, inputs, None), timer)
+
+
+def _verify(qkv: QKV, inputs: Inputs, bound: float | None, out: torch.Tensor) -> Verdict:
+    """``out`` against float64 at a few rows."""
+    return verify_attention(out, qkv, inputs, samples=SAMPLES, relative_bound=bound)

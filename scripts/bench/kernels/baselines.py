@@ -1,0 +1,92 @@
+"""What a user could run instead: dense attention of cuDNN, FlashAttention 2 and 4, sparse FlexAttention, ``F.linear``.
+
+A baseline that isn't installed, doesn't run on this GPU or gives wrong results is left out, and the report says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dit_accel.errors import UnsupportedError
+from dit_accel.kernels.backends import hopper_limit
+from scripts.bench.kernels.cases import Inputs, every_pair
+
+Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
+DENSE = {"cpu": ("sdpa",), "cuda": ("cudnn", "fa2", "fa4")}  # by device; the first is what speed-ups are over
+SPARSE = {"cpu": (), "cuda": ("flex",)}
+FLEX_TILE = 128  # its kernels take no smaller blocks
+SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+
+
+def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Attention:
+    """The attention of that name over q, k, v ``[B, S, H, D]``.
+
+    Sparse ones take the tiles of ``inputs``, and "sdpa mask", dense attention under any mask, all pairs. Other dense
+    ones know no mask but the causal one: where ``inputs`` have masks, they are causal.
+    """
+    is_causal = inputs.attends is not None
+    if name == "flex":
+        return _flex(q, k, v, inputs)
+    if name == "sdpa mask":
+        pairs = every_pair(inputs.attends, inputs.case.tokens, q.device)
+        arguments = [x.transpose(1, 2) for x in (q, k, v)]
+        return lambda: F.scaled_dot_product_attention(*arguments, attn_mask=pairs).transpose(1, 2)
+    if name == "fa4":
+        if limit := hopper_limit(q):
+            raise UnsupportedError(f"flash-attn-4 is compared on Hopper: {limit}")
+        return lambda: _fa4()(q, k, v, causal=is_causal)[0]
+    return functools.partial(sdpa, name, q, k, v, is_causal)
+
+
+def sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+    """torch's attention over ``[B, S, H, D]``, by the backend of that name or, for "sdpa", by whichever it takes."""
+    arguments = [x.transpose(1, 2) for x in (q, k, v)]
+    with sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext():
+        return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
+
+
+def _flex(q, k, v, inputs: Inputs) -> Attention:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    plan = inputs.plan
+    full_count = plan.kv_count if plan.full_count is None else plan.full_count
+    slot = torch.arange(plan.blocks, device=q.device)
+    masked_index = plan.kv_index.gather(-1, (full_count[..., None].long() + slot).clamp(max=plan.blocks - 1))
+    attends = inputs.attends
+    mask = BlockMask.from_kv_blocks(
+        kv_num_blocks=plan.kv_count - full_count,
+        kv_indices=masked_index,
+        full_kv_num_blocks=full_count,
+        full_kv_indices=plan.kv_index,
+        BLOCK_SIZE=plan.block,
+        mask_mod=_every_pair if attends is None else lambda batch, head, query, key: attends(query, key),
+        seq_lengths=(plan.tokens, plan.tokens),
+    )
+    arguments = [x.transpose(1, 2) for x in (q, k, v)]
+    return lambda: _compiled_flex()(*arguments, block_mask=mask).transpose(1, 2)
+
+
+def _every_pair(batch, head, query, key):
+    return query >= 0
+
+
+@functools.cache
+def _compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Each shape is compiled for itself, as fast as FlexAttention gets; torch would stop after 8 and run it uncompiled.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _fa4() -> Callable:
+    from flash_attn.cute.interface import flash_attn_func
+
+    return flash_attn_func

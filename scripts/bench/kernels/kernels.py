@@ -1,0 +1,219 @@
+"""Benchmark of the sparse kernels: each op is checked against float64, then timed beside what else a user could run.
+
+Writes NAME.json, NAME.md (tables) and NAME.png (speed-up against sparsity with the ideal line). A backend that fails a
+check is not timed, and the run exits 1 without tables or a plot: a speed-up of wrong results is none. Ratios compare
+figures of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.kernels import backend_status
+from dit_accel.tools.origin import describe_run
+from scripts.bench.kernels import gate
+from scripts.bench.kernels.attention import bench_attention, bench_quantised
+from scripts.bench.kernels.cases import Case, make_inputs
+from scripts.bench.kernels.gemm import bench_gemm_o, bench_gemm_q
+from scripts.bench.kernels.linear import bench_linear
+from scripts.bench.kernels.masks import bench_masks
+from scripts.bench.kernels.recorder import Recorder
+from scripts.bench.kernels.report import Document, failures, merged, table
+from scripts.bench.kernels.sizes import FULL, QUICK, TINY, Sizes
+from scripts.bench.kernels.sla import bench_sla
+from scripts.bench.kernels.slices import bench_slices
+from scripts.bench.kernels.sparge import bench_sparge
+from scripts.bench.kernels.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
+
+Bench = Callable[[Recorder, Case, Sizes], None]  # one size
+
+_ATTENTION = gate.check_symbols, gate.check_attention
+OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (what measures it, what it stands on)
+    "attention": (bench_attention, _ATTENTION),
+    "masks": (bench_masks, _ATTENTION),
+    "quantised": (bench_quantised, _ATTENTION),
+    "gemm_q": (bench_gemm_q, (gate.check_symbols, gate.check_gemm_q)),
+    "gemm_o": (bench_gemm_o, (gate.check_symbols, gate.check_gemm_o)),
+    "linear": (bench_linear, (gate.check_quantized_linear,)),
+    "lowering": (bench_lowering, (gate.check_symbols,)),
+    "pooling": (bench_pooling, (gate.check_pooling,)),
+    "symbols": (bench_symbols, (gate.check_symbols, gate.check_pooling, gate.check_selection)),
+    "sparge": (bench_sparge, (*_ATTENTION, gate.check_pooling, gate.check_selection)),
+    "forecast": (bench_forecast, (gate.check_symbols, gate.check_forecast)),
+    "slices": (bench_slices, _ATTENTION),
+    "sla": (bench_sla, (*_ATTENTION, gate.check_linear_attention, gate.check_pooling)),
+}
+DEFAULT_OUTPUT = Path("kernels")
+
+
+class OptionError(DitAccelError, ValueError):
+    """An option can't be used as it was given."""
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command and returns its exit code: 0 success, 1 a check failed, 2 a mistake in what was asked for."""
+    options = _parser(program).parse_args(arguments)
+    try:
+        if not options.force:
+            _require_new(options.output)
+        document = _merge(options.merge) if options.merge else run(options)
+    except DitAccelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return write(document, options.output)
+
+
+def run(options: argparse.Namespace) -> Document:
+    """Checks and measures.
+
+    Raises:
+        OptionError: the device, or what was chosen, can't be had here.
+    """
+    device, started = options.device, time.perf_counter()
+    sizes, lengths, cases = _sizes(options)
+    ops = _chosen("--ops", options.ops, list(OPS))
+    todo = {(n, op): [case for case in sizes.cases[op] if case.tokens == n] for n, op in product(lengths, ops)}
+    if not any(todo.values()):
+        raise OptionError(f"--shapes: {', '.join(ops)} have no sequences of {options.shapes} tokens")
+    backends = _backends(options.backends, device)
+
+    checks = gate.check_kernels(device, cases, backends, [check for op in ops for check in OPS[op][1]])
+    if device == "cuda" and "attention" in ops:
+        checks += gate.check_no_host_wait(make_inputs(cases[0], device), backends)
+    failed = {check["backend"] for check in checks if not check["passed"]}
+    recorder = Recorder(device, [backend for backend in backends if backend not in failed])
+    print(f"{time.perf_counter() - started:.0f} s: {sum(c['passed'] for c in checks)} of {len(checks)} checks passed")
+
+    def document() -> Document:
+        origin = describe_run(device) | {"seconds": time.perf_counter() - started}
+        parts = {"gate": checks, "left_out": recorder.left_out, "results": recorder.rows}
+        return {"runs": [origin], **{name: [row | {"run": 0} for row in rows] for name, rows in parts.items()}}
+
+    for (tokens, op), of_op in todo.items():
+        if not of_op or not recorder.backends:
+            continue
+        try:
+            for case in of_op:
+                OPS[op][0](recorder, case, sizes)
+        except Exception as error:  # what was measured until then is worth keeping; the run has failed all the same
+            traceback.print_exc()
+            checks.append(gate.outcome(op, "", f"while it was timed at {tokens}", f"{type(error).__name__}: {error}"))
+        print(f"{time.perf_counter() - started:.0f} s: {op} at {tokens} tokens done", flush=True)
+        write_json(document(), options.output)  # a run that is cut off leaves what it has measured
+    return document()
+
+
+def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[int], Sequence[Case]]:
+    """What is timed, at which sequence lengths, and the cases of the gate."""
+    sizes, cases = (QUICK if options.quick else FULL), gate.QUICK_CASES
+    if options.device == "cpu":
+        if not options.quick:
+            raise OptionError("--device cpu: only tiny sizes run on a CPU; add --quick")
+        sizes, cases = TINY, gate.TINY_CASES
+    elif not torch.cuda.is_available():
+        raise OptionError(
+            "--device cuda: the benchmark needs a CUDA GPU, and torch finds none; `--quick --device cpu` checks the "
+            "references on tiny sizes"
+        )
+    lengths = _chosen("--shapes", options.shapes, [str(length) for length in sizes.tokens()])
+    return sizes, sorted(map(int, lengths)), cases
+
+
+def write_json(document: Document, output: Path) -> Path:
+    """Writes NAME.json, and removes tables and plot of an earlier run, which would pass for this one's."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for suffix in (".md", ".png"):
+        output.with_name(output.name + suffix).unlink(missing_ok=True)
+    file = output.with_name(output.name + ".json")
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def write(document: Document, output: Path) -> int:
+    """Writes what the document allows, and returns the exit code."""
+    files = [write_json(document, output)]
+    failed = failures(document)
+    for row in failed:
+        place = row.get("case") or f"{row['kind']} {row['shape']}"
+        reason = row.get("reason") or f"error {row['error']}, bound {row['bound']:.3g}"
+        print(f"FAILED: {row['op']} {row['backend']} {place}: {reason}")
+    if failed:
+        print(f"{len(failed)} checks failed: no plot. Results are in {files[0]}", file=sys.stderr)
+        return 1
+    files.append(output.with_name(output.name + ".md"))
+    files[1].write_text(table(document), encoding="utf-8")
+    plot = output.with_name(output.name + ".png")
+    try:
+        from scripts.bench.kernels.plot import speedup_plot
+
+        if speedup_plot(document, plot):
+            files.append(plot)
+    except (ImportError, UnsupportedError) as error:
+        print(f"no plot: {error}")
+    print(f"wrote {', '.join(map(str, files))}")
+    return 0
+
+
+def _require_new(output: Path) -> None:
+    for suffix in (".json", ".md", ".png"):
+        if os.path.exists(file := output.with_name(output.name + suffix)):
+            raise OptionError(f"--output: {file} exists; name another stem, or replace it with --force")
+
+
+def _merge(paths: Sequence[Path]) -> Document:
+    try:
+        return merged([json.loads(path.read_text(encoding="utf-8")) for path in paths])
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--merge: {error}") from None
+    except (KeyError, TypeError):
+        raise OptionError(f"--merge: {', '.join(map(str, paths))} must be files that this benchmark wrote") from None
+
+
+def _chosen(option: str, names: str | None, valid: Sequence[str]) -> list[str]:
+    """The comma-separated names, or all."""
+    chosen = list(valid) if names is None else [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in valid]
+    if unknown:
+        raise OptionError(f"{option}: must be among {', '.join(valid)}, got {', '.join(unknown)}")
+    return chosen
+
+
+def _backends(names: str | None, device: str) -> list[str]:
+    status = backend_status()
+    if names is None:
+        chosen = [*(["reference"] if device == "cpu" else []), *gate.available_backends()]
+        if not chosen:
+            raise OptionError(f"--backends: none can run here: {status}")
+        return chosen
+    chosen = _chosen("--backends", names, list(status))
+    for name in chosen:
+        if status[name] != "ok":
+            raise OptionError(f"--backends: {name!r} can't run here: {status[name]}")
+    return chosen
+
+
+def _parser(program: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ops", metavar="A,B", help=f"which of {', '.join(OPS)}; all by default")
+    add("--shapes", metavar="N,M", help=f"sequence lengths, of {', '.join(map(str, FULL.tokens()))}; all by default")
+    add("--backends", metavar="A,B", help="which backends; by default all that run here")
+    add("--output", type=Path, default=DEFAULT_OUTPUT, help="stem of the files (default: %(default)s)")
+    add("--force", action="store_true", help="replace files that exist")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--quick", action="store_true", help="one short sequence and two sparsities; on a CPU tiny sizes")
+    add("--merge", type=Path, nargs="+", metavar="JSON", help="measure nothing: write these runs as one")
+    return parser

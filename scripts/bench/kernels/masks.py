@@ -1,0 +1,83 @@
+"""Masks inside tiles: OmniAttention's five families of patterns, at its lengths and at longer ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dit_accel import kernels
+from dit_accel.kernels.symbols import SparseSymbols
+from dit_accel.kernels.tile_masks import mask_from_plan
+from dit_accel.sparse.policies import static
+from scripts.bench.kernels.attention import time_attention, time_baselines
+from scripts.bench.kernels.baselines import DENSE, FLEX_TILE, SPARSE
+from scripts.bench.kernels.cases import Attends, Case, causal, inputs_of, masked_inputs
+from scripts.bench.kernels.clock import Timer, called_ms, median_ms, replayed_ms
+from scripts.bench.kernels.recorder import Recorder
+from scripts.bench.kernels.sizes import Sizes
+
+DOCUMENTS, INTERLEAVED = (256, 68, 188), (133, 309, 70)  # the paper's segments of 512 tokens; the second has an image
+LAUNCH_BOUND = 2048  # tokens up to which a call takes about as long as its launch
+LONG_GROUPS = 8  # times that longer sequences hold the paper's segments
+RANDOM = {"full/partial": ("full", "partial"), "full/causal/partial": ("full", "causal", "partial")}
+DENSE_MASK_TOKENS = 8192  # at most, where dense attention gets a mask over all S × S pairs
+
+
+def bench_masks(recorder: Recorder, case: Case, sizes: Sizes) -> None:
+    """Every family beside FlexAttention and masked SDPA; short sequences in a CUDA graph and called from Python."""
+    device = recorder.device
+    timers: dict[str, Timer] = {"": median_ms}
+    if case.tokens <= LAUNCH_BOUND:
+        timers = {", graph": replayed_ms, ", called": called_ms}
+    for family in ("causal", "documents", "interleaved", *RANDOM):
+        inputs = inputs_of(case, *pattern(family, case, device))
+        for_flex = inputs
+        if case.block < FLEX_TILE <= case.tokens:
+            coarse = replace(case, block=FLEX_TILE)
+            if family in RANDOM:  # drawn in tiles of the case's own block
+                for_flex = masked_inputs(coarse, inputs.attends, device)
+            else:
+                for_flex = inputs_of(coarse, *pattern(family, coarse, device))
+        dense = ["sdpa mask"] if device != "cpu" and case.tokens <= DENSE_MASK_TOKENS else []
+        if inputs.attends is causal:
+            dense += DENSE[device]
+        qkv = inputs.qkv()
+        for how, timer in timers.items():
+            kind = f"{family} {case.block}{how}"
+            place = f"attention masks {kind} {case.name}"
+            baselines = time_baselines(recorder, SPARSE[device], place, qkv, for_flex, timer)
+            baselines |= time_baselines(recorder, dense, place, qkv, inputs, timer)
+            for backend in recorder.backends:
+                time_attention(recorder, "attention masks", backend, kind, qkv, inputs, baselines, timer=timer)
+
+
+def pattern(family: str, case: Case, device: str | torch.device) -> tuple[SparseSymbols, Attends]:
+    """The symbols of a family, and the same mask pair by pair."""
+    one_head = {"block": case.block, "device": device}
+    options = {**one_head, "batch": case.batch, "heads": case.heads}
+    if family == "causal":
+        return static.causal(case.tokens, **options), causal
+    if family in RANDOM:
+        draw = partial(static.random_tiles, case.tokens, RANDOM[family])
+        seeded = [torch.Generator(device).manual_seed(0) for _ in range(2)]
+        pairs = mask_from_plan(kernels.lower(draw(generator=seeded[0], **one_head)))[0, 0]
+        return draw(generator=seeded[1], **options), lambda query, key: pairs[query, key]
+    lengths = _segments(DOCUMENTS if family == "documents" else INTERLEAVED, case.tokens)
+    length = torch.tensor(lengths, device=device)
+    if family == "documents":
+        document = torch.arange(len(lengths), device=device).repeat_interleave(length)
+        return static.documents(lengths, **options), lambda query, key: document[query] == document[key]
+    is_text = [number % 3 != 1 for number in range(len(lengths))]
+    image_end = length.cumsum(0).masked_fill(torch.tensor(is_text, device=device), 0).repeat_interleave(length)
+    symbols = static.interleaved(lengths, is_text, **options)
+    return symbols, lambda query, key: (key <= query) | (key < image_end[query])
+
+
+def _segments(of_512: tuple[int, ...], tokens: int) -> list[int]:
+    """The segments of 512 tokens, stretched to the sequence, or to each eighth of a long one."""
+    groups = 1 if tokens <= LAUNCH_BOUND else LONG_GROUPS
+    parts = [length * tokens // (512 * groups) for length in of_512] * groups
+    parts[-1] += tokens - sum(parts)
+    return parts

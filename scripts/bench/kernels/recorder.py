@@ -1,0 +1,166 @@
+"""Rows of a run: each verified, then timed, beside its baselines; what can't run is noted with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from dit_accel.errors import BackendError, UnsupportedError
+from dit_accel.kernels.symbols import AttentionPlan
+from scripts.bench.kernels.cases import Case
+from scripts.bench.kernels.clock import Timer, median_ms
+from scripts.bench.kernels.report import shape_label
+from scripts.bench.kernels.verify import Verdict
+
+Verify = Callable[[Any], Verdict]  # judges what an op gave
+
+
+@dataclass
+class Recorder:
+    """Collects the rows of one run.
+
+    Args:
+        device: "cuda" or "cpu".
+        backends: backends to time, where an op has them.
+        log: takes one line a row.
+    """
+
+    device: str
+    backends: Sequence[str]
+    log: Callable[[str], None] = field(default_factory=lambda: partial(print, flush=True))
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+
+    def time(
+        self,
+        op: str,
+        backend: str,
+        kind: str,
+        case: Case,
+        call: Callable[[], object],
+        verify: Verify | Verdict,
+        *,
+        timer: Timer = median_ms,
+        **figures: Any,
+    ) -> float | None:
+        """Verifies and times one op, and returns its milliseconds; None where it can't run or is wrong.
+
+        Args:
+            call: runs the op.
+            verify: judges its result; or the verdict, where that is known.
+            timer: milliseconds of a call.
+            op, backend, kind, case, figures: as for :meth:`add`.
+        """
+        try:
+            verdict = verify if isinstance(verify, Verdict) else verify(_poisoned_first(call))
+        except (BackendError, UnsupportedError) as error:
+            self._leave_out(f"{op} {kind} {shape_label(case.axes)}", backend, str(error))
+            return None
+        ms = timer(call, self.device) if verdict.passed else None
+        self.add(op, backend, kind, case, verdict, ms, **figures)
+        return ms
+
+    def add(
+        self,
+        op: str,
+        backend: str,
+        kind: str,
+        case: Case,
+        verdict: Verdict,
+        ms: float | None,
+        *,
+        density: float = 1.0,
+        ideal: float | None = None,
+        work: float = 0.0,
+        unit: str = "TFLOP/s",
+        baselines: dict[str, float] | None = None,
+    ) -> None:
+        """Notes one row; without ``ms`` it has no speed-up.
+
+        Args:
+            kind: what of the op varies beside shape and sparsity.
+            density: share that computes, as drawn.
+            ideal: speed-up over the dense baseline if time followed the work; None = 1 / density.
+            work: floating-point operations that the symbols leave, or bytes with the unit "GB/s".
+            baselines: milliseconds of the alternatives.
+        """
+        baselines = baselines or {}
+        if ideal is None:
+            ideal = 1 / density if density else float("inf")
+        row = {
+            "op": op,
+            "backend": backend,
+            "kind": kind,
+            "shape": case.axes,
+            "sparsity": 1 - density,
+            "ideal": ideal,
+            "ms": ms,
+            "rate": None if ms is None or not work else work / ms / (1e9 if unit == "TFLOP/s" else 1e6),
+            "unit": unit,
+            "baselines_ms": baselines,
+            "speedup": {} if ms is None else {name: other / ms for name, other in baselines.items()},
+            **verdict.fields(),
+        }
+        self.rows.append(row)
+        over = "  ".join(f"{ratio:.2f}x {name}" for name, ratio in row["speedup"].items())
+        outcome = (
+            f"{ms:9.4f} ms  {over}" if verdict.passed else f"FAILED: error {verdict.error:.3g} > {verdict.bound:.3g}"
+        )
+        self.log(f"{op:18}{backend:10}{kind:24} {shape_label(case.axes):34}{row['sparsity']:6.1%}  {outcome}")
+
+    def baselines(
+        self, place: str, makes: dict[str, Callable[[], Callable]], verify: Verify, timer: Timer = median_ms
+    ) -> dict[str, float]:
+        """Milliseconds of alternatives; one that can't run here or is wrong is left out, and noted.
+
+        Args:
+            makes: by name, what makes the call of an alternative.
+            verify, timer: as for :meth:`time`.
+        """
+        times = {}
+        for name, make in makes.items():
+            try:
+                call = make()
+                verdict = verify(_poisoned_first(call))
+                if verdict.passed:
+                    times[name] = timer(call, self.device)
+                    continue
+                reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
+            except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            self._leave_out(place, name, reason)
+        return times
+
+    def offers(self, place: str, backend: str, call: Callable[[], object]) -> bool:
+        """Runs ``call``; False, and a note, where the backend refuses it."""
+        try:
+            call()
+        except (BackendError, UnsupportedError) as error:
+            self._leave_out(place, backend, str(error))
+            return False
+        return True
+
+    def _leave_out(self, place: str, who: str, reason: str) -> None:
+        if any((entry["who"], entry["reason"]) == (who, reason) for entry in self.left_out):
+            return  # one note will do
+        self.left_out.append({"what": place, "who": who, "reason": reason})
+        self.log(f"left out: {who} for {place}: {reason}")
+
+
+def _poisoned_first(call: Callable[[], Any]) -> Any:
+    """The result of ``call``, whose memory most likely held NaN, or -1, before.
+
+    A first result is overwritten and freed, and torch's allocator hands out again what was freed last. Without it a
+    kernel that writes nothing could find the right result of the call before.
+    """
+    result = call()
+    held = result.tensors() if isinstance(result, AttentionPlan) else result if isinstance(result, tuple) else [result]
+    for tensor in held:
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    del result, held, tensor
+    return call()

@@ -1,0 +1,103 @@
+"""The sizes that are timed: FLUX at 1K and 2K, HunyuanVideo at 33K and 118K tokens, Wan 14B at 75K; and small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from scripts.bench.kernels.cases import Case, Projection
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that a run times.
+
+    Args:
+        cases: dense cases or projections of each benchmark; those of attention are panels of the plot.
+        sparsities: shares left out, of rows, of tiles, and of both together.
+        window_lengths, orders: N and D of GEMM-O's windows.
+        densities: shares of the keys that stay in attention to single keys.
+        further: further ``tokens: (kind, sparsity)`` of attention, those of published figures.
+    """
+
+    cases: dict[str, tuple[Case, ...]]
+    sparsities: tuple[float, ...]
+    window_lengths: tuple[int, ...]
+    orders: tuple[int, ...]
+    densities: tuple[float, ...]
+    further: dict[int, tuple[tuple[str, float], ...]]
+
+    def tokens(self) -> list[int]:
+        """Every sequence length, ascending."""
+        return sorted({case.tokens for cases in self.cases.values() for case in cases})
+
+
+_MODELS = (Case(4608), Case(16896), Case(33024), Case(75600, heads=40), Case(118800))
+_PROJECTIONS = (
+    Projection(4608),
+    Projection(16896),
+    Projection(33024),
+    Projection(16896, width=1536, is_slice=True, windows=False),
+    Projection(32760, heads=12, width=1536, windows=False),
+    Projection(32760, heads=40, width=5120, windows=False),
+)
+_PAPER = [Case(n, 8, 64, block, dtype=torch.float16) for n in (512, 1024, 2048) for block in (64, 128)]  # OmniAttention
+FULL = Sizes(
+    cases={
+        "attention": _MODELS,
+        "masks": (*_PAPER, Case(8192), Case(32768, heads=8)),
+        "quantised": (Case(33024),),
+        "gemm_q": _PROJECTIONS,
+        "gemm_o": _PROJECTIONS,
+        "linear": _PROJECTIONS,
+        "lowering": _MODELS,
+        "pooling": (Case(4608), Case(8192), Case(33024)),
+        "symbols": (Case(8192), Case(33024)),
+        "sparge": tuple(Case(tokens) for tokens in (8192, 16384, 32768, 65536, 131072)),  # those of the paper's table 3
+        "forecast": (Case(4608), Case(33024)),
+        "slices": (Case(32760, heads=12), Case(33024)),
+        "sla": (Case(32760, heads=12, block=64), Case(32760, heads=12)),  # Wan 1.3B, 480p; the paper's block is 64
+    },
+    sparsities=(0.0, 0.5, 0.8, 0.9),
+    window_lengths=(4, 6, 8),
+    orders=(0, 1, 2),
+    densities=(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
+    further={4608: (("tiles", 0.78), ("rows", 0.77)), 16896: (("tiles", 0.79),)},
+)
+QUICK = Sizes(
+    cases={
+        **dict.fromkeys(FULL.cases, (Case(4608),)),
+        "masks": (Case(512, 8, 64, 64, dtype=torch.float16), Case(512, 8, 64, dtype=torch.float16)),
+        **dict.fromkeys(("gemm_q", "gemm_o", "linear"), (Projection(4608),)),
+        "sla": (Case(4608, heads=12, block=64),),
+    },
+    sparsities=(0.0, 0.8),
+    window_lengths=(6,),
+    orders=(0, 1),
+    densities=(1.0, 0.5, 0.1),
+    further={},
+)
+_TINY = {"heads": 2, "head_dim": 32, "block": 64, "dtype": torch.float32}
+TINY = Sizes(
+    cases={
+        **dict.fromkeys(FULL.cases, (Case(300, **_TINY),)),
+        **dict.fromkeys(("gemm_q", "gemm_o", "linear"), (Projection(300, width=64, **_TINY),)),
+    },
+    sparsities=(0.0, 0.5),
+    window_lengths=(4,),
+    orders=(0, 1),
+    densities=(0.5,),
+    further={},
+)
+
+
+def sparse_cases(dense: Case, sizes: Sizes) -> Iterator[tuple[str, Case]]:
+    """``(kind, case)``: "dense" first, then "rows", "tiles" and "both" by rising sparsity."""
+    yield "dense", dense
+    wanted = [(kind, s) for kind in ("rows", "tiles", "both") for s in sizes.sparsities if s > 0]
+    for kind, sparsity in sorted(wanted + list(sizes.further.get(dense.tokens, ())), key=lambda pair: pair[1]):
+        density = (1 - sparsity) ** 0.5 if kind == "both" else 1 - sparsity
+        changes = ("rows", "tiles") if kind == "both" else (kind,)
+        yield kind, replace(dense, **dict.fromkeys(changes, density))

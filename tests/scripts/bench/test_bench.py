@@ -1,0 +1,415 @@
+"""The benchmark: what it checks, that a wrong result never gets a speed-up, and the files of a whole run on a CPU."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit_accel import kernels
+from dit_accel.errors import KernelError, ShapeError
+from scripts.bench.kernels import gate, plot, report, verify
+from scripts.bench.kernels.cases import Case, make_inputs
+from scripts.bench.kernels.clock import FEWEST, MOST, median_ms
+from scripts.bench.kernels.kernels import OPS, main
+from scripts.bench.kernels.masks import RANDOM, pattern
+from scripts.bench.kernels.plot import speedup_plot
+from scripts.bench.kernels.recorder import Recorder
+from scripts.bench.kernels.sizes import FULL, QUICK, TINY, sparse_cases
+from scripts.bench.kernels.verify import Verdict
+from scripts.bench.kernels.verify_attention import verify_attention
+
+ROOT = Path(__file__).parents[3]
+CPU = ("--quick", "--device", "cpu", "--backends", "reference")
+SMALL = Case(300, heads=5, head_dim=32, block=64, rows=0.5, tiles=0.5, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The folder of a quick run of all ops on the CPU, and its JSON."""
+    folder = tmp_path_factory.mktemp("bench")
+    assert main([*CPU, "--output", str(folder / "kernels")]) == 0
+    return folder, json.loads((folder / "kernels.json").read_text())
+
+
+def test_a_run_writes_json_tables_and_a_plot(whole_run):
+    """Each op has rows that passed; every row's ratios are those of its own milliseconds."""
+    folder, document = whole_run
+    assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md", "kernels.png"}
+    ops = {row["op"] for row in document["results"]}
+    assert {"attention", "attention masks", "gemm_q", "gemm_o_update", "gemm_o_dispatch", "gemm_o_window"} <= ops
+    assert {"lower", "pack_bits", "pooled_map", "symbols", "weighted_sum"} <= ops
+    assert document["gate"] and all(row["passed"] for row in document["gate"] + document["results"])
+    for row in document["results"]:
+        assert row["ms"] > 0 and row["error"] <= row["bound"]
+        assert row["speedup"] == {name: pytest.approx(ms / row["ms"]) for name, ms in row["baselines_ms"].items()}
+    (run,) = document["runs"]
+    assert run["torch"] == torch.__version__ and run["seconds"] > 0
+    assert {"device", "driver", "triton", "cudnn", "flash-attn-4", "commit", "command"} <= run.keys()
+
+
+def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
+    """1 / density for attention and GEMMs; an UPDATE takes D entries over at the cost of the symbols that changed, of
+    which two draws have at most 2 min(density, 1 - density); a window's follows from its parts."""
+    _, document = whole_run
+    update_work = {
+        (row["kind"], row["sparsity"]): 1 / row["ideal"] for row in document["results"] if row["op"] == "gemm_o_update"
+    }
+    for (kind, sparsity), work in update_work.items():
+        order, most = int(kind[2]), 2 * min(sparsity, 1 - sparsity)
+        assert (work == pytest.approx(1)) == (order * most == 0)
+        assert 1 - 1e-9 <= work <= 1 + order * most + 1e-9
+    for row in document["results"]:
+        density = 1 - row["sparsity"]
+        if row["op"] in ("attention", "attention masks", "gemm_q", "gemm_o_dispatch"):
+            assert row["ideal"] == pytest.approx(1 / density)
+        if row["op"] == "gemm_o_window":
+            length, order = row["kind"].split()
+            length = int(length[2:])
+            work = update_work[order, row["sparsity"]] + (length - 1) * density
+            assert row["ideal"] == pytest.approx(length / work)
+
+
+def test_a_window_takes_its_parts_times(whole_run):
+    """One UPDATE and N − 1 DISPATCH steps, over N dense projections."""
+    _, document = whole_run
+    ms = {(row["op"], row["kind"], row["sparsity"]): row["ms"] for row in document["results"]}
+    windows = [row for row in document["results"] if row["op"] == "gemm_o_window"]
+    assert windows
+    for row in windows:
+        order = row["kind"].split()[1]
+        update, dispatch = (ms[op, order, row["sparsity"]] for op in ("gemm_o_update", "gemm_o_dispatch"))
+        assert row["ms"] == pytest.approx(update + 3 * dispatch)
+
+
+def wrong(op, factor=1.05):
+    """The op with a result that is off by a twentieth."""
+
+    def scaled(*arguments, **options):
+        result = op(*arguments, **options)
+        return result.mul_(factor)
+
+    return scaled
+
+
+def test_a_red_gate_stops_before_anything_is_timed(monkeypatch, tmp_path, capsys):
+    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or drawn."""
+    monkeypatch.setattr(kernels, "weighted_sum", wrong(kernels.weighted_sum))
+    assert main([*CPU, "--ops", "forecast", "--output", str(tmp_path / "k")]) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
+    document = json.loads((tmp_path / "k.json").read_text())
+    assert document["results"] == []
+    assert {row["op"] for row in document["gate"] if not row["passed"]} == {"weighted_sum", "weighted_sum plan"}
+    assert "FAILED: weighted_sum reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [KernelError("failed at launch"), ValueError("too many registers")], ids=repr)
+def test_a_kernel_that_does_not_run_fails_the_gate(error, monkeypatch):
+    """A backend that refuses a case leaves it out; one that takes it and breaks has failed."""
+
+    def broken(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(kernels, "gemm_q", broken)
+    failed = [row for row in gate.check_kernels("cpu", [SMALL], ["reference"]) if not row["passed"]]
+    assert [(row["op"], str(error) in row["reason"]) for row in failed] == [("gemm_q", True)]
+
+
+def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, tmp_path):
+    """What is right is measured and kept, but the run has failed."""
+    checks = [
+        gate.outcome("attention", "triton", "a case", "wrong"),
+        gate.outcome("lower", "reference", "a case", None),
+    ]
+    monkeypatch.setattr(gate, "check_kernels", lambda *arguments: list(checks))
+    monkeypatch.setattr(gate, "available_backends", lambda: ["triton"])
+    arguments = ("--quick", "--device", "cpu", "--ops", "lowering", "--output", str(tmp_path / "k"))
+    assert main(arguments) == 1
+    document = json.loads((tmp_path / "k.json").read_text())
+    assert {row["backend"] for row in document["results"]} == {"reference"} and len(document["gate"]) == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
+
+
+def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
+    """What only fails at a timed size is not timed there; an earlier run's files go, by --force alone."""
+    (tmp_path / "k.png").write_bytes(b"earlier")
+    monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
+    monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
+    asked = [*CPU, "--ops", "gemm_q", "--output", str(tmp_path / "k")]
+    assert main(asked) == 2 and (tmp_path / "k.png").read_bytes() == b"earlier"
+    assert main([*asked, "--force"]) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
+    rows = json.loads((tmp_path / "k.json").read_text())["results"]
+    assert rows and all((row["ms"], row["rate"], row["speedup"]) == (None, None, {}) for row in rows)
+
+
+MISTAKES = {
+    "no-gpu": (["--quick"], "needs a CUDA GPU"),
+    "cpu-in-full": (["--device", "cpu"], "add --quick"),
+    "op": ([*CPU, "--ops", "attention,gemm"], "--ops: must be among attention, masks"),
+    "shape": ([*CPU, "--shapes", "17"], "--shapes: must be among 300"),
+    "backend": ([*CPU[:-1], "cublas"], "--backends: must be among reference"),
+    "backend-here": ([*CPU[:-1], "cuda"], "--backends: 'cuda' can't run here"),
+    "merge-missing": (["--merge", "missing.json"], "--merge: "),
+    "merge-other": (["--merge", str(ROOT / "docs" / "results" / "gpu-check-h200.json")], "must be files that this"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, monkeypatch, capsys):
+    """What was asked for wrongly is said in one line."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*arguments, "--output", str(tmp_path / "k")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
+    """``python -m scripts.bench.kernels`` runs where only torch and matplotlib are, and names itself in the results."""
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(('diffusers', 'transformers', 'pydantic', 'typer', 'yaml')))"
+    )
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = ["-m", "scripts.bench.kernels", *CPU, "--ops", "lowering", "--output", str(tmp_path / "k")]
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "k.md").exists()
+    (run,) = json.loads((tmp_path / "k.json").read_text())["runs"]
+    assert run["command"].endswith(" ".join(command))
+
+
+def test_gpu_check_without_a_gpu_says_so(tmp_path):
+    """The script of the same checks imports without diffusers, and needs a GPU."""
+    code = "import sys, runpy, torch; sys.modules['diffusers'] = None; torch.cuda.is_available = lambda: False; "
+    code += (
+        f"sys.argv = ['gpu_check.py']; runpy.run_path({str(ROOT / 'scripts' / 'gpu_check.py')!r}, run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, "needs a CUDA GPU" in result.stderr) == (2, True), result.stderr
+
+
+def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_path, capsys):
+    """Rows that were measured are written; exit 1, and no plot."""
+
+    def broken(recorder, case, sizes):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setitem(OPS, "masks", (broken, OPS["masks"][1]))
+    assert main([*CPU, "--ops", "masks,lowering", "--output", str(tmp_path / "k")]) == 1
+    document = json.loads((tmp_path / "k.json").read_text())
+    assert {row["op"] for row in document["results"]} == {"lower", "pack_bits"}
+    assert "FAILED: masks" in (output := capsys.readouterr().out) and "illegal memory access" in output
+    assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
+
+
+def test_runs_merge_and_later_rows_replace(whole_run, tmp_path):
+    """A row measured again counts once, from its own run; files are those of a run."""
+    _, document = whole_run
+    again = json.loads(json.dumps(document))
+    again["results"] = [row for row in again["results"] if row["op"] == "gemm_q"]
+    again["results"][0]["ms"] = 123.0
+    for name, content in (("a.json", document), ("b.json", again)):
+        (tmp_path / name).write_text(json.dumps(content))
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert main(["--merge", *paths, "--output", str(tmp_path / "all")]) == 0
+    union = json.loads((tmp_path / "all.json").read_text())
+    assert len(union["runs"]) == 2 and len(union["results"]) == len(document["results"])
+    assert {row["run"] for row in union["results"] if row["op"] == "gemm_q"} == {1}
+    assert {row["run"] for row in union["results"] if row["op"] != "gemm_q"} == {0}
+    assert [row["ms"] for row in union["results"]].count(123.0) == 1
+    assert (tmp_path / "all.png").exists() and "2 of 2" not in (tmp_path / "all.md").read_text()
+
+
+def test_runs_of_two_devices_don_t_merge(whole_run):
+    """Their figures can't be compared."""
+    _, document = whole_run
+    other = document | {"runs": [document["runs"][0] | {"device": "NVIDIA H200"}]}
+    with pytest.raises(ShapeError, match=r"must be of one device, got .+, NVIDIA H200"):
+        report.merged([document, other])
+
+
+def test_one_sparsity_is_no_plot(whole_run, tmp_path):
+    """A line needs two points."""
+    _, document = whole_run
+    dense = document | {"results": [row for row in document["results"] if row["sparsity"] == 0]}
+    assert not speedup_plot(dense, tmp_path / "k.png")
+    assert not (tmp_path / "k.png").exists()
+
+
+def masked_row(tokens, block, kind, ratio):
+    shape = {"tokens": tokens, "heads": 8, "head_dim": 64, "block": block}
+    return {"op": "attention masks", "backend": "triton", "kind": kind, "shape": shape, "speedup": {"flex": ratio}}
+
+
+def test_masks_have_a_panel_a_block_and_a_way_of_timing():
+    """Long sequences, which are timed in one way only, stand with the GPU time of short ones."""
+    rows = [
+        masked_row(512, 64, "causal 64, graph", 2.0),
+        masked_row(1024, 64, "causal 64, graph", 1.9),
+        masked_row(512, 64, "causal 64, called", 1.2),
+        masked_row(1024, 64, "causal 64, called", 1.1),
+        masked_row(512, 128, "causal 128, graph", 1.7),
+        masked_row(8192, 128, "causal 128", 1.4),
+    ]
+    panels = {panel.title: [line.points for line in panel.lines] for panel in plot._mask_panels(rows)}
+    assert panels == {
+        "attention masks, block 64, GPU time": [[(512, 2.0), (1024, 1.9)]],
+        "attention masks, block 64, called from Python": [[(512, 1.2), (1024, 1.1)]],
+        "attention masks, block 128, GPU time": [[(512, 1.7), (8192, 1.4)]],
+    }
+
+
+def test_masks_are_drawn_over_two_lengths(tmp_path):
+    """A single length makes no panel, and without FlexAttention there is nothing to draw."""
+    rows = [masked_row(tokens, 128, "causal 128", 1.5) for tokens in (8192, 32768)]
+    assert speedup_plot({"results": rows}, tmp_path / "k.png") and (tmp_path / "k.png").stat().st_size > 10_000
+    assert not speedup_plot({"results": rows[:1]}, tmp_path / "one.png")
+    assert not speedup_plot({"results": [row | {"speedup": {}} for row in rows]}, tmp_path / "none.png")
+
+
+def attended(inputs):
+    """The reference's attention in an output that was NaN before, and its q, k and v."""
+    qkv = inputs.qkv()
+    out = torch.full_like(qkv[0], math.nan)
+    kernels.attention(*qkv, inputs.plan, out=out, backend="reference")
+    return out, qkv
+
+
+@pytest.mark.parametrize("samples", [None, 5], ids=["every-row", "samples"])
+def test_right_attention_passes(samples):
+    """The reference's result is right, and its reused rows are untouched."""
+    inputs = make_inputs(SMALL, "cpu")
+    assert verify_attention(*attended(inputs), inputs, samples=samples, poisoned=True).passed
+
+
+FAULTS = {
+    "scaled": lambda out, inputs: out.mul_(1.001),
+    "unwritten": lambda out, inputs: out[:, :64].fill_(math.nan),
+    "last-token": lambda out, inputs: out[:, -1].add_(0.1),
+    "reused-row-written": lambda out, inputs: out.nan_to_num_(0.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_wrong_attention_fails(fault):
+    """A small factor, NaN, the ragged tail and a written reused row are all found."""
+    inputs = make_inputs(SMALL, "cpu")
+    assert inputs.rows[..., 0].any() and inputs.rows[..., -1].any() and not inputs.rows.all()
+    out, qkv = attended(inputs)
+    fault(out, inputs)
+    assert not verify_attention(out, qkv, inputs, poisoned=True).passed
+
+
+def test_a_missing_tile_fails():
+    """Attention over one tile less than the symbols ask for is wrong at the sampled rows."""
+    inputs = make_inputs(replace(SMALL, rows=1.0, tiles=1.0), "cpu")
+    plan = replace(inputs.plan, kv_count=inputs.plan.kv_count - 1)
+    qkv = inputs.qkv()
+    out = kernels.attention(*qkv, plan, backend="reference")
+    assert not verify_attention(out, qkv, inputs, samples=3).passed
+
+
+def test_relative_error_is_that_of_the_norms():
+    """With a relative bound, a result off by 3% has error 0.03."""
+    inputs = make_inputs(SMALL, "cpu")
+    out, qkv = attended(inputs)
+    verdict = verify_attention(out * 1.03, qkv, inputs, relative_bound=0.05)
+    assert verdict.error == pytest.approx(0.03, rel=1e-3) and verdict.passed
+
+
+def test_samples_are_spread_and_hold_the_last():
+    """Of 100 entries, 4 evenly spread ones; of 3, all."""
+    assert verify.spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
+    assert verify.spread(torch.arange(3), 4).tolist() == [0, 1, 2]
+
+
+def test_nan_never_passes():
+    assert not Verdict(math.nan, 1.0).passed
+    assert not verify.worst([Verdict(0.1, 1.0), Verdict(math.nan, 1.0)]).passed
+
+
+@pytest.mark.parametrize("family", ["causal", "documents", "interleaved", *RANDOM])
+@pytest.mark.parametrize("tokens", [300, 4000], ids=["one-group", "eight-groups"])
+def test_patterns_say_what_their_pairs_say(tokens, family):
+    """The symbols that our kernels get, and the pairs by which baselines and float64 mask, are of one mask."""
+    case = Case(tokens, heads=2, head_dim=32, block=64)
+    symbols, attends = pattern(family, case, "cpu")
+    token = torch.arange(tokens)
+    pairs = attends(token[:, None], token[None])
+    assert torch.equal(kernels.mask_from_plan(kernels.lower(symbols)), pairs.expand(1, 2, -1, -1))
+    assert 0.03 < pairs.double().mean() < 0.7
+
+
+def test_every_check_stands_under_a_benchmark():
+    """The gate's own list, which is everything, is that of all benchmarks together."""
+    assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
+
+
+def test_the_gate_checks_what_a_benchmark_stands_on():
+    """Symbols and attention for masks, also with masks; everything where nothing is named."""
+    masks = gate.check_kernels("cpu", [SMALL], ["reference"], OPS["masks"][1])
+    assert {row["op"] for row in masks} == {"lower", "pack_bits", "unpack_bits", "attention"}
+    assert any("causal" in row["case"] for row in masks)
+    everything = {row["op"] for row in gate.check_kernels("cpu", [SMALL], ["reference"])}
+    assert {"attention", "gemm_q", "weighted_sum", "linear_attention", "select_rows"} < everything
+
+
+def test_sparse_cases_draw_the_sparsity_that_they_name():
+    """Rows, tiles, and both together leave out the share that was asked for, published points among them."""
+    cases = list(sparse_cases(Case(4608), FULL))
+    assert cases[0] == ("dense", Case(4608))
+    shares = sorted((kind, round(1 - case.rows * case.tiles, 6)) for kind, case in cases[1:])
+    assert shares == sorted(
+        [(kind, s) for kind in ("rows", "tiles", "both") for s in (0.5, 0.8, 0.9)] + [("tiles", 0.78), ("rows", 0.77)]
+    )
+    inputs = make_inputs(dict(cases[1:])["both"], "cpu")
+    assert inputs.row_density == pytest.approx(inputs.case.rows, abs=1e-3)
+    assert inputs.density == pytest.approx(inputs.case.rows * inputs.case.tiles, abs=0.01)
+
+
+@pytest.mark.parametrize("sizes", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
+def test_every_op_runs_at_some_size(sizes):
+    """Each benchmark has a case, and no case belongs to none."""
+    assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
+
+
+def test_shapes_select(tmp_path):
+    """Only what has a case of that length is checked and timed; another choice is an error."""
+    options = ["--ops", "lowering", "--shapes", "300", "--output", str(tmp_path / "k")]
+    assert main([*CPU, *options]) == 0
+    rows = json.loads((tmp_path / "k.json").read_text())["results"]
+    assert {row["shape"]["tokens"] for row in rows} == {300}
+
+
+def test_what_can_t_run_is_noted_once():
+    """A baseline that raises, or is wrong, has no time; its reason is noted, and not for every mask again."""
+    recorder = Recorder("cpu", ["reference"], log=lambda line: None)
+
+    def broken():
+        raise ImportError("no module named flash_attn")
+
+    for place in ("one", "two"):
+        assert recorder.baselines(place, {"fa4": broken}, lambda result: Verdict(0.0, 0.0)) == {}
+    assert recorder.baselines("one", {"flex": lambda: lambda: None}, lambda result: Verdict(2.0, 1.0)) == {}
+    assert recorder.left_out == [
+        {"what": "one", "who": "fa4", "reason": "ImportError: no module named flash_attn"},
+        {"what": "one", "who": "flex", "reason": "its error 2 is above 1"},
+    ]
+    q = torch.zeros(1, 4, 1, 8)
+    unsupported = lambda: kernels.weighted_sum([q], [1.0], backend="cuda")  # noqa: E731
+    assert recorder.time("weighted_sum", "cuda", "", Case(4), unsupported, lambda result: Verdict(0.0, 1.0)) is None
+    assert recorder.rows == [] and recorder.left_out[-1]["who"] == "cuda"
+
+
+def test_the_clock_repeats_within_bounds():
+    """Two runs to warm up, then between the fewest and the most repetitions."""
+    calls = []
+    assert median_ms(lambda: calls.append(1), "cpu") > 0
+    assert FEWEST <= len(calls) - 2 <= MOST

@@ -1,0 +1,190 @@
+"""The tiny pipelines run, repeat exactly, stay finite, and hide no parameter behind a zero."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.tiny import (
+    TINY_PIPELINES,
+    VIDEO_PIPELINES,
+    tiny_flux_lora,
+    tiny_inputs,
+    tiny_output,
+    tiny_pipeline,
+)
+
+every_pipeline = pytest.mark.parametrize("name", TINY_PIPELINES)
+# Their last block forms a text output that nothing reads.
+TEXT_ENDS_UNREAD = ("sd3", "sd35", "mochi", "qwen-image", "hunyuan15", "hunyuan15-i2v")
+UNREAD = {"add_q_proj", "norm_added_q", "to_add_out", "txt_mlp", "ff_context"}
+# Softmax does not see a shift common to all keys; these keys are neither normalised nor rotated.
+SHIFTS_OF_KEYS = ("to_k_ip.0.bias", "refiner_blocks.0.attn.to_k.bias")
+# Without a picture its embedding is masked; two sections leave the oldest history empty.
+IDLE = {"hunyuan15": "image_embedder.", "framepack": "clean_x_embedder.proj_4x.weight"}
+
+pipeline = functools.cache(tiny_pipeline)
+
+
+def generate(name: str, **arguments) -> torch.Tensor:
+    return tiny_output(pipeline(name), name, **arguments)
+
+
+plain = functools.cache(generate)
+
+
+def relative_change(changed: torch.Tensor, original: torch.Tensor) -> float:
+    return ((changed - original).norm() / original.norm()).item()
+
+
+def calls_of(name: str, **arguments) -> dict[torch.nn.Module, list[dict]]:
+    """For each transformer of a pipeline, the keyword arguments of its calls in one generation."""
+    pipe = pipeline(name)
+    calls = {pipe.components[part]: [] for part in ("transformer", "transformer_2") if pipe.components.get(part)}
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _, inputs: calls[module].append(inputs), with_kwargs=True)
+        for module in calls
+    ]
+    generate(name, **arguments)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+@every_pipeline
+def test_two_builds_generate_the_same(name):
+    """Equal seeds give equal weights, inputs and so latents, bit for bit."""
+    again = tiny_output(tiny_pipeline(name), name)
+    assert torch.equal(again, plain(name))
+
+
+@every_pipeline
+def test_seeds_of_weights_and_noise_count(name):
+    """Another seed of the pipeline, or of the inputs, gives another result."""
+    other_weights = tiny_output(tiny_pipeline(name, seed=1), name)
+    assert relative_change(other_weights, plain(name)) > 0.1
+    assert relative_change(generate(name, seed=1), plain(name)) > 0.1
+
+
+@every_pipeline
+def test_finite_and_bounded_over_many_steps(name):
+    """Random weights neither overflow nor collapse: latents stay near the size of the noise."""
+    latents = generate(name, steps=12)
+    assert latents.isfinite().all() and 0.5 < latents.std() < 10
+
+
+@every_pipeline
+def test_reacts_to_prompt_and_steps(name):
+    """The prompt and the number of steps each move the latents by more than rounding could, 2%."""
+    assert relative_change(generate(name, prompt="two blue whales asleep"), plain(name)) > 0.02
+    assert relative_change(generate(name, steps=7), plain(name)) > 0.02
+
+
+@every_pipeline
+def test_batch_and_pictures(name):
+    """Two prompts make two results, decoded to finite pictures of the default size."""
+    pictures = generate(name, prompt=["a red fox", "two blue whales"], steps=2, output_type="pt")
+    arguments = tiny_inputs(name)
+    size = (72, 56) if name == "hunyuan15-i2v" else (arguments["height"], arguments["width"])  # it chooses its own
+    assert len(pictures) == 2 and pictures.shape[-2:] == size
+    assert pictures.isfinite().all() and not torch.equal(pictures[0], pictures[1])
+
+
+@every_pipeline
+def test_output_changes_smoothly_with_the_timestep(name):
+    """Halfway through 20 steps, the next timestep alone changes a transformer's output by 0.5% to 15%."""
+    for module, calls in calls_of(name, steps=20).items():
+        now = calls[len(calls) // 2]
+        later = next(call for call in calls[len(calls) // 2 :] if not torch.equal(call["timestep"], now["timestep"]))
+        with torch.no_grad():
+            original, changed = module(**now)[0], module(**{**now, "timestep": later["timestep"]})[0]
+        assert 0.005 < relative_change(changed, original) < 0.15
+
+
+@every_pipeline
+def test_every_parameter_reaches_the_output(name):
+    """No gate or modulation is zero: the output has a gradient for each parameter that the model reads at all."""
+    quoted = {"negative_prompt": 'a sign that says "no"'} if name.startswith("hunyuan15") else {}
+    for module, calls in calls_of(name, **quoted).items():
+        with torch.enable_grad():
+            module(**calls[-1])[0].square().mean().backward()
+        unreached = [
+            parameter_name
+            for parameter_name, parameter in module.named_parameters()
+            if (parameter.grad is None or parameter.grad.norm() < 1e-6 * parameter.norm())
+            and not (
+                name in TEXT_ENDS_UNREAD
+                and parameter_name.startswith("transformer_blocks.1.")
+                and UNREAD & set(parameter_name.split("."))
+            )
+            and not parameter_name.endswith(SHIFTS_OF_KEYS)
+            and not (name in IDLE and parameter_name.startswith(IDLE[name]))
+        ]
+        module.zero_grad()
+        assert not unreached
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_PIPELINES if name.startswith("flux")])
+def test_flux_tokens_are_ragged(name):
+    """Text and picture together fill neither blocks of 64 nor of 128 tokens, and take more than one of each."""
+    ((call, *_),) = calls_of(name, steps=2).values()
+    tokens = call["encoder_hidden_states"].shape[1] + call["hidden_states"].shape[1]
+    assert tokens > 128 and tokens % 64 and tokens % 128
+
+
+@pytest.mark.parametrize(
+    "name, argument",
+    [
+        ("flux-fill", "image"),
+        ("flux-control", "control_image"),
+        ("flux-kontext", "image"),
+        ("flux-controlnet", "control_image"),
+        ("flux-img2img", "image"),
+        ("flux-ip-adapter", "ip_adapter_image_embeds"),
+        *((name, "image") for name in VIDEO_PIPELINES if "image" in tiny_inputs(name)),
+    ],
+)
+def test_conditioning_picture_counts(name, argument):
+    """Another conditioning picture, all else equal, changes the result by more than 1%."""
+    other = {argument: tiny_inputs(name, seed=1)[argument]}
+    assert relative_change(generate(name, **other), plain(name)) > 0.01
+
+
+def test_overrides_replace_arguments_and_size_pictures():
+    """An override wins over the default, and a picture is as large as the result asked for."""
+    arguments = tiny_inputs("flux-control", height=64, guidance_scale=2.0, output_type="pt")
+    assert arguments["control_image"].shape == (1, 3, 64, arguments["width"])
+    assert (arguments["height"], arguments["guidance_scale"], arguments["output_type"]) == (64, 2.0, "pt")
+
+
+def test_lora_changes_the_picture_and_unloads():
+    """The LoRA weights load into FLUX, change its result, and leave no trace once unloaded."""
+    pytest.importorskip("peft")
+    pipe = tiny_pipeline("flux")
+    pipe.load_lora_weights(tiny_flux_lora(pipe))
+    assert relative_change(pipe(**tiny_inputs("flux")).images, plain("flux")) > 0.02
+    pipe.unload_lora_weights()
+    assert torch.equal(pipe(**tiny_inputs("flux")).images, plain("flux"))
+
+
+def test_building_leaves_the_global_random_state():
+    """A test that draws its own numbers gets the same ones with or without a tiny pipeline in between."""
+    before = torch.get_rng_state()
+    tiny_pipeline("flux")
+    tiny_inputs("flux")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("function", [tiny_pipeline, tiny_inputs])
+def test_unknown_name_lists_the_valid_ones(function):
+    """A misspelt name is refused with every valid one."""
+    with pytest.raises(ValueError, match=r"name must be one of flux, .*hunyuan15-i2v; got 'fluxx'"):
+        function("fluxx")
+
+
+def test_import_is_light():
+    """The module may be imported where diffusers and transformers are not wanted: both load on first use."""
+    code = "import sys, tests.tiny; sys.exit(bool({'diffusers', 'transformers', 'peft'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

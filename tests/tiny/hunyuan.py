@@ -1,0 +1,156 @@
+"""Tiny pipelines of the HunyuanVideo family, and what to call them with.
+
+Two double-stream and two single-stream blocks (HunyuanVideo 1.5: double only), a text refiner of one, three heads of 32
+features. Clips have 3 latent frames of 48 tokens and up to 37 text tokens, of which a prompt fills a part.
+"""
+
+import torch
+
+from tests.tiny import encoders, families
+from tests.tiny.inputs import TEXT_TOKENS, call_with, random_picture
+
+LATENT_CHANNELS = 4
+HEIGHT, WIDTH = 64, 48  # pixels
+# The pipelines' own templates are hundreds of characters long, and a character is a token here.
+TEMPLATE = {"template": "{}", "crop_start": 0}
+PICTURE_TEMPLATE = {
+    "template": f"{encoders.IMAGE_MARK}{encoders.HEADER_END}{{}}{encoders.HEADER_END}ok{encoders.HEADER_END}",
+    "crop_start": 3,  # the beginning of the sequence, the picture's mark, and the end of the first header
+    "image_emb_start": 1,
+    "image_emb_end": 1 + encoders.PICTURE_TOKENS,
+    "image_emb_len": encoders.PICTURE_TOKENS,
+}
+BLOCK_SIZES = {
+    **families.SIZES,
+    "num_refiner_layers": 1,
+    "out_channels": LATENT_CHANNELS,
+    "text_embed_dim": encoders.FEATURES,
+    "rope_axes_dim": (8, 12, 12),
+}
+
+
+def _components(
+    model: str = "HunyuanVideoTransformer3DModel", *, in_channels: int = LATENT_CHANNELS, **options
+) -> dict:
+    """The modules that the pipelines of the first generation share; `options` go to the transformer."""
+    import diffusers
+
+    sizes = {"num_single_layers": 2, "in_channels": in_channels, "pooled_projection_dim": encoders.FEATURES}
+    return {
+        "transformer": getattr(diffusers, model)(**BLOCK_SIZES, **sizes, **options),
+        **encoders.llama(),
+        **encoders.clip("_2"),
+        "vae": diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8),
+            down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+            up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+            layers_per_block=1,
+            norm_num_groups=4,
+            spatial_compression_ratio=4,
+            temporal_compression_ratio=4,
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+    }
+
+
+def build():
+    """HunyuanVideo text-to-video, with its distilled guidance."""
+    from diffusers import HunyuanVideoPipeline
+
+    return HunyuanVideoPipeline(**_components())
+
+
+def build_picture(condition: str):
+    """HunyuanVideo image-to-video.
+
+    Args:
+        condition: "token_replace", where the picture is the first latent frame and has gates of its own, or
+            "latent_concat", where it lies beside the noise with a mask.
+    """
+    from diffusers import HunyuanVideoImageToVideoPipeline
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    beside = condition == "latent_concat"
+    components = _components(
+        in_channels=2 * LATENT_CHANNELS + 1 if beside else LATENT_CHANNELS,
+        guidance_embeds=not beside,
+        image_condition_type=condition,
+    )
+    components["text_encoder"] = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=encoders.clip_vision_config(),
+            text_config={"model_type": "llama", **encoders.LLAMA},
+            image_token_id=components["tokenizer"].convert_tokens_to_ids(encoders.IMAGE_MARK),
+            image_seq_length=encoders.PICTURE_TOKENS,
+            pad_token_id=encoders.LLAMA["pad_token_id"],
+        )
+    )
+    return HunyuanVideoImageToVideoPipeline(**components, image_processor=encoders.clip_image_processor())
+
+
+def build_framepack():
+    """Framepack, which makes a clip in sections, the last first, from a picture and what it made before."""
+    import diffusers
+
+    components = _components(
+        "HunyuanVideoFramepackTransformer3DModel",
+        has_image_proj=True,
+        image_proj_dim=encoders.FEATURES,
+        has_clean_x_embedder=True,
+    )
+    components["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return diffusers.HunyuanVideoFramepackPipeline(**components, **encoders.siglip())
+
+
+def build_15(*, picture: bool = False):
+    """HunyuanVideo 1.5, whose guidance is a component of the pipeline."""
+    import diffusers
+
+    components = {
+        **encoders.qwen(language_model=True),
+        **encoders.t5("_2", byte_tokens=True),
+        "transformer": diffusers.HunyuanVideo15Transformer3DModel(
+            **BLOCK_SIZES,
+            in_channels=2 * LATENT_CHANNELS + 1,
+            text_embed_2_dim=encoders.FEATURES,
+            image_embed_dim=encoders.FEATURES,
+            target_size=HEIGHT,
+            task_type="i2v" if picture else "t2v",
+        ),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(16, 32, 64, 64),
+            layers_per_block=1,
+            spatial_compression_ratio=8,
+            temporal_compression_ratio=4,
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+    }
+    if picture:
+        pipe = diffusers.HunyuanVideo15ImageToVideoPipeline(**components, **encoders.siglip())
+    else:
+        pipe = diffusers.HunyuanVideo15Pipeline(**components)
+    pipe.vae.enable_slicing()  # its decoder's mask serves one clip at a time
+    # These are fixed in the pipeline's constructor and not in its configuration.
+    pipe.system_message, pipe.prompt_template_encode_start_idx = "", 0
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = TEXT_TOKENS, 9
+    pipe.vision_num_semantic_tokens = encoders.PICTURE_TOKENS
+    return pipe
+
+
+# Guidance by a second branch needs `negative_prompt` and `true_cfg_scale`.
+inputs = call_with(HEIGHT, WIDTH, num_frames=9, prompt_template=TEMPLATE)
+picture_inputs = call_with(HEIGHT, WIDTH, num_frames=9, image=random_picture, prompt_template=PICTURE_TEMPLATE)
+# Two sections of three latent frames; the result's latents are a list, whose last entry is the whole clip.
+framepack_inputs = call_with(
+    HEIGHT, WIDTH, num_frames=13, latent_window_size=3, image=random_picture, prompt_template=TEMPLATE
+)
+# The second text encoder of HunyuanVideo 1.5 reads words of the prompt that stand in quotes.
+inputs_15 = call_with(HEIGHT, WIDTH, num_frames=9, max_sequence_length=None)
+
+
+def picture_inputs_15(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
+    """A first frame, whose proportions choose the clip's size."""
+    return {"num_frames": 9, "image": random_picture(generator, height, width)}

@@ -1,0 +1,67 @@
+"""Tiny pipelines of the Wan family, and what to call them with.
+
+Each clip has 3 latent frames of 48 tokens, ragged for blocks of 64 and of 128; sides must divide by 16.
+"""
+
+from functools import partial
+
+from tests.tiny import encoders, families
+from tests.tiny.inputs import call_with, random_picture
+
+LATENT_CHANNELS = 16
+TEMPORAL_FACTOR = 2  # frames in one latent frame
+
+
+def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 1, expand_timesteps: bool = False):
+    """Wan 2.1 or 2.2, text-to-video or image-to-video.
+
+    Args:
+        picture: image-to-video.
+        image_encoder: the picture also speaks to the cross-attention, through CLIP (2.1).
+        experts: 2 gives one transformer for high noise and another below `boundary_ratio` (2.2 A14B).
+        expand_timesteps: one timestep a token, which keeps the first frame of a picture clean (2.2 TI2V 5B).
+    """
+    import diffusers
+    from transformers import CLIPVisionModel
+
+    # A picture's latents and mask lie beside the noise, unless they replace the first frame.
+    beside = LATENT_CHANNELS + TEMPORAL_FACTOR if picture and not expand_timesteps else 0
+    transformer = partial(
+        diffusers.WanTransformer3DModel,
+        **families.SIZES,
+        in_channels=LATENT_CHANNELS + beside,
+        out_channels=LATENT_CHANNELS,
+        text_dim=encoders.FEATURES,
+        ffn_dim=192,
+        rope_max_seq_len=64,
+        **({"image_dim": encoders.FEATURES, "added_kv_proj_dim": 96} if image_encoder else {}),
+    )
+    components = {
+        **encoders.t5(model="UMT5"),
+        "vae": diffusers.AutoencoderKLWan(
+            base_dim=8,
+            dim_mult=[1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            scale_factor_spatial=4,
+            scale_factor_temporal=TEMPORAL_FACTOR,
+        ),
+        "scheduler": diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        "transformer": transformer(),
+        "transformer_2": transformer() if experts == 2 else None,
+        "boundary_ratio": 0.875 if experts == 2 else None,
+        "expand_timesteps": expand_timesteps,
+    }
+    if not picture:
+        return diffusers.WanPipeline(**components)
+    components["image_encoder"] = CLIPVisionModel(encoders.clip_vision_config()) if image_encoder else None
+    components["image_processor"] = encoders.clip_image_processor() if image_encoder else None
+    return diffusers.WanImageToVideoPipeline(**components)
+
+
+inputs = call_with(64, 48, num_frames=5)
+picture_inputs = call_with(64, 48, num_frames=5, image=random_picture)
+# The transformer takes the last 512 tokens for text and those before them for the picture's.
+encoded_picture_inputs = call_with(64, 48, num_frames=5, image=random_picture, max_sequence_length=512)
