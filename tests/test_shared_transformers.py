@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.errors import UnsupportedError
 from dit_accel.tools.testing import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
@@ -193,6 +194,24 @@ def test_a_pipeline_may_go_while_another_stays(gone):
     assert torch.equal(call(pipes[0]), expected)
     restore_pipeline(pipes[0])
     assert torch.equal(call(pipes[0]), plain)
+
+
+def test_a_transformer_outlives_its_pipeline():
+    """A call from elsewhere is refused with a way out, the report stays readable, and restoring gives plain calls."""
+    pipe, calls = tiny_pipeline("flux"), []
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    hook = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    call(pipe)
+    hook.remove()
+    transformer, acceleration, (args, kwargs) = pipe.transformer, pipe.dit_accel, calls[0]
+    del pipe
+    gc.collect()
+    assert len(acceleration.report().steps) == STEPS
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="was deleted"):
+        transformer(*args, **kwargs)
+    acceleration.restore()
+    with torch.no_grad():
+        assert transformer(*args, **kwargs)[0].isfinite().all()
 
 
 def test_finished_threads_leave_no_records():
