@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.loop.conditioning import version_of
 from dit_accel.models.control_net import NUMBERS, hook_of
 from dit_accel.models.family import FURTHER_LATENTS, LATENTS
 
@@ -94,10 +95,12 @@ class Conditions:
 
 
 def _frozen(setting: Any) -> Any:
-    """Return a setting as it is now, for it may be changed in place."""
+    """Return a setting as it is now, for it may be changed in place; peft's strengths are tensors if it hot-swaps."""
     if isinstance(setting, dict):
-        return tuple(setting.items())
-    return tuple(setting) if isinstance(setting, list) else setting
+        return tuple((key, _frozen(each)) for key, each in setting.items())
+    if isinstance(setting, torch.Tensor):
+        return id(setting), version_of(setting)
+    return tuple(map(_frozen, setting)) if isinstance(setting, (list, tuple)) else setting
 
 
 def leaves(arguments: dict[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -107,6 +107,21 @@ def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change)
     assert (conditions.of({}, None, None) != before) is is_change
 
 
+def test_a_strength_in_a_tensor_is_noticed():
+    """Adapters that are made ready to be swapped under a compiled model have their strengths in tensors."""
+    pipe = tiny_pipeline("flux")
+    CHANGES["adapter-scale"].prepare(pipe)
+    CHANGES["adapter-scale"].begin(pipe)
+    layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    for layer in layers:
+        layer.scaling["one"] = torch.tensor(layer.scaling["one"])
+    conditions = Conditions(pipe.transformer)
+    before = conditions.of({}, None, None)
+    assert conditions.of({}, None, None) == before
+    layers[0].scaling["one"].fill_(0.5)
+    assert conditions.of({}, None, None)["adapters"] != before["adapters"]
+
+
 def test_a_finished_run_keeps_no_arguments_of_its_control_net():
     pipe = accelerate_pipeline(tiny_pipeline("flux-controlnet"), "turbo")
     kept = []
