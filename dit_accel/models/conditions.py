@@ -36,6 +36,10 @@ class Conditions:
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
+        self.release()
+
+    def release(self) -> None:
+        """Keep nothing of the transformer's modules, which may be replaced between runs."""
         self._loaded: tuple | None = None
         self._adapted: list[dict[str, Any]] = []  # attributes of layers with adapters
         self._attentions: list[nn.Module] = []

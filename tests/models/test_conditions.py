@@ -1,5 +1,9 @@
 """A change of what a run is conditioned on is computed and named in the report, and equal tensors are no change."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -120,6 +124,25 @@ def test_a_strength_in_a_tensor_is_noticed():
     assert conditions.of({}, None, None) == before
     layers[0].scaling["one"].fill_(0.5)
     assert conditions.of({}, None, None)["adapters"] != before["adapters"]
+
+
+def test_a_module_that_was_replaced_between_runs_counts():
+    """A write to its weights in mid-run is noticed, and the module before is not kept alive."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "turbo")
+    tiny_output(pipe, "flux", steps=4)
+    earlier = weakref.ref(pipe.transformer.proj_out.weight)
+    pipe.transformer.proj_out = copy.deepcopy(pipe.transformer.proj_out)
+    gc.collect()
+    assert earlier() is None
+
+    def callback(pipe, step, timestep, tensors):
+        if step == 3:
+            with torch.no_grad():
+                pipe.transformer.proj_out.weight.mul_(1.5)
+        return tensors
+
+    tiny_output(pipe, "flux", steps=8, callback_on_step_end=callback)
+    assert "weights changed at step 4: caches dropped" in pipe.dit_accel.report().notes
 
 
 def test_a_finished_run_keeps_no_arguments_of_its_control_net():
