@@ -452,6 +452,16 @@ def test_a_mode_of_the_process_is_part_of_the_key(graph, mode):
     assert graph.captures == 2 * before > 0
 
 
+def test_a_function_of_attention_that_is_replaced_is_captured_again(graph, monkeypatch):
+    """Pages of attention kernels have users put theirs in the place of torch's, for the whole process."""
+    pipe, name = accelerated("flux", "exact"), "scaled_dot_product_attention"
+    attend = getattr(torch.nn.functional, name)
+    tiny_output(pipe, "flux", steps=3)
+    monkeypatch.setattr(torch.nn.functional, name, lambda *qkv, **how: attend(*qkv, **how) / 2)
+    replayed = tiny_output(pipe, "flux", steps=3)
+    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
+
+
 def test_a_probe_that_single_blocks_have_is_not_captured():
     layers = {"transformer_blocks.0": {"probe_blocks": 1}}
     preset = load_preset("flux-sparge-balanced", **{"skip.layers": layers})
