@@ -214,6 +214,18 @@ def test_a_transformer_outlives_its_pipeline():
         assert transformer(*args, **kwargs)[0].isfinite().all()
 
 
+def test_a_call_within_another_leaves_it_in_progress():
+    """As where the arguments of a call are the output of another device's branch, which is received then."""
+    pipe = tiny_pipeline("flux")
+    twin = twin_of(pipe)
+    runs = accelerate_pipeline(pipe, CLOSED_LOOP).dit_accel._runs
+    with runs.calling(pipe) as outer:
+        with runs.calling(twin) as inner:
+            assert runs.caller is twin and runs.current is inner is not outer
+        assert runs.caller is pipe and runs.current is outer
+    assert runs.caller is None and runs.current is outer
+
+
 def test_finished_threads_leave_no_records():
     """What a loop in a thread has recorded goes with the thread."""
     pipe = tiny_pipeline("flux")
