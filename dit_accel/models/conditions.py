@@ -80,6 +80,7 @@ class Conditions:
             self._places = [
                 (module._parameters, name)
                 for module in modules
+                if not _is_offloaded(module)
                 for name, weight in module._parameters.items()
                 if weight is not None and not weight.is_meta
             ]
@@ -96,6 +97,12 @@ class Conditions:
             self._identities = identities
             self._counting = [weight for weight in weights if weight is not None and not weight.is_inference()]
         return *identities, sum([weight._version for weight in self._counting])
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return True if accelerate puts a module's weights on the device for each call, and makes them anew for that."""
+    hook = vars(module).get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 
 def _frozen(setting: Any) -> Any:

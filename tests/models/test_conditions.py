@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.models.conditions import Conditions
@@ -109,6 +110,22 @@ def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change)
     before, weight = conditions.of({}, None, None), layer.weight
     layer.weight = torch.nn.Parameter(torch.empty_like(weight))
     assert (conditions.of({}, None, None) != before) is is_change
+
+
+def test_weights_that_are_offloaded_while_a_call_runs_are_no_change():
+    """Sequential offload makes a transformer's own weights anew before our hook reads them."""
+
+    class Reading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.conditions = Conditions(self)
+
+        def forward(self, x):
+            return self.conditions.of({}, None, None)
+
+    model = cpu_offload(Reading(), execution_device=torch.device("cpu"))
+    assert model(torch.ones(2)) == model(torch.ones(2))
 
 
 def test_a_strength_in_a_tensor_is_noticed():
