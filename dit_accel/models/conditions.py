@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dit_accel.loop.conditioning import version_of
+from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.models.control_net import NUMBERS, hook_of
 from dit_accel.models.family import FURTHER_LATENTS, LATENTS
 
@@ -108,10 +108,10 @@ def _is_offloaded(module: nn.Module) -> bool:
 def _frozen(setting: Any) -> Any:
     """Return a setting as it is now, for it may be changed in place; peft's strengths are tensors if it hot-swaps."""
     if isinstance(setting, dict):
-        return tuple((key, _frozen(each)) for key, each in setting.items())
-    if isinstance(setting, torch.Tensor):
-        return id(setting), version_of(setting)
-    return tuple(map(_frozen, setting)) if isinstance(setting, (list, tuple)) else setting
+        setting = [*setting, *setting.values()]
+    if isinstance(setting, (list, tuple)):  # mostly of one name and one number, in each of hundreds of layers
+        return tuple([each if type(each) in (str, float) else _frozen(each) for each in setting])
+    return (id(setting), version_of(setting)) if type(setting) in PLAIN_TENSORS else setting
 
 
 def leaves(arguments: dict[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:
