@@ -193,7 +193,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
     def clock(pipeline: Any) -> SchedulerClock:
         whose = owner if pipeline is None else weakref.ref(pipeline)
-        return SchedulerClock(lambda: getattr(whose(), "scheduler"))  # noqa: B009 - a pipeline that calls is there
+        return SchedulerClock(lambda: getattr(whose(), "scheduler", None))
 
     called = {name: lambda name=name: getattr(owner(), name, None) for name in transformers}
     _attach(transformers, called, settings, clock, control_net(pipe), owner=pipe)

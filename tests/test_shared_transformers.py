@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, load_preset, restore_pipeline
+from dit_accel.errors import UnsupportedError
 from tests.tiny import tiny_output, tiny_pipeline
 
 FAMILIES = ("flux", "sd3", "wan", "qwen-image", "hunyuan")
@@ -193,6 +194,36 @@ def test_a_pipeline_may_go_while_another_stays(gone):
     assert torch.equal(call(pipes[0]), expected)
     restore_pipeline(pipes[0])
     assert torch.equal(call(pipes[0]), plain)
+
+
+def test_a_transformer_outlives_its_pipeline():
+    """A call from elsewhere is refused with a way out, the report stays readable, and restoring gives plain calls."""
+    pipe, calls = tiny_pipeline("flux"), []
+    accelerate_pipeline(pipe, CLOSED_LOOP)
+    hook = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    call(pipe)
+    hook.remove()
+    transformer, acceleration, (args, kwargs) = pipe.transformer, pipe.dit_accel, calls[0]
+    del pipe
+    gc.collect()
+    assert len(acceleration.report().steps) == STEPS
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="was deleted"):
+        transformer(*args, **kwargs)
+    acceleration.restore()
+    with torch.no_grad():
+        assert transformer(*args, **kwargs)[0].isfinite().all()
+
+
+def test_a_call_within_another_leaves_it_in_progress():
+    """As where the arguments of a call are the output of another device's branch, which is received then."""
+    pipe = tiny_pipeline("flux")
+    twin = twin_of(pipe)
+    runs = accelerate_pipeline(pipe, CLOSED_LOOP).dit_accel._runs
+    with runs.calling(pipe) as outer:
+        with runs.calling(twin) as inner:
+            assert runs.caller is twin and runs.current is inner is not outer
+        assert runs.caller is pipe and runs.current is outer
+    assert runs.caller is None and runs.current is outer
 
 
 def test_finished_threads_leave_no_records():

@@ -85,7 +85,7 @@ class Conditioning:
             if item is None or _is_same(item, value):
                 continue
             before = item.latest if item.copy is None else item.copy
-            if item.version == _version(item.latest) and _may_be_equal(before, value):
+            if item.version == version_of(item.latest) and _may_be_equal(before, value):
                 pairs[name] = before, value
             elif type(value) not in VALUES or type(before) is not type(value) or before != value:
                 differ.add(name)
@@ -102,13 +102,13 @@ def _is_change(item: _Item, differs: bool) -> bool:
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
     """An item after one call more."""
     if item is None:
-        return _Item(value, _version(value), _copied(value))
+        return _Item(value, version_of(value), _copied(value))
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
         kept: Any = weakref.ref(value)  # for it may be large, and will probably differ again
-        return _Item(kept, _version(value), None, 3, False, item.moved)
+        return _Item(kept, version_of(value), None, 3, False, item.moved)
     copy = _copied(value) if differs or item.copy is None else item.copy
     moved = differs and type(item.value) is type(value) if item.calls == 1 else item.moved
-    return _Item(value, _version(value), copy, min(item.calls + 1, 3), not differs, moved)
+    return _Item(value, version_of(value), copy, min(item.calls + 1, 3), not differs, moved)
 
 
 def _is_same(item: _Item, value: Any) -> bool:
@@ -116,7 +116,7 @@ def _is_same(item: _Item, value: Any) -> bool:
     before = item.latest
     if not _may_be_equal(before, value):
         return value is before
-    if item.copy is not None or item.version != _version(value):
+    if item.copy is not None or item.version != version_of(value):
         return False
     if value is before:
         return True
@@ -142,7 +142,8 @@ def _unequal(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]
     }
 
 
-def _version(value: Any) -> int | None:
+def version_of(value: Any) -> int | None:
+    """Count of the writes to a tensor, 0 of one that counts none; None = not a tensor."""
     if type(value) not in PLAIN_TENSORS:
         return None
     return 0 if value.is_inference() else value._version

@@ -34,6 +34,7 @@ class Runs:
         self._of_threads: dict[int, Controller] = {}
         self._lock = threading.RLock()
         self._in_thread = threading.local()
+        self._depth = 0  # of calls in progress
         self.caller: Any = None  # the pipeline of the call in progress
         self.current = self.of(first)
 
@@ -53,14 +54,20 @@ class Runs:
 
     @contextmanager
     def calling(self, pipeline: Any) -> Iterator[Controller]:
-        """Within, the transformers compute a call of this pipeline, or of this thread, and no other."""
+        """Within, the transformers compute a call of this pipeline, or of this thread, and no other.
+
+        A call within another, as where its arguments come from another device, leaves that one in progress.
+        """
         with self._lock:
+            outer = None if self._depth == 0 else (self.caller, self.current)
+            self._depth += 1
             self.caller, self.current = pipeline, self.of(pipeline)
             self._in_thread.latest = self.current
             try:
                 yield self.current
             finally:
-                self.caller = None
+                self._depth -= 1
+                self.caller, self.current = outer or (None, self.current)
 
     @property
     def latest(self) -> Controller:

@@ -36,6 +36,10 @@ EULER = "FlowMatchEulerDiscreteScheduler"
 CONSISTENCY = frozenset(  # schedulers that go from a clean picture to the next noise level with noise of its own
     ["LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "CMStochasticIterativeScheduler"]
 )
+NO_SCHEDULER = (
+    "transformer must be called by a pipeline, got a call from elsewhere after the pipeline that it was accelerated "
+    "with was deleted: for a loop of your own call accelerate_transformer(transformer, preset, timesteps)"
+)
 RESCALED_MAX = 1.0  # of timesteps as share of those that the model was trained with
 
 
@@ -105,7 +109,8 @@ class SchedulerClock:
     the same bf16 number.
 
     Args:
-        scheduler: returns the pipeline's current scheduler, which a user may replace at any time.
+        scheduler: returns the pipeline's current scheduler, which a user may replace at any time; None = the pipeline
+            was deleted.
     """
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
@@ -131,7 +136,14 @@ class SchedulerClock:
         return scheduler, getattr(scheduler, "timesteps", None)
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
+        """Where the loop stands at a call of the model with this timestep.
+
+        Raises:
+            UnsupportedError: the pipeline was deleted.
+        """
         scheduler = self._scheduler()
+        if scheduler is None:
+            raise UnsupportedError(NO_SCHEDULER)
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
         # A call after the last step, outside of a pipeline's loop, counts to it.

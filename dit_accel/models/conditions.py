@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.models.beside.control_net import NUMBERS, hook_of
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS
 
@@ -35,6 +36,10 @@ class Conditions:
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
+        self.release()
+
+    def release(self) -> None:
+        """Keep nothing of the transformer's modules, which may be replaced between runs."""
         self._loaded: tuple | None = None
         self._adapted: list[dict[str, Any]] = []  # attributes of layers with adapters
         self._attentions: list[nn.Module] = []
@@ -75,6 +80,7 @@ class Conditions:
             self._places = [
                 (module._parameters, name)
                 for module in modules
+                if not _is_offloaded(module)
                 for name, weight in module._parameters.items()
                 if weight is not None and not weight.is_meta
             ]
@@ -93,11 +99,19 @@ class Conditions:
         return *identities, sum([weight._version for weight in self._counting])
 
 
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return True if accelerate puts a module's weights on the device for each call, and makes them anew for that."""
+    hook = vars(module).get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+
+
 def _frozen(setting: Any) -> Any:
-    """Return a setting as it is now, for it may be changed in place."""
+    """Return a setting as it is now, for it may be changed in place; peft's strengths are tensors if it hot-swaps."""
     if isinstance(setting, dict):
-        return tuple(setting.items())
-    return tuple(setting) if isinstance(setting, list) else setting
+        setting = [*setting, *setting.values()]
+    if isinstance(setting, (list, tuple)):  # mostly of one name and one number, in each of hundreds of layers
+        return tuple([each if type(each) in (str, float) else _frozen(each) for each in setting])
+    return (id(setting), version_of(setting)) if type(setting) in PLAIN_TENSORS else setting
 
 
 def leaves(arguments: dict[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:

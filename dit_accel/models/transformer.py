@@ -147,6 +147,7 @@ class TransformerDriver:
     def release(self) -> None:
         """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
         self.controller.release()
+        self._conditions.release()
         if (hook := hook_of(self.net)) is not None:
             hook.release()
         if self._linears is not None and not self.graphs:  # None, or empty

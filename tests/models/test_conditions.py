@@ -1,7 +1,12 @@
 """A change of what a run is conditioned on is computed and named in the report, and equal tensors are no change."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.models.beside.control_net import hook_of
@@ -105,6 +110,56 @@ def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change)
     before, weight = conditions.of({}, None, None), layer.weight
     layer.weight = torch.nn.Parameter(torch.empty_like(weight))
     assert (conditions.of({}, None, None) != before) is is_change
+
+
+def test_weights_that_are_offloaded_while_a_call_runs_are_no_change():
+    """Sequential offload makes a transformer's own weights anew before our hook reads them."""
+
+    class Reading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.conditions = Conditions(self)
+
+        def forward(self, x):
+            return self.conditions.of({}, None, None)
+
+    model = cpu_offload(Reading(), execution_device=torch.device("cpu"))
+    assert model(torch.ones(2)) == model(torch.ones(2))
+
+
+def test_a_strength_in_a_tensor_is_noticed():
+    """Adapters that are made ready to be swapped under a compiled model have their strengths in tensors."""
+    pipe = tiny_pipeline("flux")
+    CHANGES["adapter-scale"].prepare(pipe)
+    CHANGES["adapter-scale"].begin(pipe)
+    layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    for layer in layers:
+        layer.scaling["one"] = torch.tensor(layer.scaling["one"])
+    conditions = Conditions(pipe.transformer)
+    before = conditions.of({}, None, None)
+    assert conditions.of({}, None, None) == before
+    layers[0].scaling["one"].fill_(0.5)
+    assert conditions.of({}, None, None)["adapters"] != before["adapters"]
+
+
+def test_a_module_that_was_replaced_between_runs_counts():
+    """A write to its weights in mid-run is noticed, and the module before is not kept alive."""
+    pipe = accelerate_pipeline(tiny_pipeline("flux"), "turbo")
+    tiny_output(pipe, "flux", steps=4)
+    earlier = weakref.ref(pipe.transformer.proj_out.weight)
+    pipe.transformer.proj_out = copy.deepcopy(pipe.transformer.proj_out)
+    gc.collect()
+    assert earlier() is None
+
+    def callback(pipe, step, timestep, tensors):
+        if step == 3:
+            with torch.no_grad():
+                pipe.transformer.proj_out.weight.mul_(1.5)
+        return tensors
+
+    tiny_output(pipe, "flux", steps=8, callback_on_step_end=callback)
+    assert "weights changed at step 4: caches dropped" in pipe.dit_accel.report().notes
 
 
 def test_a_finished_run_keeps_no_arguments_of_its_control_net():

@@ -162,6 +162,20 @@ def test_settings_of_a_lora_are_captured_again(graph):
     assert graph.captures == 3
 
 
+def test_a_strength_in_a_tensor_of_the_cpu_is_captured_again(graph):
+    """A launch on a GPU takes the strength as a number; peft puts it there if adapters are to be hot-swapped."""
+    pipe = accelerated("flux", "exact")
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "style")
+    layers = [each for each in pipe.transformer.modules() if hasattr(each, "merged_adapters")]
+    for layer in layers:
+        layer.scaling["style"] = torch.tensor(layer.scaling["style"])
+    tiny_output(pipe, "flux", steps=3)
+    for layer in layers:
+        layer.scaling["style"].fill_(0.5)
+    tiny_output(pipe, "flux", steps=3)
+    assert graph.captures == 2
+
+
 def test_values_of_weights_may_change(graph):
     """A graph reads them where they are."""
     pipe = accelerated("flux", "exact")
@@ -436,6 +450,16 @@ def test_a_mode_of_the_process_is_part_of_the_key(graph, mode):
         for _ in range(2):
             tiny_output(pipe, "flux", steps=STEPS)
     assert graph.captures == 2 * before > 0
+
+
+def test_a_function_of_attention_that_is_replaced_is_captured_again(graph, monkeypatch):
+    """Pages of attention kernels have users put theirs in the place of torch's, for the whole process."""
+    pipe, name = accelerated("flux", "exact"), "scaled_dot_product_attention"
+    attend = getattr(torch.nn.functional, name)
+    tiny_output(pipe, "flux", steps=3)
+    monkeypatch.setattr(torch.nn.functional, name, lambda *qkv, **how: attend(*qkv, **how) / 2)
+    replayed = tiny_output(pipe, "flux", steps=3)
+    assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
 
 
 def test_a_probe_that_single_blocks_have_is_not_captured():

@@ -22,7 +22,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
-from dit_accel.loop.conditioning import PLAIN_TENSORS
+from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 
 NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -55,7 +55,8 @@ class ModelState:
         weights = self._weights_now()
         self._refs = [type(None) if each is None else weakref.ref(each) for each in weights]
         self._tensors = [weakref.ref(each) for each in (*weights, *found) if type(each) in PLAIN_TENSORS]
-        self._places = self._placed()
+        self._numbers = [each for each in found if type(each) in PLAIN_TENSORS and _is_read_by_host(each)]
+        self._places, self._versions = self._placed(), self._written()
         self._paths = [*self._named()]
 
     def change(self) -> str | None:
@@ -67,6 +68,8 @@ class ModelState:
         changed = next((path for path in {**before, **now} if not _are_same(path, before, now)), None)
         if changed is None and self._places != new._places:
             changed = "the place of a weight"
+        if changed is None and self._written() != self._versions:
+            changed = "a number in a tensor of the CPU"
         if changed is None:
             vars(self).update(vars(new))
         return changed
@@ -82,7 +85,7 @@ class ModelState:
             return False
         if len(weights) != len(self._refs) or not all(map(is_, weights, map(call, self._refs))):
             return False
-        return self._placed() == self._places
+        return self._placed() == self._places and self._written() == self._versions
 
     def _numbers_of_attributes(self) -> list[int]:
         return [*map(len, chain.from_iterable(map(dict.values, self._modules.values())))]
@@ -106,6 +109,10 @@ class ModelState:
         """Where tensors lie, and in which order."""
         tensors = [*map(call, self._tensors)]
         return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
+
+    def _written(self) -> list[int | None]:
+        """How often each number that lies in a tensor of the CPU was written."""
+        return [*map(version_of, self._numbers)]
 
     def _named(self) -> Iterator[str]:
         """Names of all that is held, and then of the weights."""
@@ -173,6 +180,11 @@ class ModelState:
         """The code of a class, and numbers that its objects share."""
         for each in cls.__mro__[:-1]:
             self._classes[f"{each.__module__}.{each.__qualname__}"] = each.__dict__
+
+
+def _is_read_by_host(tensor: torch.Tensor) -> bool:
+    """Return True if a launch on a GPU takes the value of a tensor as a number, such as peft's strengths."""
+    return tensor.device.type == "cpu" and not tensor.dim()
 
 
 def _is_followed(value: Any) -> bool:

@@ -274,6 +274,7 @@ def _global_modes() -> tuple:
     """Settings of the whole process that decide which kernels torch launches."""
     backends = torch.backends
     return (
+        nn.functional.scaled_dot_product_attention,  # which SageAttention's readme has users replace
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
