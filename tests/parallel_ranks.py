@@ -383,13 +383,11 @@ def counted() -> Iterator[list[int]]:
 @check
 def speed_script() -> dict:
     """The benchmark of several GPUs, at toy size."""
-    scripts = Path(__file__).parents[1] / "scripts"
-    sys.path.insert(0, str(scripts))
-    import parallel_speed
+    from scripts.bench import ranks
 
     stem = Path(sys.argv[1]) / "speed"
-    with patch.object(sys, "argv", ["parallel_speed", "--smoke", "--models", "flux", "--output", str(stem)]):
-        return {"code": parallel_speed.main()}
+    with patch.object(sys, "argv", ["ranks", "--smoke", "--models", "flux", "--output", str(stem)]):
+        return {"code": ranks.main()}
 
 
 def main() -> None:

@@ -5,9 +5,9 @@
 noticed if one of these tests fails. The tests first run on the unchanged copy, where all of them must pass. The
 checkout itself is never written to.
 
-    python scripts/checks/mutants.py                      # all of them, one to two hours on one core
-    python scripts/checks/mutants.py --only NAME --only NAME
-    python scripts/checks/mutants.py --jobs 4             # in four copies at a time
+    python -m scripts.checks.mutants                      # all of them, one to two hours on one core
+    python -m scripts.checks.mutants --only NAME --only NAME
+    python -m scripts.checks.mutants --jobs 4             # in four copies at a time
 
 Prints a table and the share that was noticed by folder, and exits with 1 if that is below 90% of all.
 """
@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from changes import MUTANTS
-from changes.mutant import Mutant
+from scripts.checks.changes import MUTANTS
+from scripts.checks.changes.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.9  # of all changes must be noticed

@@ -1,26 +1,22 @@
 """What tests of the scripts share."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture
 def train(monkeypatch):
-    """Runs ``train_demo.py`` with --smoke and the given arguments."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import train_demo
+    """Runs ``scripts.demo_training.train`` with --smoke and the given arguments."""
+    from scripts.demo_training import train as training
 
     precision = torch.get_float32_matmul_precision()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # else the script sets it, for good
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["train_demo.py", "--smoke", *map(str, arguments)])
-        train_demo.main()
+        monkeypatch.setattr(sys, "argv", ["train.py", "--smoke", *map(str, arguments)])
+        training.main()
 
     yield run
     torch.set_float32_matmul_precision(precision)

@@ -2,16 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_models  # noqa: E402
-from model_speed.bench import busy_and_span  # noqa: E402
-from model_speed.table import compare, markdown  # noqa: E402
+from scripts.bench import models as bench_models
+from scripts.bench.model_speed.bench import busy_and_span
+from scripts.bench.model_speed.table import compare, markdown
 
 LEFT_OUT = ["50% of tiles left out", "80% of tiles left out"]
 TILES = ["exact", *(run for name in LEFT_OUT for run in (name, f"{name}, by their means"))]

@@ -1,18 +1,13 @@
 """The demo clips' grammar, motions, renderer and reader."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from demo_models import clips as clips_module  # noqa: E402
-from demo_models import palette  # noqa: E402
-from demo_models.clip_prompts import (  # noqa: E402
+from scripts.demo_training import clips as clips_module
+from scripts.demo_training import palette
+from scripts.demo_training.clip_prompts import (
     LAYOUTS,
     MOTIONS,
     Actor,
@@ -21,8 +16,8 @@ from demo_models.clip_prompts import (  # noqa: E402
     draw_scene,
     vocabulary,
 )
-from demo_models.clip_reading import agreement, read_clips  # noqa: E402
-from demo_models.clips import (  # noqa: E402
+from scripts.demo_training.clip_reading import agreement, read_clips
+from scripts.demo_training.clips import (
     CLIP_NUMBERS,
     PAN,
     draw_clip,
@@ -31,8 +26,8 @@ from demo_models.clips import (  # noqa: E402
     pack,
     render_clips,
 )
-from demo_models.motion import EDGE_MARGIN, TURN, choose_path, follow  # noqa: E402
-from demo_models.scenes import RESERVED_CLASSES, hash_class  # noqa: E402
+from scripts.demo_training.motion import EDGE_MARGIN, TURN, choose_path, follow
+from scripts.demo_training.scenes import RESERVED_CLASSES, hash_class
 
 RIGHT, DOWN = {"left": -1, "right": 1}, {"up": -1, "down": 1}
 

@@ -2,11 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import conditions
+from scripts.research import conditions
 
 
 def test_cells_have_the_loop_and_its_rivals(tmp_path, monkeypatch):

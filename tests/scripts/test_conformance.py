@@ -2,21 +2,15 @@
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import diffusers
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import conformance  # noqa: E402
-from conformance_study import stand_ins  # noqa: E402
-from conformance_study.kinds import found  # noqa: E402
-from conformance_study.report import markdown, read, summary  # noqa: E402
-
-from dit_accel.errors import UnsupportedError  # noqa: E402
+from dit_accel.errors import UnsupportedError
+from scripts.checks import conformance
+from scripts.checks.conformance_study import stand_ins
+from scripts.checks.conformance_study.kinds import found
+from scripts.checks.conformance_study.report import markdown, read, summary
 
 TESTS = """
 import pytest

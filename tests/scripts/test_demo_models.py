@@ -2,22 +2,17 @@
 
 import json
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from demo_models import palette  # noqa: E402
-from demo_models.image_demo import ImageDemo  # noqa: E402
-from demo_models.prompts import held_out_prompts  # noqa: E402
-from demo_models.reading import agreement, read_pictures  # noqa: E402
-from demo_models.rendering import pack_pictures, render  # noqa: E402
-from demo_models.scenes import (  # noqa: E402
+from scripts.demo_training import palette
+from scripts.demo_training.image_demo import ImageDemo
+from scripts.demo_training.prompts import held_out_prompts
+from scripts.demo_training.reading import agreement, read_pictures
+from scripts.demo_training.rendering import pack_pictures, render
+from scripts.demo_training.scenes import (
     COLOURS,
     RESERVED_CLASSES,
     Group,
@@ -27,13 +22,13 @@ from demo_models.scenes import (  # noqa: E402
     hash_class,
     vocabulary,
 )
-from demo_models.text_encoders import (  # noqa: E402
+from scripts.demo_training.text_encoders import (
     TEXT_TOKENS,
     make_clip_tokenizer,
     make_t5_encoder,
     make_t5_tokenizer,
 )
-from demo_models.training import orthogonalise  # noqa: E402
+from scripts.demo_training.training import orthogonalise
 
 
 @pytest.fixture(scope="module")

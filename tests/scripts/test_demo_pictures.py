@@ -1,19 +1,12 @@
 """What the demo model makes of the README's prompts, as pixel readers see it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from dit_accel import accelerate_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from demo_models.loading import load_demo  # noqa: E402
-from demo_models.reading import agreement, read_pictures  # noqa: E402
-from demo_models.scenes import Group, Scene  # noqa: E402
+from scripts.demo_training.loading import load_demo
+from scripts.demo_training.reading import agreement, read_pictures
+from scripts.demo_training.scenes import Group, Scene
 
 STEPS = 16  # of the README's 50, which show no more
 SIZE = 512

@@ -3,26 +3,20 @@
 import json
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from demo_models import clips  # noqa: E402
-from demo_models.clip_prompts import vocabulary  # noqa: E402
-from demo_models.hunyuan import Hunyuan  # noqa: E402
-from demo_models.llama import OFFSETS, make_llama_encoder, make_llama_tokenizer  # noqa: E402
-from demo_models.training import Pace, put_in_bf16, trained_weights  # noqa: E402
-from demo_models.video_family import LATENT_CHANNELS, TEXT_TOKENS, Shape  # noqa: E402
-from demo_models.video_flow import Bank, flow_loss, train_flow  # noqa: E402
-from demo_models.video_vae import latent_statistics  # noqa: E402
-from demo_models.wan import LONG_TEXT, Wan  # noqa: E402
-
-from dit_accel import preset_names  # noqa: E402
+from dit_accel import preset_names
+from scripts.demo_training import clips
+from scripts.demo_training.clip_prompts import vocabulary
+from scripts.demo_training.hunyuan import Hunyuan
+from scripts.demo_training.llama import OFFSETS, make_llama_encoder, make_llama_tokenizer
+from scripts.demo_training.training import Pace, put_in_bf16, trained_weights
+from scripts.demo_training.video_family import LATENT_CHANNELS, TEXT_TOKENS, Shape
+from scripts.demo_training.video_flow import Bank, flow_loss, train_flow
+from scripts.demo_training.video_vae import latent_statistics
+from scripts.demo_training.wan import LONG_TEXT, Wan
 
 FAMILIES = pytest.mark.parametrize("family", [Wan(), Hunyuan()], ids=["wan", "hunyuan"])
 FRAMES = 17  # from here on HunyuanVideo's autoencoder decodes in overlapping pieces

@@ -3,27 +3,22 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from dit_accel.sla import SparseLinearAttention
 from dit_accel.sla.swap import swap_attention, swapped_attention
+from scripts.demo_training.exporting import write_folder
+from scripts.research import finetune_sla
+from scripts.research.finetuning import training
+from scripts.research.finetuning.calls import Calls, record_calls, velocity_error
+from scripts.research.finetuning.report import table, write_report
+from scripts.research.finetuning.subjects import SUBJECTS, Clips
+from scripts.research.finetuning.table import SMOKE, Experiment
+from scripts.research.finetuning.training import Training, fine_tune
+from scripts.research.finetuning.variants import VARIANTS, HedgehogAttention
 from tests.tiny import tiny_inputs, tiny_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import finetune_sla  # noqa: E402
-from demo_models.exporting import write_folder  # noqa: E402
-from finetuning import training  # noqa: E402
-from finetuning.calls import Calls, record_calls, velocity_error  # noqa: E402
-from finetuning.report import table, write_report  # noqa: E402
-from finetuning.subjects import SUBJECTS, Clips  # noqa: E402
-from finetuning.table import SMOKE, Experiment  # noqa: E402
-from finetuning.training import Training, fine_tune  # noqa: E402
-from finetuning.variants import VARIANTS, HedgehogAttention  # noqa: E402
 
 FAMILIES = pytest.mark.parametrize("name", ["wan", "flux", "hunyuan"])
 TRAINING = Training(steps=4, batch=4, rate=3e-5)

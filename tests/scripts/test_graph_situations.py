@@ -1,10 +1,8 @@
-"""Replayed steps follow whatever changes between runs: the table that `scripts/graphs_check.py` runs on a GPU, here on
+"""Replayed steps follow whatever changes between runs: the table that `scripts/checks/graphs.py` runs on a GPU, here on
 recorded operations whose memory behaves as badly as a GPU's may.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +10,8 @@ from diffusers.models.attention_dispatch import attention_backend
 
 from dit_accel.models import transformer
 from dit_accel.models.graphs.step_graphs import StepGraphs
+from scripts.checks.graphs_study import situations
 from tests.models.fake_graph import RecordedGraph
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from graphs_study import situations
 
 
 @pytest.fixture(autouse=True)

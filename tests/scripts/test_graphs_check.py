@@ -2,12 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import graphs_check  # noqa: E402
+from scripts.checks import graphs as graphs_check
 
 
 def rows(monkeypatch, file, *options):

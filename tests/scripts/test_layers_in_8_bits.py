@@ -2,12 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import layers_in_8_bits  # noqa: E402
+from scripts.research import layers_in_8_bits
 
 
 def test_presets_run_in_each_kind_of_8_bits(monkeypatch, tmp_path):

@@ -2,20 +2,16 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import low_work  # noqa: E402
-from demo_models import clips, prompts  # noqa: E402
-from demo_models.judging import attributes, differences  # noqa: E402
-from demo_models.textures import draw_texture_scene  # noqa: E402
-from low_work_study.report import tables  # noqa: E402
-from low_work_study.runs import near  # noqa: E402
+from scripts.demo_training import clips, prompts
+from scripts.demo_training.judging import attributes, differences
+from scripts.demo_training.textures import draw_texture_scene
+from scripts.research import low_work
+from scripts.research.low_work_study.report import tables
+from scripts.research.low_work_study.runs import near
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 9, 3, 32, 32)], ids=["pictures", "clips"])

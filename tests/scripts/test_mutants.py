@@ -1,15 +1,10 @@
 """The table of changes that tests must notice stays true, and the script that tries them tells what they notice."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).parents[2] / "scripts" / "checks"
-sys.path.insert(0, str(CHECKS))
-
-import mutants  # noqa: E402
+from scripts.checks import mutants
 
 TINY = "response-points-away"  # whose nearest tests take a second
 

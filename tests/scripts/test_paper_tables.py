@@ -2,18 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import paper_tables  # noqa: E402
-from paper_study.flips import SLICES, Flips  # noqa: E402
-from paper_study.settings import MODELS, rows  # noqa: E402
+from scripts.research import paper_tables
+from scripts.research.paper_study.flips import SLICES, Flips
+from scripts.research.paper_study.settings import MODELS, rows
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -11,11 +11,9 @@ import pytest
 
 from dit_accel.tools.compare import Method, Sweep
 from dit_accel.tools.compare.report import table
+from scripts.research import pareto
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import pareto  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 METHODS = [Method(series, f"{series}-{number}", lambda subject: nullcontext({})) for series in "ab" for number in "123"]
 
@@ -49,7 +47,7 @@ def test_rows_have_the_names_of_today(tmp_path):
     """Those under former names too; of two names of one preset the first stays. What was edited is measured again."""
     file = tmp_path / "all.json"
     for model, measured in (("demo-flux", "balanced"), ("demo-wan", "video-balanced")):
-        document = json.loads((SCRIPTS.parent / "docs" / "results" / f"pareto-{model}.json").read_text())
+        document = json.loads((ROOT / "docs" / "results" / f"pareto-{model}.json").read_text())
         file.write_text(json.dumps(document))
         sweep = Sweep(tmp_path / "all", document["settings"])
         names = [row["name"] for row in sweep.rows]
@@ -62,7 +60,7 @@ def test_rows_have_the_names_of_today(tmp_path):
 @pytest.mark.parametrize("model", ["demo-flux", "demo-wan", "demo-hunyuan"])
 def test_documents_with_one_time_a_row_still_print(model):
     """Speed-ups are then over the plain run's one time, and no spread is claimed."""
-    stem = SCRIPTS.parent / "docs" / "results" / f"pareto-{model}"
+    stem = ROOT / "docs" / "results" / f"pareto-{model}"
     document = json.loads(stem.with_suffix(".json").read_text())
     for row in document["results"]:
         for measured in ("seconds_each", "plain_seconds_each"):
@@ -74,7 +72,7 @@ def test_documents_with_one_time_a_row_still_print(model):
 
 @pytest.mark.parametrize("model", ["demo-flux", "demo-wan", "demo-hunyuan"])
 def test_documents_have_their_tables_beside_them(model):
-    stem = SCRIPTS.parent / "docs" / "results" / f"pareto-{model}"
+    stem = ROOT / "docs" / "results" / f"pareto-{model}"
     document = json.loads(stem.with_suffix(".json").read_text())
     assert table(document).strip() == stem.with_suffix(".md").read_text().strip()
 

@@ -1,9 +1,7 @@
 """The script that measures methods on recorded attentions: its metric, its curves, and a run on tiny models."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,9 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import draw
 from dit_accel.tools.capture import AttentionTap
+from scripts.research.attention_study import curves, report
+from scripts.research.attention_study.dense import DenseAttention
 from tests.tiny import tiny_output, tiny_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from attention_study import curves, report  # noqa: E402
-from attention_study.dense import DenseAttention  # noqa: E402
 
 
 def attention(layout: TokenLayout, batch=2, heads=3, head_dim=16, kv_len=None):

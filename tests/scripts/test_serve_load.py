@@ -11,10 +11,11 @@ from PIL import Image
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "examples")]
+from scripts.checks import serving
 
-import serve_load  # noqa: E402
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
 import serve_ray  # noqa: E402
 
 GOOD = {"prompt": "a yellow ring", "steps": 2, "height": 64, "width": 64}
@@ -102,11 +103,11 @@ def test_too_much_load_is_refused_and_nothing_is_lost(tmp_path):
     """Far above the capacity: images, and "busy" for the rest; the server counts the same and ends well."""
     output = tmp_path / "serving.json"
     options = ["--capacity", "1", "--half", "1.5", "--overload", "2", "--factor", "20", "--steps", "1"]
-    serve_load.main(["--output", str(output), *options])
+    serving.main(["--output", str(output), *options])
     found = json.loads(output.read_text())
     assert found["failures"] == []
     assert set(found["phases"]["overload"]["answers"]) == {"200", "503"}
-    assert found["phases"]["end"]["answers"] == {"200": serve_load.CLIENTS}
+    assert found["phases"]["end"]["answers"] == {"200": serving.CLIENTS}
     assert found["phases"]["capacity"]["p99_seconds"] > found["phases"]["capacity"]["p50_seconds"] > 0
 
 
@@ -114,14 +115,14 @@ def test_what_is_wrong_is_told():
     """A request without an answer, a count that differs, memory that grows, and processes that stay."""
     good = {"answers": {"200": 9}, "counted_by_the_server": {"200": 9}, "exit_code": 0, "processes_left": []}
     good |= {"phases": {"half": {"answers": {"200": 9, "503": 2}}}, "memory_mib": [500] * 30 + [100, 101, 100] * 20}
-    assert serve_load.failures(good) == []
+    assert serving.failures(good) == []
     bad = {
         "phases": {"half": {"answers": {"200": 8, "no answer": 1}}},
         "counted_by_the_server": {"200": 8},
         "memory_mib": [100] * 40 + [120] * 20,
         "processes_left": ["raylet"],
     }
-    assert serve_load.failures(good | bad) == [
+    assert serving.failures(good | bad) == [
         "half: 1 answers of no answer",
         "the server counted {'200': 8}, and gave {'200': 9}",
         "memory grew from 100 to 120 MiB",

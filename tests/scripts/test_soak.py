@@ -2,15 +2,10 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import soak  # noqa: E402
+from scripts.checks import soak
 
 
 def test_nothing_of_an_accident_stays_behind(tmp_path, capsys, monkeypatch):

@@ -1,18 +1,12 @@
 """The script that measures what tiles left out cost: its presets, one run of it, its interpolation and its tables."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiny import tiny_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from tile_sparsity import (  # noqa: E402
+from scripts.research.tile_sparsity import (
     ALL_TILES,
     MODELS,
     SCHEDULES,
@@ -25,6 +19,9 @@ from tile_sparsity import (  # noqa: E402
     settings,
     tables,
 )
+from tests.tiny import tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
 
 RESULT = {"psnr_db_each": [30.0, 34.0], "error": 0.02, "worst_error": 0.1, "computed_fraction": 0.9}
 
@@ -94,7 +91,7 @@ def test_an_earlier_run_must_have_the_same_settings(tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_stored_results_are_read_under_the_names_of_today(model):
     """Series of the results that the repository holds have their places among the settings."""
-    file = SCRIPTS.parent / "docs" / "results" / f"tile-sparsity-{model}.json"
+    file = ROOT / "docs" / "results" / f"tile-sparsity-{model}.json"
     stored = earlier(file, json.loads(file.read_text(encoding="utf-8"))["settings"])["results"]
     assert stored == sorted(stored, key=lambda r: place_of(model, r))
     assert any("probe" in r["series"] for r in stored)

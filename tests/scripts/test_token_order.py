@@ -1,8 +1,5 @@
 """The script that measures token orders: what it counts, on which attentions, and that it leaves a pipeline alone."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,12 +8,8 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.presets import Skip
 from dit_accel.sparse.policies import plan
 from dit_accel.tools.capture import AttentionTap
+from scripts.research.token_order import ORDERS, OrderMeasurement, measure, table
 from tests.tiny import tiny_output, tiny_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from token_order import ORDERS, OrderMeasurement, measure, table  # noqa: E402
 
 
 @pytest.mark.parametrize(

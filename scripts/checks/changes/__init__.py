@@ -1,5 +1,5 @@
 """The changes that `mutants.py` tries: plausible slips of one line, each with the property that it breaks."""
 
-from changes import cli, loop, models
+from scripts.checks.changes import cli, loop, models
 
 MUTANTS = [*loop.MUTANTS, *models.MUTANTS, *cli.MUTANTS]

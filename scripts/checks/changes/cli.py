@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from changes.mutant import Mutant
+from scripts.checks.changes.mutant import Mutant
 
 CLI = "dit_accel/cli"
 TEST_CLI = "tests/cli"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from changes.mutant import Mutant
+from scripts.checks.changes.mutant import Mutant
 
 LOOP = "dit_accel/loop"
 TEST_LOOP = "tests/loop"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from changes.mutant import Mutant
+from scripts.checks.changes.mutant import Mutant
 
 MODELS = "dit_accel/models"
 TEST_LOOP = "tests/loop"

@@ -188,9 +188,7 @@ def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
 def test_gpu_check_without_a_gpu_says_so(tmp_path):
     """The script of the same checks imports without diffusers, and needs a GPU."""
     code = "import sys, runpy, torch; sys.modules['diffusers'] = None; torch.cuda.is_available = lambda: False; "
-    code += (
-        f"sys.argv = ['gpu_check.py']; runpy.run_path({str(ROOT / 'scripts' / 'gpu_check.py')!r}, run_name='__main__')"
-    )
+    code += "sys.argv = ['gpu.py']; runpy.run_module('scripts.checks.gpu', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, "needs a CUDA GPU" in result.stderr) == (2, True), result.stderr
 

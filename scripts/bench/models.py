@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Times transformers at full size, random weights, beside plain diffusers and beside its best dense run, on one GPU.
+
+    python -m scripts.bench.models --model flux --output docs/results/speed-flux
+    python -m scripts.bench.models --model wan-i2v-14b --runs dispatch --output docs/results/speed-wan-i2v-14b
+    python -m scripts.bench.models --model wan-14b --runs memory --output docs/results/speed-wan-14b
+    python -m scripts.bench.models --tiny                             # the same paths on the CPU, in seconds
+
+Random weights tell speed and memory and nothing about pictures. Their attention maps are noise, so what a policy would
+leave out is drawn at random at a stated density, after the policy has done (and taken the time of) its own choice; and
+their outputs defy forecasts, so computed steps are forced by a fixed interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from dit_accel.tools.origin import describe_run
+from scripts.bench.model_speed.bench import TIMED_STEPS, Bench
+from scripts.bench.model_speed.models import MODELS, TINY
+from scripts.bench.model_speed.runs import RUNS
+from scripts.bench.model_speed.table import compare, markdown
+
+
+def main() -> int:
+    options = _options()
+    started, device = time.perf_counter(), "cpu" if options.tiny else "cuda"
+    bench = Bench((TINY if options.tiny else MODELS)[options.model], device, options.timed_steps)
+    rows = []
+    results = {**describe_run(device), "model": options.model, "latents": bench.model.latents, "rows": rows}
+
+    def add(row: dict) -> None:
+        rows.append(row)
+        compare(rows)
+        results["seconds"] = time.perf_counter() - started
+        print(json.dumps({key: value for key, value in row.items() if key != "preset"}), flush=True)
+        if options.output:
+            written = {"json": json.dumps(results, indent=1) + "\n", "md": markdown(results)}
+            for kind, text in written.items():  # not with_suffix, for names as wan-1.3b have a point
+                options.output.with_name(f"{options.output.name}.{kind}").write_text(text, encoding="utf-8")
+
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+    add(bench.plain())
+    for name in options.runs:
+        for row in RUNS[name](bench):
+            add(row)
+    print(markdown(results))
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="hunyuan")
+    parser.add_argument(
+        "--runs",
+        type=_run_names,
+        default="baseline,computed,fifty,dispatch",
+        help=f"of {', '.join(RUNS)}, split by commas; default %(default)s",
+    )
+    parser.add_argument("--timed-steps", type=int, default=TIMED_STEPS, help="of the dense runs; default %(default)s")
+    parser.add_argument("--output", type=Path, help="stem of the .json and .md files, written after every row")
+    parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
+    return parser.parse_args()
+
+
+def _run_names(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in RUNS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown run {unknown[0]!r}; runs are {', '.join(RUNS)}, split by commas")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

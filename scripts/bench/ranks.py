@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""Times full-size transformers, random weights, on one GPU and on all that torchrun starts, plain and accelerated.
+
+    torchrun --nproc-per-node 2 scripts/bench/ranks.py --output docs/results/parallel
+    torchrun --nproc-per-node 2 scripts/bench/ranks.py --models flux --seconds 120
+    torchrun --nproc-per-node 2 scripts/bench/ranks.py --smoke     # the same paths on the CPU, at toy size
+
+Several GPUs share the tokens of a call (diffusers' Ulysses), or take a branch of guidance each. A row that fails has
+its error in place of its times; what is left when the time is up is noted as skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit_accel import Preset, load_preset
+from dit_accel.models.parallel.branches import GROUP
+from dit_accel.tools.origin import describe_run
+from scripts.bench.model_speed.bench import STEPS, Bench
+from scripts.bench.model_speed.models import MODELS, TINY
+from scripts.bench.model_speed.ranks import join, on_any, share_tokens
+from scripts.bench.model_speed.runs import TILED_STEPS
+
+CHOSEN = ("flux", "qwen-image", "flux2", "wan-1.3b", "hunyuan")
+KEPT = (
+    *("ms", "seconds", "ms_by_mode", "transformer_ms_by_mode", "steps_by_mode", "replayed", "not_captured", "notes"),
+    *("fallbacks", "peak_gib"),
+)
+COLUMNS = {"ms": "{:.1f}", "over_plain": "{:.2f}×", "over_one": "{:.2f}×", "relative_error": "{:.1e}"}
+HEADER = """\
+| | | ms | over plain on as many | over the same on one | relative error |
+|---|---|---|---|---|---|"""
+MEANING = """\
+ms: of a computed step, all branches; of a run of 50 steps, of its average step. Relative error: ‖v − v'‖ / ‖v'‖ of one
+velocity, v' that of the plain run on one device. HunyuanVideo's plain run on several masks the wrong tokens among the
+text, which diffusers' exchange of tokens puts elsewhere; its time is what diffusers takes."""
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = _options()
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        rank, ranks = join(options.smoke, stack)
+        table = Table(options, started, rank, ranks)
+        for name in options.models:
+            measure(name, options.smoke, table)
+        if rank == 0:
+            print(table.markdown())
+    return 0
+
+
+def measure(name: str, smoke: bool, table: Table) -> None:
+    """All rows of a model: alone, then sharing the tokens, then a branch each."""
+    bench: list[Bench] = []
+
+    def build() -> Row:
+        bench.append(Bench((TINY if smoke else MODELS)[name], "cpu" if smoke else "cuda"))
+        return {}
+
+    if not table.run(name, "building", build, shown=False):
+        return
+    (model,) = bench
+    for run, timed in RUNS.items():
+        table.run(f"{name}, {_count(1)}", run, partial(timed, model))
+    velocity = getattr(model, "velocity", None)  # of the plain run on one device
+    if "CFG" in model.model.variants:
+        for devices in (1, table.ranks):
+            setattr(model.transformer, GROUP, dist.group.WORLD if devices > 1 else None)
+            for run, timed in GUIDED.items():
+                table.run(f"{name}, {_count(devices)}", run, partial(timed, model.variant("CFG")))
+        delattr(model.transformer, GROUP)
+    if table.run(name, "sharing the tokens", partial(_share, model, table.ranks, smoke), shown=False):
+        for run, timed in (RUNS | OF_SEVERAL | (OF_CLIPS if model.model.is_video else {})).items():
+            table.run(f"{name}, {_count(table.ranks)}", run, partial(_compared, timed, model, velocity))
+    bench.clear()
+    del model, timed
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def plain(bench: Bench) -> Row:
+    """Diffusers as it is."""
+    return bench.plain()
+
+
+def exact(bench: Bench) -> Row:
+    """Every step computed, by fused kernels."""
+    return bench.accelerated("", load_preset("exact"), 4)
+
+
+def without_graphs(bench: Bench) -> Row:
+    """The same, launched kernel by kernel."""
+    return bench.accelerated("", load_preset("exact", graphs="never"), 4, warm=1)
+
+
+def fifty(bench: Bench, name: str | Preset, tiles: float = 1.0) -> Row:
+    """A run of 50 steps of which 14 are computed."""
+    preset = _fixed(name, warmup=4, interval=5, cooldown=1)
+    return bench.accelerated("", preset, STEPS, tiles=tiles, warm=20, whole=True)
+
+
+def half_of_fifty(bench: Bench) -> Row:
+    """The same with half of the tiles in the steps that are computed after the warm-up."""
+    return fifty(bench, bench.model.sparse, tiles=0.5)
+
+
+def half_tiles(bench: Bench) -> Row:
+    """Computed steps that leave out half of the tiles, drawn at random."""
+    preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
+    return bench.accelerated("", preset, TILED_STEPS, tiles=0.5)
+
+
+RUNS: dict[str, Callable[[Bench], Row]] = {
+    "plain": plain,
+    "exact": exact,
+    f"14 of {STEPS} steps": partial(fifty, name="balanced"),
+    "half of the tiles": half_tiles,
+}
+GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; of several devices each takes its own
+    "two branches, exact": exact,
+    f"two branches, 14 of {STEPS} steps": partial(fifty, name="balanced"),
+}
+OF_SEVERAL: dict[str, Callable[[Bench], Row]] = {"exact, no CUDA graphs": without_graphs}
+OF_CLIPS = {f"14 of {STEPS} steps, half of the tiles": half_of_fifty}
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _fixed(name: str | Preset, **schedule: int) -> Preset:
+    """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
+    return load_preset(name, schedule={"control": "interval", **schedule})
+
+
+def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
+    share_tokens(bench.transformer, ranks, smoke)
+    return {}
+
+
+def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tensor | None) -> Row:
+    """A row of several devices; of runs that compute everything, with the distance of a velocity from ``velocity``."""
+    row = timed(bench)
+    if velocity is None or timed not in (plain, exact):
+        return row
+    if timed is plain:
+        error = (bench.velocity.float() - velocity.float()).norm() / velocity.float().norm()
+        return row | {"relative_error": error.item()}
+    bench.velocity = velocity
+    return row | {"relative_error": bench.relative_error(load_preset("exact"))}
+
+
+class Table:
+    """The rows so far, written after each; all ranks run it, and the first one writes.
+
+    Args:
+        options: of the command line.
+        started: when the script began, by ``time.perf_counter``.
+        rank, ranks: this process, and how many there are.
+    """
+
+    def __init__(self, options: argparse.Namespace, started: float, rank: int, ranks: int) -> None:
+        self.ranks = ranks
+        self._rank, self._options, self._started = rank, options, started
+        self._rows: list[Row] = []
+        self._facts = describe_run("cpu" if options.smoke else "cuda") | {"devices": ranks}
+
+    def run(self, of: str, name: str, timed: Callable[[], Row], *, shown: bool = True) -> bool:
+        """Adds a row, or what kept it from being measured on any rank; whether it was measured."""
+        out_of_time = on_any(time.perf_counter() - self._started > self._options.seconds)
+        error = "skipped: the time is up" if out_of_time else None
+        row: Row = {}
+        if error is None:
+            try:
+                measured = timed()
+                row = {key: measured[key] for key in (*KEPT, "relative_error") if key in measured}
+            except Exception as problem:  # whatever it is, the other rows are worth having
+                text = str(problem).strip().splitlines()
+                error = f"{type(problem).__name__}: {text[0] if text else ''}"
+        failed = on_any(error is not None)
+        if failed and error is None:
+            error = "another rank failed"
+        if shown or failed:
+            row = {"of": of, "run": name, **({"error": error} if failed else row)}
+            self._rows.append(row)
+            self._write(row)
+        return not failed
+
+    def _compare(self) -> None:
+        measured = {(row["of"], row["run"]): row["ms"] for row in self._rows if "ms" in row}
+        for row in self._rows:
+            alone = f"{row['of'].split(',')[0]}, {_count(1)}"
+            plain, one = measured.get((row["of"], "plain")), measured.get((alone, row["run"]))
+            if "ms" in row and plain:
+                row["over_plain"] = plain / row["ms"]
+            if "ms" in row and one and row["of"] != alone:
+                row["over_one"] = one / row["ms"]
+
+    def _write(self, row: Row) -> None:
+        if self._rank != 0:
+            return
+        self._compare()
+        print(json.dumps({key: value for key, value in row.items() if key != "notes"}), flush=True)
+        if self._options.output is not None:
+            results = self._facts | {"seconds": time.perf_counter() - self._started, "rows": self._rows}
+            stem = self._options.output
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            stem.with_name(f"{stem.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            stem.with_name(f"{stem.name}.md").write_text(self.markdown(), encoding="utf-8")
+
+    def markdown(self) -> str:
+        facts = self._facts
+        lines = [
+            f"# Parallel speed, {self.ranks} × {facts['device']}",
+            "",
+            f"torch {facts['torch']}, diffusers {facts['diffusers']}, random weights: `{facts['command']}`",
+            "",
+            HEADER,
+        ]
+        for row in self._rows:
+            cells = (form.format(row[key]) if key in row else "" for key, form in COLUMNS.items())
+            lines.append(f"| {row['of']} | {row['run']} | {row.get('error') or ' | '.join(cells)} |")
+        return "\n".join([*lines, "", MEANING]) + "\n"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=CHOSEN, help="split by commas")
+    parser.add_argument("--seconds", type=float, default=330.0, help="after which no row is begun; default %(default)s")
+    parser.add_argument("--output", type=Path, help="stem of the .json and .md files, written after every row")
+    parser.add_argument("--smoke", action="store_true", help="toy size, on the CPU")
+    options = parser.parse_args()
+    unknown = [name for name in options.models if name not in MODELS]
+    if unknown or "RANK" not in os.environ:
+        parser.error(f"unknown model {unknown[0]}" if unknown else "start it with torchrun --nproc-per-node 2 …")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Runs diffusers' own pipeline tests plainly and accelerated, and tells which pass only plainly.
+
+Takes a checkout of diffusers for its ``tests`` folder; the diffusers that is tested is the installed one. Every
+pipeline that a test calls is accelerated before its first call, in each of five kinds: the preset `exact`, the same
+with blocks `fused` as on a GPU, `balanced` (what a pipeline gets when no preset is named), `forecast` (every second
+step, at level `output`) and `flashomni` (inside the blocks of every second step, where there is a preset). What tests
+load from the Hub are small stand-ins, unless `--hub` asks for the Hub's own models.
+
+    git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
+    python -m scripts.checks.conformance diffusers --output conformance
+    python -m scripts.checks.conformance diffusers --output conformance --families flux wan --kinds exact forecast
+
+Writes STEM.json and STEM.md after each process; families that are there already are replaced, the others stay. What
+the classes of failures are stands in ``conformance_study/kinds.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dit_accel.tools.origin import describe_run
+from scripts.checks.conformance_study import stand_ins
+from scripts.checks.conformance_study.kinds import FAILURES, KINDS
+from scripts.checks.conformance_study.report import Test, markdown, read, summary
+
+ROOT = Path(__file__).parents[2]
+PIPELINES = "tests/pipelines"
+PLAIN = "plain"
+
+
+def families_of(checkout: Path) -> list[str]:
+    """Names of the folders of a checkout's pipeline tests."""
+    folder = checkout / PIPELINES
+    if not folder.is_dir():
+        raise SystemExit(f"checkout must hold {PIPELINES}, as one of diffusers does; {checkout} does not")
+    return sorted(path.name for path in folder.iterdir() if any(path.glob("test_*.py")))
+
+
+def tests_of(families: list[str], kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Test]:
+    """Runs the tests of some families in a process of their own.
+
+    Args:
+        folder: working directory, which holds the stand-ins.
+
+    Returns:
+        What the plugin recorded of each test, by its id.
+    """
+    record = folder / f"{families[0]}-{kind}.jsonl"
+    command = [sys.executable, "-m", "pytest", *(str(options.checkout / PIPELINES / family) for family in families)]
+    command += [f"--rootdir={options.checkout}", "-q", "--continue-on-collection-errors"]
+    command += ["-p", "no:cacheprovider", "-p", "scripts.checks.conformance_study.plugin"]
+    command += [f"--conformance-kind={kind}", f"--conformance-record={record}"]
+    command += [f"--conformance-seconds={options.seconds}", *(["-k", options.only] if options.only else [])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if not options.hub:
+        environment["HF_HUB_OFFLINE"] = "1"
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * options.minutes
+        )
+        ending = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
+    except subprocess.TimeoutExpired:
+        ending = f"ended after {options.minutes:g} minutes"
+    print(f"{time.monotonic() - started:5.0f} s  {', '.join(families)}, {kind}: {ending}", flush=True)
+    return read(record)
+
+
+def _of_family(family: str, tests: dict[str, Test]) -> dict[str, Test]:
+    return {test: told for test, told in tests.items() if test.startswith(f"{PIPELINES}/{family}/")}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="folder of a checkout of diffusers")
+    parser.add_argument("--output", type=Path, required=True, help="stem of the JSON and Markdown files")
+    parser.add_argument("--families", nargs="+", help="folders of tests/pipelines; all by default")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--only", help="expression of pytest's -k, which chooses among the tests")
+    parser.add_argument("--tests", default="the checkout", help="what the tests are of, for the table")
+    parser.add_argument("--hub", action="store_true", help="load from the Hub what tests name")
+    parser.add_argument("--seconds", type=float, default=120.0, help="that one test may take")
+    parser.add_argument("--together", type=int, default=1, help="families whose tests run in one process")
+    parser.add_argument("--minutes", type=float, default=30.0, help="that the tests of one process may take")
+    parser.add_argument("--jobs", type=int, default=1, help="processes beside each other")
+    options = parser.parse_args(arguments)
+    options.checkout = options.checkout.resolve()
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    known = families_of(options.checkout)
+    unknown = sorted(set(options.families or ()) - set(known))
+    if unknown:
+        raise SystemExit(f"--families names {', '.join(unknown)}, and the checkout has {', '.join(known)}")
+    written = options.output.with_suffix(".json")
+    families = json.loads(written.read_text())["families"] if written.exists() else {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        if not options.hub:
+            stand_ins.write(Path(folder))
+        wanted = options.families or known
+        for start in range(0, len(wanted), options.together):
+            named = wanted[start : start + options.together]
+            kinds = [PLAIN, *options.kinds]
+            found = pool.map(lambda kind, named=named: tests_of(named, kind, options, Path(folder)), kinds)
+            tests = dict(zip(kinds, found, strict=True))
+            for family in named:
+                own = {kind: _of_family(family, each) for kind, each in tests.items()}
+                chosen = {"chosen": options.only} if options.only else {}
+                families[family] = chosen | summary(own.pop(PLAIN), own)
+            told = {"run": describe_run("cpu"), "tests": options.tests}
+            document = {**told, "families": dict(sorted(families.items()))}
+            written.write_text(json.dumps(document, indent=1) + "\n")
+            options.output.with_suffix(".md").write_text(markdown(document))
+    failures = [each for family in families.values() for each in family["only"] if each["class"] in FAILURES]
+    print(f"{len(failures)} failures only when accelerated")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A pytest plugin that accelerates every pipeline that a test calls, and records what came of each test.
+
+    python -m pytest -p scripts.checks.conformance_study.plugin --conformance-kind exact \
+        --conformance-record found.jsonl tests/…
+
+A pipeline is accelerated before its first call and stays so, as users leave it. What ``accelerate_pipeline`` refuses
+runs plainly, and the record says why. The kind ``plain`` only records.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import DiffusionPipeline
+
+from dit_accel.errors import DitAccelError, shortened
+from dit_accel.models.driver import FamilyDriver
+from scripts.checks.conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption("--conformance-kind", choices=["plain", *KINDS], default="plain")
+    group.addoption("--conformance-record", type=Path, help="file of one JSON object a test")
+    group.addoption("--conformance-seconds", type=float, default=120.0, help="after which a test is given up")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if record := config.getoption("conformance_record"):
+        config.pluginmanager.register(
+            Study(config.getoption("conformance_kind"), record, config.getoption("conformance_seconds"))
+        )
+
+
+class Study:
+    """What one process does and finds.
+
+    Args:
+        kind: of acceleration.
+        record: file that gets a line when the tests are collected, and one for each test.
+        seconds: that a test may take.
+    """
+
+    def __init__(self, kind: str, record: Path, seconds: float) -> None:
+        self._kind, self._record, self._seconds = kind, record, seconds
+        self._test: dict[str, Any] = {}
+        self._changed: list[tuple[type, str, Any]] = []  # classes, names and originals
+        if kind != "plain":
+            self._watch()
+        if kind == "fused":
+            self._replace(FamilyDriver, "fuses_kernels", fuses_kernels)
+            self._replace(FamilyDriver, "cuts_padding", cuts_padding)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write({"collected": [item.nodeid for item in session.items]})
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._test = {"test": item.nodeid, "outcome": "passed", "pipelines": {}, "forecast": 0}
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._write(self._test)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
+        report = yield
+        if report.outcome != "passed":
+            self._test["outcome"] = report.outcome
+        if report.failed and call.excinfo is not None:
+            error = call.excinfo.value
+            line = next(iter(str(error).strip().splitlines()), "") or str(call.excinfo.traceback[-1].statement)
+            self._test["class"] = found(error, str(call.excinfo.traceback[-1].statement), self._kind)
+            self._test["reason"] = shortened(f"{type(error).__name__}: {line.strip()}")
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        for changed, name, original in reversed(self._changed):
+            setattr(changed, name, original)
+
+    def _watch(self) -> None:
+        """Has the call of every pipeline class go through :meth:`_call` from its first instance on."""
+        register, study = DiffusionPipeline.register_modules, self
+
+        def register_modules(pipe: Any, **modules: Any) -> None:
+            call = type(pipe).__call__
+            if not hasattr(call, "accelerates"):
+
+                @functools.wraps(call)
+                def accelerating(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+                    return study._call(call, pipe, *args, **kwargs)
+
+                accelerating.accelerates = True
+                study._replace(type(pipe), "__call__", accelerating)
+            register(pipe, **modules)
+
+        self._replace(DiffusionPipeline, "register_modules", register_modules)
+
+    def _replace(self, changed: type, name: str, value: Any) -> None:
+        self._changed.append((changed, name, getattr(changed, name)))
+        setattr(changed, name, value)
+
+    def _call(self, call: Any, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        left_plain = None
+        if "dit_accel" not in vars(pipe):
+            try:
+                accelerate(pipe, self._kind)
+            except DitAccelError as error:
+                left_plain = str(error)
+        self._test["pipelines"][type(pipe).__name__] = left_plain
+        output = call(pipe, *args, **kwargs)
+        if left_plain is None and "dit_accel" in vars(pipe):
+            with warnings.catch_warnings(action="ignore"):
+                report = pipe.dit_accel.report()
+            self._test["forecast"] += sum(step.mode == "dispatch" for step in report.steps)
+        return output
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._record.open("a") as record:
+            record.write(json.dumps(line) + "\n")
+
+
+def _give_up(*_: Any) -> None:
+    raise TimeoutError("the test took too long")

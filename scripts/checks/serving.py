@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Load on examples/serve_ray.py: what it can do, how long it takes at half of that, and what becomes of too much.
+
+Starts the server with a shipped model and asks it over HTTP: by as many clients as keep it busy, which gives its
+capacity; at random times, half as often as it could answer; and `--factor` times as often. Meanwhile the memory of all
+its processes is read once a second. At last it is told to end while requests wait.
+
+    python -m scripts.checks.serving --output docs/results/serving.json --overload 300
+    python -m scripts.checks.serving --output serving.json --capacity 5 --half 5 --overload 10 --steps 2
+
+Exits with 1 if a request had no answer, or one but an image or "busy"; if the server counted otherwise; if memory grew
+by more than 5% from the second third of a long overload to its last; or if the server did not end well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import ray
+
+from dit_accel.tools.origin import describe_run
+
+SERVER = Path(__file__).parents[2] / "examples" / "serve_ray.py"
+CLIENTS = 8  # that keep it busy
+IMAGE, BUSY, NOTHING = "200", "503", "no answer"
+PROMPTS = ("a yellow ring over the sea", "two pink stars at sunset", "a red square over the hills")
+LONG, MOST_GROWTH = 60, 0.05  # seconds of an overload that memory is held to; share
+PATIENCE = 300  # seconds
+
+
+@dataclass
+class Phase:
+    """What became of requests."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)  # of images, seconds
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        quantiles = statistics.quantiles(self.latencies, n=100) if len(self.latencies) > 1 else []
+        return {
+            "seconds": self.seconds,
+            "answers": dict(self.answers),
+            "images_per_second": self.answers[IMAGE] / self.seconds,
+            **{f"p{percent}_seconds": quantiles[percent - 1] for percent in (50, 99) if quantiles},
+        }
+
+
+class Load:
+    """Requests for images of `--size` or twice that.
+
+    Args:
+        url: of the server.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, options: argparse.Namespace) -> None:
+        self.session, self.url, self.draw = session, url, random.Random(0)
+        self.sizes, self.steps = (options.size, 2 * options.size), options.steps
+        self.answers: Counter[str] = Counter()  # of all phases
+
+    async def ask(self, phase: Phase) -> None:
+        side, prompt, seed = self.draw.choice(self.sizes), self.draw.choice(PROMPTS), self.draw.randrange(2**32)
+        wanted = {"prompt": prompt, "seed": seed, "steps": self.steps, "height": side, "width": side}
+        started = time.monotonic()
+        try:
+            async with self.session.post(f"{self.url}/generate", json=wanted) as reply:
+                body = await reply.read()
+                answer = str(reply.status)
+        except (aiohttp.ClientError, TimeoutError):
+            answer, body = NOTHING, b""
+        if answer == IMAGE:
+            phase.latencies.append(time.monotonic() - started)
+            assert body.startswith(b"\x89PNG"), "an answer of 200 is an image"
+        phase.answers[answer] += 1
+        self.answers[answer] += 1
+
+    async def busy(self, seconds: float) -> Phase:
+        """Clients that ask again once they have their answer."""
+        phase, ends = Phase(), time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < ends:
+                await self.ask(phase)
+
+        return await self._timed(phase, [asyncio.create_task(client()) for _ in range(CLIENTS)])
+
+    async def random(self, rate: float, seconds: float) -> Phase:
+        """Requests at random times, ``rate`` a second on average, whatever becomes of those before."""
+        phase, tasks, now = Phase(), set[asyncio.Task[None]](), time.monotonic()
+        started, ends = now, now + seconds
+        while (now := now + self.draw.expovariate(rate)) < ends:
+            await asyncio.sleep(now - time.monotonic())
+            tasks.add(task := asyncio.create_task(self.ask(phase)))
+            task.add_done_callback(tasks.discard)
+        return await self._timed(phase, tasks, started)
+
+    async def counted(self) -> dict[str, int]:
+        """Answers by status, as the server tells."""
+        async with self.session.get(f"{self.url}/metrics") as reply:
+            found = re.findall(r'answers_total{status="(\d+)"} ([\d.]+)', await reply.text())
+        return {status: int(float(number)) for status, number in found}
+
+    async def _timed(self, phase: Phase, tasks: Any, started: float | None = None) -> Phase:
+        started = started or time.monotonic()
+        await asyncio.gather(*tasks)
+        phase.seconds = time.monotonic() - started
+        return phase
+
+
+class Memory:
+    """MiB that the processes of the server have to themselves, once a second while the ``async with`` block runs."""
+
+    def __init__(self, server: subprocess.Popen[str]) -> None:
+        self.server, self.samples = psutil.Process(server.pid), list[float]()
+
+    async def __aenter__(self) -> list[float]:
+        self.task = asyncio.create_task(self._sample())
+        return self.samples
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+
+    async def _sample(self) -> None:
+        while True:
+            self.samples.append(await asyncio.to_thread(self._read))
+            await asyncio.sleep(1)
+
+    def _read(self) -> float:
+        used = 0
+        for process in (self.server, *self.server.children(recursive=True)):
+            try:
+                used += process.memory_full_info().uss
+            except psutil.NoSuchProcess:
+                continue
+        return used / 2**20
+
+
+async def measure(server: subprocess.Popen[str], url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All phases, one after the other."""
+    timeout = aiohttp.ClientTimeout(total=PATIENCE)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        load = Load(session, url, options)
+        warm_up = await load.busy(options.capacity / 2)
+        capacity = await load.busy(options.capacity)
+        print("capacity", capacity.to_json(), flush=True)
+        rate = capacity.answers[IMAGE] / capacity.seconds
+        half = await load.random(rate / 2, options.half)
+        print("half", half.to_json(), flush=True)
+        async with Memory(server) as memory:
+            overload = await load.random(options.factor * rate, options.overload)
+        print("overload", overload.to_json(), flush=True)
+        counted, answered = await load.counted(), dict(load.answers)
+        processes = psutil.Process(server.pid).children(recursive=True)
+        end = asyncio.create_task(load.busy(0.1))
+        await asyncio.sleep(0.2)
+        server.send_signal(signal.SIGTERM)
+        phases = {"warm-up": warm_up, "capacity": capacity, "half": half, "overload": overload, "end": await end}
+        code = await asyncio.to_thread(server.wait, PATIENCE)
+        left = psutil.wait_procs(processes, timeout=20)[1]
+    return {
+        "phases": {name: phase.to_json() for name, phase in phases.items()},
+        "answers": answered,
+        "counted_by_the_server": counted,
+        "memory_mib": [round(sample) for sample in memory],
+        "exit_code": code,
+        "processes_left": [process.name() for process in left],
+    }
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What is not as it should be."""
+    phases, memory = found["phases"], found["memory_mib"]
+    wrong = [
+        f"{name}: {count} answers of {answer}"
+        for name, phase in phases.items()
+        for answer, count in phase["answers"].items()
+        if answer not in (IMAGE, BUSY)
+    ]
+    if found["answers"] != found["counted_by_the_server"]:
+        wrong.append(f"the server counted {found['counted_by_the_server']}, and gave {found['answers']}")
+    third = len(memory) // 3
+    if third >= LONG / 3:
+        before, after = (statistics.mean(memory[start : start + third]) for start in (third, 2 * third))
+        if after > (1 + MOST_GROWTH) * before:
+            wrong.append(f"memory grew from {before:.0f} to {after:.0f} MiB")
+    if found["exit_code"] != 0 or found["processes_left"]:
+        wrong.append(f"the server ended with {found['exit_code']} and left {found['processes_left']}")
+    return wrong
+
+
+def start() -> tuple[subprocess.Popen[str], str]:
+    """The server, once it is ready, and its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(SERVER), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith("ready at "):
+            return server, line.removeprefix("ready at ").strip()
+    raise SystemExit(f"{SERVER.name} ended with {server.wait()}")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--capacity", type=float, default=30, help="seconds in which it is measured")
+    parser.add_argument("--half", type=float, default=60, help="seconds at half of it")
+    parser.add_argument("--overload", type=float, default=300, help="seconds above it")
+    parser.add_argument("--factor", type=float, default=3, help="of the overload")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--size", type=int, default=64, help="side in pixels; half of the images have twice that")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    server, url = start()
+    try:
+        found = asyncio.run(measure(server, url, options))
+    finally:
+        server.kill()
+    wrong = failures(found)
+    told = {**describe_run("cpu"), "cores": os.cpu_count(), "ray": ray.__version__}
+    settings = {name: value for name, value in vars(options).items() if name != "output"}
+    options.output.write_text(json.dumps({"run": told, **settings, **found, "failures": wrong}, indent=1) + "\n")
+    if wrong:
+        raise SystemExit("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""The closed loop and its nearest rivals on several models, schedules, sizes, dtypes and guidances, cell by cell.
+
+In each cell `quality`, `balanced`, `turbo` and targets between and beyond theirs are measured, and so are the rivals
+that forecast the transformer's output; every run is compared with the plain run of the same prompts and seeds. Prompts
+go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides for a batch as a whole,
+gets them one by one). Writes a JSON file after every part, and at last Markdown tables and a figure.
+
+    python -m scripts.research.conditions --output /tmp/conditions --processes 14
+    python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures \
+        --growth 0.5
+    python -m scripts.research.conditions --output docs/results/conditions --merge /tmp/conditions*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from multiprocessing.pool import Pool, ThreadPool
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import diffusers
+import torch
+
+from dit_accel import accelerated
+from dit_accel.loop import growth
+from dit_accel.models import denoisers
+from dit_accel.tools.compare import PEERS, spread
+from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.solvers import SOLVERS
+from dit_accel.tools.compare.work import WorkCounter
+from dit_accel.tools.demo import demo_path
+from dit_accel.tools.metrics import psnr
+from dit_accel.tools.origin import describe_run
+from dit_accel.tools.tune.runs import IDENTICAL
+from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
+from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
+
+TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
+RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
+ONE_BY_ONE = "SeaCache"
+PARTS = 3  # of a cell's settings, where several are measured at a time
+
+
+def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]:
+    """A row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
+    cell, part, folder, options = work
+    torch.set_num_threads(1)
+    growth.GROWTH = options.growth
+    conditions = Conditions(cell, folder, options.prompts, options.split, options.device)
+    counter = WorkCounter(denoisers(conditions.pipe))
+    with counter.calibrating():
+        plain = conditions.run(conditions.prompts)
+    rows = []
+    for series, name, put_on in islice(settings(conditions.subject, options), part.start, None, part.step):
+        try:
+            made, computed = run_setting(conditions, counter, put_on, one_by_one=series == ONE_BY_ONE)
+        except Exception as error:
+            if series == LOOP:
+                raise
+            print(f"{cell}: {name}: {type(error).__name__}: {error}", flush=True)  # diffusers' caches can't do all
+            continue
+        quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(made, plain, strict=True)]
+        rows.append(
+            {"cell": asdict(cell), "series": series, "name": name, "computed": round(computed, 4), "psnr": quality}
+        )
+        print(f"{cell}: {name}: {computed:.3f}, {mean(quality):.1f} dB, worst {min(quality):.1f}", flush=True)
+    return rows
+
+
+def run_setting(
+    conditions: Conditions, counter: WorkCounter, put_on: Any, *, one_by_one: bool
+) -> tuple[list[torch.Tensor], float]:
+    """What a setting makes of the prompts, and what share of the plain run it computes."""
+    prompts = conditions.prompts
+    made: list[torch.Tensor] = []
+    computed = 0.0
+    for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
+        with put_on():
+            pass  # what needs calibration does it now, and not where runs are counted
+        with put_on(), counter.counting() as share:
+            made += conditions.run(group)
+            computed += share()  # of the plain run's, which was of all prompts
+    return made, computed
+
+
+def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+    """Series, name, and what puts a setting on the pipeline."""
+    changes = {"per_prompt": True, **dict(options.set)}
+    for level in LEVELS:
+        yield LOOP, level, partial(accelerated, subject.pipe, level, **changes)
+    for target in options.targets:
+        put_on = partial(accelerated, subject.pipe, "balanced", target_error=target, **changes)
+        yield LOOP, f"target {target:g}", put_on
+    for rival in RIVALS if options.rivals else ():
+        for method in spread(PEERS[rival].methods(subject.steps), options.settings):
+            yield method.series, method.name, partial(method.put_on, subject)
+
+
+def pool_of(processes: int) -> Pool:
+    """New processes, or this one where it is to be a single one."""
+    return multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else ThreadPool(1)
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, json.loads(value)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="stem of the files")
+    parser.add_argument(
+        "--models", nargs="+", default=["demo-flux", "demo-wan", "demo-hunyuan"], help="NAME or NAME=FOLDER"
+    )
+    parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="cells of these alone")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
+    parser.add_argument("--targets", type=float, nargs="*", default=TARGETS)
+    parser.add_argument("--settings", type=int, default=5, help="most of each rival")
+    parser.add_argument("--growth", type=float, default=growth.GROWTH, help="the exponent of dit_accel.loop.growth")
+    parser.add_argument("--set", type=key_value, nargs="*", default=[], help="keys of the preset, as warmup=4")
+    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="the closed loop alone")
+    parser.add_argument("--processes", type=int, default=1, help="parts that are measured at a time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which what is not begun is left out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these JSON files together")
+    parser.add_argument("--smoke", action="store_true", help="one prompt, few steps, small, to see that it runs")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that there is time for."""
+    diffusers.utils.logging.set_verbosity_error()
+    named = dict(name.partition("=")[::2] for name in options.models)
+    folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
+    cells = [cell for cell in CELLS if cell.model in folders and cell.scheduler in options.schedulers]
+    if options.smoke:
+        kinds: list[dict[str, Any]] = [{"guidance": 3.0}, {"strength": 0.6}]
+        cells = [
+            Cell(**{"model": name, "steps": 8, "size": 64, "dtype": "float32"} | kind)
+            for name in folders
+            for kind in kinds
+        ]
+        options.prompts, options.targets, options.settings = 1, (), 1
+    found: dict[str, Any] = {"run": describe_run(torch.device(options.device)), "rows": []}
+    found |= {"growth": options.growth, "set": dict(options.set), "split": options.split}
+    parts = PARTS if options.processes > 1 else 1
+    work = [(cell, slice(part, None, parts), folders[cell.model], options) for cell in cells for part in range(parts)]
+    end = time.monotonic() + 60 * options.minutes
+    with pool_of(options.processes) as pool:
+        for rows in pool.imap_unordered(measure_part, work):
+            found["rows"] += rows
+            options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+            if time.monotonic() > end:
+                break  # leaving the pool ends what is under way
+    return found
+
+
+def main() -> None:
+    options = parse()
+    if options.merge:
+        parts = [json.loads(file.read_text()) for file in options.merge]
+        found = parts[0] | {"rows": [row for part in parts for row in part["rows"]]}
+    else:
+        found = measure(options)
+    options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+    options.output.with_suffix(".md").write_text(tables(found["rows"]))
+    draw(found["rows"], options.output.with_suffix(".png"))
+    print(tables(found["rows"]))
+
+
+if __name__ == "__main__":
+    main()

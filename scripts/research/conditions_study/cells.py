@@ -1,0 +1,148 @@
+"""Conditions under which the closed loop and its rivals are measured: what a cell is, and its pipeline and call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline
+
+from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.solvers import solver_over
+from dit_accel.tools.demo import demo_arguments
+from scripts.demo_training import clips
+from scripts.demo_training import prompts as pictures
+from scripts.demo_training.exporting import paint
+from scripts.demo_training.texture_demo import MixedDemo, TextureDemo
+
+HELD_OUT = {
+    "demo-flux": pictures.held_out_prompts,
+    "demo-textures": TextureDemo.held_out,
+    "demo-mixed": MixedDemo.held_out,
+    "demo-wan": clips.held_out_prompts,
+    "demo-hunyuan": clips.held_out_prompts,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Conditions of a run; None = the model's own.
+
+    Args:
+        scheduler: Euler's, or one of `dit_accel.tools.compare.solvers.SOLVERS`.
+        guidance: true classifier-free guidance of an image model, with an empty negative prompt.
+        strength: image-to-image, from the pictures of other prompts.
+    """
+
+    model: str
+    shift: float | None = None
+    steps: int | None = None
+    size: int | None = None
+    dtype: str = "bfloat16"
+    scheduler: str = "Euler"
+    guidance: float | None = None
+    strength: float | None = None
+
+    def __str__(self) -> str:
+        told = {
+            f"shift {self.shift or 'own'}": True,
+            f"{self.size}²": self.size,
+            f"{self.steps} steps": self.steps,
+            f"CFG {self.guidance}": self.guidance,
+            f"image-to-image {self.strength}": self.strength,
+            self.scheduler: self.scheduler != "Euler",
+            self.dtype: self.dtype != "bfloat16",
+        }
+        return ", ".join([self.model, *(words for words, said in told.items() if said)])
+
+
+CELLS = [
+    Cell("demo-flux", shift=1.5),
+    Cell("demo-flux", shift=4.5),
+    Cell("demo-flux", shift=3.0, size=256),
+    Cell("demo-flux", shift=1.5, dtype="float32"),
+    Cell("demo-flux", shift=1.5, steps=28),
+    Cell("demo-flux", shift=7.0, steps=100, size=256),
+    Cell("demo-flux", shift=3.0, steps=20),
+    Cell("demo-flux", shift=1.0, steps=12),
+    Cell("demo-flux", shift=1.5, guidance=3.0),
+    Cell("demo-flux", shift=3.0, steps=28, size=256, guidance=5.0),
+    Cell("demo-flux", shift=3.0, strength=0.6),
+    Cell("demo-flux", shift=3.0, scheduler="UniPC"),
+    Cell("demo-flux", shift=1.5, steps=28, scheduler="DPM++ 2M"),
+    Cell("demo-textures"),
+    Cell("demo-textures", shift=3.0),
+    Cell("demo-textures", shift=1.0, steps=28),
+    Cell("demo-textures", shift=1.5, steps=100, size=256),
+    Cell("demo-textures", shift=4.5, steps=20, guidance=3.0),
+    Cell("demo-textures", shift=1.5, dtype="float32"),
+    Cell("demo-mixed"),
+    Cell("demo-mixed", shift=4.5, size=256),
+    Cell("demo-mixed", shift=3.0, steps=28),
+    Cell("demo-mixed", shift=1.5, guidance=3.0),
+    Cell("demo-mixed", shift=1.5, steps=28, strength=0.6),
+    Cell("demo-mixed", shift=7.0, steps=12),
+    Cell("demo-mixed", shift=1.5, scheduler="UniPC"),
+    Cell("demo-wan", shift=7.0),
+    Cell("demo-wan", shift=3.0, scheduler="UniPC"),
+    Cell("demo-wan", shift=3.0),
+    Cell("demo-wan", shift=1.5, steps=28),
+    Cell("demo-hunyuan", shift=7.0),
+    Cell("demo-hunyuan", shift=7.0, scheduler="DPM++ 2M"),
+    Cell("demo-hunyuan", shift=3.0),
+    Cell("demo-hunyuan", shift=1.5, steps=28),
+]
+
+
+class Conditions:
+    """A cell's plain pipeline and the runs on it.
+
+    Args:
+        cell: what is run.
+        folder: of its model.
+        prompts: how many.
+        split: of the held-out prompts.
+    """
+
+    def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, cell.dtype)).to(device)
+        pipe.set_progress_bar_config(disable=True)
+        if cell.shift is not None:
+            pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=cell.shift)
+        if cell.scheduler != "Euler":
+            pipe.scheduler = solver_over(pipe.scheduler, cell.scheduler)
+        given = {"num_inference_steps": cell.steps, "height": cell.size, "width": cell.size}
+        if cell.guidance is not None:
+            given |= {"true_cfg_scale": cell.guidance, "negative_prompt": ""}
+        self.arguments = demo_arguments(Path(folder)) | {
+            key: value for key, value in given.items() if value is not None
+        }
+        steps = self.arguments["num_inference_steps"]
+        self.prompts = HELD_OUT[cell.model](prompts, split)
+        unseen = HELD_OUT[cell.model](prompts + 1, "tuning")[-1]
+        self.pipe = pipe
+        self._sources: dict[int, torch.Tensor] = {}  # by seed
+        if cell.strength is not None:
+            made = run(pipe, self.arguments, [unseen, *self.prompts])  # each begins from the picture before it
+            self._sources = {each.seed: picture for each, picture in zip([*self.prompts, unseen], made, strict=True)}
+            self.pipe = FluxImg2ImgPipeline.from_pipe(pipe)
+            self.pipe.set_progress_bar_config(disable=True)
+            self.arguments["strength"] = cell.strength
+            steps = round(steps * cell.strength)
+        branches = 2 if "negative_prompt" in self.arguments else 1
+        self.subject = Subject(self.pipe, steps, branches, lambda: self.run([unseen]))
+
+    def run(self, prompts: Sequence[Any]) -> torch.Tensor:
+        """What the pipeline makes of prompts in one batch, values 0..1."""
+        source = {"image": torch.stack([self._sources[each.seed] for each in prompts])} if self._sources else {}
+        return run(self.pipe, self.arguments | source, prompts)
+
+
+def run(pipe: Any, arguments: dict[str, Any], prompts: Sequence[Any]) -> torch.Tensor:
+    """What a pipeline makes of prompts in one batch, values 0..1."""
+    call = dict(arguments)
+    each = {"negative_prompt": call.pop("negative_prompt")} if "negative_prompt" in call else None
+    return paint(pipe, list(prompts), batch=len(prompts), each=each, **call).clamp(0, 1)

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Swaps SLA into a diffusers pipeline and fine-tunes it, on a teacher's velocities or by flow matching on clips.
+
+    python -m scripts.research.finetune_sla --output TUNED --model demo-wan  # matches the dense teacher
+    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --objective flow  # learns from drawn clips
+    python -m scripts.research.finetune_sla --output TUNED --model PATH --prompts PROMPTS.txt \
+        --call '{"num_frames": 81}'
+    python -m scripts.research.finetune_sla --output TUNED --model PATH --prompts PROMPTS.txt --train lora --checkpoint
+    accelerate launch -m scripts.research.finetune_sla --output TUNED ...                         # on several GPUs
+    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --judge 24  # beside the dense model
+    python -m scripts.research.finetune_sla --table --output docs/results/sla-demo-wan  # SLA's table 2, on one GPU
+    python -m scripts.research.finetune_sla --table --model demo-flux --output docs/results/sla-demo-flux  # and table 3
+
+Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
+
+    pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", dtype=torch.bfloat16)
+    accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": "TUNED/sla.safetensors"})
+
+With --train lora, TUNED is a LoRA for pipe.load_lora_weights("TUNED") in the place of the transformer.
+
+The same command goes on where --minutes stopped it. The teacher runs on the prompts first, and some of its calls are
+kept on the device; flow matching is for the demo video models, which draw their own data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from torch import nn
+
+from dit_accel.models import denoisers
+from dit_accel.sla.swap import load_swapped, save_swapped, swap_attention
+from dit_accel.sparse.projections import PROJECTIONS, trained_with
+from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.origin import describe_run
+from scripts.demo_training.training import configure_torch
+from scripts.demo_training.video_flow import PROMPT_DROPOUT
+from scripts.research.finetuning.calls import Calls, clip_calls, record_calls
+from scripts.research.finetuning.judging import hold_out, judge, paint
+from scripts.research.finetuning.report import write_report
+from scripts.research.finetuning.subjects import SUBJECTS, Clips
+from scripts.research.finetuning.table import FULL, PILOT, SMOKE, Experiment
+from scripts.research.finetuning.training import LOG, Training, fine_tune
+from scripts.research.finetuning.variants import VARIANTS
+
+DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # their clips can be trained on
+
+
+def main() -> None:
+    options, parser = _options()
+    device = PartialState(cpu=options.device == "cpu").device  # of this process, where accelerate launched several
+    if device.type == "cuda":
+        configure_torch()
+        torch.backends.cudnn.benchmark = False  # hardly a shape comes often enough to pay for it
+    for wanted in ("table", "judge"):
+        if getattr(options, wanted) and options.model not in SUBJECTS:
+            parser.error(f"--{wanted} needs a demo model: {', '.join(SUBJECTS)}")
+    if options.table:
+        make_table(options, device)
+        return
+    if options.judge:
+        judge_one(options, device)
+        return
+    if options.model not in DRAWN and options.objective == "flow":
+        parser.error(f"--objective flow needs a model whose clips can be drawn: {', '.join(DRAWN)}")
+    if options.model not in SUBJECTS and options.prompts is None:
+        parser.error(f"--prompts is needed for a model that draws none itself, as {', '.join(SUBJECTS)} do")
+    train_one(options, device)
+
+
+def train_one(options: argparse.Namespace, device: torch.device) -> None:
+    """Fine-tune one model and save it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = demo_path(options.model) or options.model
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    if len(denoisers(pipe)) != 1:
+        raise SystemExit(f"{type(pipe).__name__} has {len(denoisers(pipe))} transformers; this script trains one")
+    calls = gather_calls(pipe, options).to(device, dtype)
+    print(f"{len(calls)} calls", flush=True)
+    pipe.transformer.requires_grad_(options.train == "all")
+    if options.train == "lora":
+        add_lora(pipe.transformer, options.rank)
+    swap_attention(
+        pipe,
+        critical=options.critical,
+        negligible=options.negligible,
+        feature_map=options.feature_map,
+        block=options.block,
+    )
+    if options.checkpoint:
+        pipe.transformer.enable_gradient_checkpointing()
+    training = Training(
+        options.steps,
+        options.batch,
+        options.rate,
+        projection_rate=options.projection_rate,
+        seed=options.seed,
+        minutes=options.minutes,
+    )
+    log = fine_tune(pipe.transformer, calls, training, options.output)
+    if PartialState().is_main_process:
+        save_swapped(pipe, options.output)
+        print(f"{log['steps']} of {options.steps} steps; wrote {options.output}", flush=True)
+
+
+def judge_one(options: argparse.Namespace, device: torch.device) -> None:
+    """A demo model with SLA in it beside the dense one, before and after its fine-tuning, on held-out prompts."""
+    subject, folder = SUBJECTS[options.model], demo_path(options.model)
+    call = {**demo_arguments(folder), **json.loads(options.call)}
+    pipe = subject.family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    held_out = hold_out(subject, pipe, options.judge, call)
+    settings = trained_with(options.output / PROJECTIONS)
+    figures = {"settings": settings, "call": call, "dense": judge(pipe, held_out.dense, held_out)}
+    swap_attention(pipe, **settings)
+    figures["before"] = judge(pipe, paint(subject, pipe, held_out.prompts, call), held_out)
+    load_swapped(pipe, options.output)
+    figures["after"] = judge(pipe, paint(subject, pipe, held_out.prompts, call), held_out)
+    log = options.output / LOG
+    figures |= {"training": json.loads(log.read_text())} if log.exists() else {}
+    (options.output / "judged.json").write_text(json.dumps(figures | describe_run(device)) + "\n")
+
+
+def add_lora(transformer: nn.Module, rank: int) -> None:
+    """Put a LoRA beside every linear layer of the transformer's blocks; it alone takes gradients then."""
+    layers = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in name]
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=layers))
+    for weight in filter(lambda weight: weight.requires_grad, transformer.parameters()):
+        weight.data = weight.data.to(transformer.dtype)
+
+
+def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
+    """What the objective trains on."""
+    folder = demo_path(options.model)
+    call = {**(demo_arguments(folder) if folder else {}), **json.loads(options.call)}
+    if options.objective == "flow":
+        prompts, numbers = SUBJECTS[options.model].draw(options.clips, options.seed)
+        dropped = ["" if index % round(1 / PROMPT_DROPOUT) == 0 else prompt for index, prompt in enumerate(prompts)]
+        return clip_calls(SUBJECTS[options.model].family, pipe, dropped, numbers, call)
+    if options.prompts:
+        prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        prompts, _ = SUBJECTS[options.model].draw(options.clips, options.seed)
+    return record_calls(pipe, prompts, call, share=options.share, batch=options.paint_batch, seed=options.seed)
+
+
+def make_table(options: argparse.Namespace, device: torch.device) -> None:
+    """All variants, or one of them in the work folder of an experiment that another process began."""
+    sizes = SMOKE if options.smoke else PILOT if options.pilot else FULL
+    sizes = replace(sizes, variants=tuple(options.variants)) if options.variants else sizes
+    if options.table_steps is not None:
+        sizes = replace(sizes, training=replace(sizes.training, steps=options.table_steps))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        experiment = Experiment(SUBJECTS[options.model], demo_path(options.model), sizes, device, work)
+        if options.variant:
+            experiment.run(options.variant)
+            return
+        rows = [experiment.prepare()]
+        print(f"{time.monotonic() - started:4.0f} s  dense model recorded and judged", flush=True)
+        rows += experiment.run_all(options.jobs)
+        seconds = round(time.monotonic() - started, 1)
+        write_report(options.output, rows, experiment, {"seconds": seconds, **describe_run(device)})
+    if len(rows) <= len(experiment.variants):
+        raise SystemExit("some variants failed, see above")
+
+
+def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder; with --table stem of .json, .md and .png")
+    parser.add_argument("--model", default="demo-wan", help="a demo model, or path or id of a pipeline")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    sla = parser.add_argument_group("attention")
+    sla.add_argument("--critical", type=float, default=0.05, help="share of the tiles that attend")
+    sla.add_argument("--negligible", type=float, default=0.10, help="share of the tiles that take no part")
+    sla.add_argument("--feature-map", choices=["softmax", "elu", "relu"], default="softmax")
+    sla.add_argument("--block", type=int, choices=[64, 128], default=64)
+    data = parser.add_argument_group("data")
+    data.add_argument("--objective", choices=["teacher", "flow"], default="teacher")
+    data.add_argument("--prompts", type=Path, help="text file of prompts, one a line; demo models draw theirs")
+    data.add_argument("--clips", type=int, default=256, help="prompts or clips that a demo model draws")
+    data.add_argument("--call", default="{}", help="JSON of arguments of the pipeline's call")
+    data.add_argument("--share", type=float, default=0.25, help="of the teacher's calls that is kept")
+    data.add_argument("--paint-batch", type=int, default=16, help="prompts that the teacher paints at once")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=2000)
+    training.add_argument("--batch", type=int, default=16)
+    training.add_argument(
+        "--rate", type=float, default=5e-4, help="of AdamW; orthogonalised steps of matrices take twice it"
+    )
+    training.add_argument("--projection-rate", type=float, default=10.0, help="of projections, times that of matrices")
+    training.add_argument("--minutes", type=float, default=float("inf"), help="most of this run; another one goes on")
+    training.add_argument("--train", choices=["all", "lora", "projections"], default="all")
+    training.add_argument("--rank", type=int, default=32, help="of the LoRA")
+    training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")
+    table = parser.add_argument_group("table")
+    table.add_argument("--judge", type=int, metavar="N", help="judge --output on N held-out prompts: judged.json there")
+    table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
+    table.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="of the table")
+    table.add_argument("--table-steps", type=int, help="training steps of each variant")
+    table.add_argument("--pilot", action="store_true", help="three variants for a few steps: does it run, how fast")
+    table.add_argument("--smoke", action="store_true", help="two variants for two steps, on any CPU")
+    table.add_argument("--jobs", type=int, default=7, help="variants that train side by side")
+    table.add_argument("--work", type=Path, help="folder for what the variants share, else a temporary one")
+    table.add_argument("--variant", help="train this one, in the --work of an experiment that has begun")
+    return parser.parse_args(), parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Calls of a pipeline's transformer: what a student is trained and judged on, whatever the model's family.
+
+A teacher's calls come from its own runs, with the velocity that it gave. Calls for flow matching hold clean latents
+instead, which get their noise when they are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from scripts.demo_training.training import Pace
+from scripts.demo_training.video_family import VideoFamily
+from scripts.demo_training.video_flow import draw_levels
+from scripts.demo_training.video_vae import encode_clips
+
+SHARED = ("txt_ids", "img_ids")  # arguments without a batch axis
+
+
+@dataclass(frozen=True)
+class Calls:
+    """N calls of one sample each.
+
+    Args:
+        arguments: of the transformer's forward, by name: ``[N, ...]`` each, but for those of `SHARED`.
+        velocity: what the transformer gave, ``[N, ...]``. None: `hidden_states` are clean latents.
+    """
+
+    arguments: dict[str, torch.Tensor]
+    velocity: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.arguments["hidden_states"])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Calls:
+        """Moved, and matrices of floats cast; timesteps and guidance scales keep their digits."""
+
+        def moved(values: torch.Tensor) -> torch.Tensor:
+            cast = values.is_floating_point() and values.ndim > 1
+            return values.to(device, dtype if cast else values.dtype)
+
+        arguments = {name: moved(values) for name, values in self.arguments.items()}
+        return Calls(arguments, None if self.velocity is None else moved(self.velocity))
+
+    def rows(self, rows: torch.Tensor | slice) -> Calls:
+        """Some of the calls."""
+        arguments = {name: values if name in SHARED else values[rows] for name, values in self.arguments.items()}
+        return Calls(arguments, None if self.velocity is None else self.velocity[rows])
+
+    def save(self, file: Path) -> None:
+        held = self.arguments if self.velocity is None else {**self.arguments, "velocity": self.velocity}
+        save_file({name: values.contiguous() for name, values in held.items()}, file)
+
+    @classmethod
+    def load(cls, file: Path) -> Calls:
+        held = load_file(file)
+        return cls(held, held.pop("velocity", None))
+
+
+class CallRecorder:
+    """Within a ``with`` block it keeps a random ``share`` of each batch that the transformer is called with."""
+
+    def __init__(self, transformer: nn.Module, share: float = 1.0, seed: int = 0) -> None:
+        self._transformer = transformer
+        self._share = share
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept: list[Calls] = []
+
+    def __enter__(self) -> CallRecorder:
+        self._handle = self._transformer.register_forward_hook(self._keep, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._handle.remove()
+
+    def _keep(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        call = Calls({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}, output[0])
+        rows = torch.randperm(len(call), generator=self._generator)[: math.ceil(len(call) * self._share)]
+        self._kept.append(call.rows(rows.sort().values.to(output[0].device)))
+
+    def calls(self) -> Calls:
+        """All that was kept, in the order in which it ran."""
+        first = self._kept[0].arguments
+        arguments = {
+            name: first[name] if name in SHARED else torch.cat([kept.arguments[name] for kept in self._kept])
+            for name in first
+        }
+        return Calls(arguments, torch.cat([kept.velocity for kept in self._kept]))
+
+
+@torch.no_grad()
+def record_calls(
+    pipe: DiffusionPipeline, prompts: Sequence[str], call: dict[str, Any], *, share: float, batch: int, seed: int
+) -> Calls:
+    """A share of the calls that the pipeline makes of its transformer for these prompts, without decoding anything.
+
+    Args:
+        call: arguments of the pipeline's call, without prompt and generator.
+        batch: prompts at once.
+        seed: of the initial noise and of which calls are kept.
+    """
+    with CallRecorder(pipe.transformer, share, seed) as recorder:
+        for start in range(0, len(prompts), batch):
+            chunk = list(prompts[start : start + batch])
+            negative = {"negative_prompt": [call["negative_prompt"]] * len(chunk)} if "negative_prompt" in call else {}
+            generator = torch.Generator("cpu").manual_seed(seed + start)
+            pipe(prompt=chunk, generator=generator, output_type="latent", **{**call, **negative})
+    return recorder.calls()
+
+
+@torch.no_grad()
+def clip_calls(
+    family: VideoFamily,
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    numbers: torch.Tensor,
+    call: dict[str, Any],
+    *,
+    batch: int = 16,
+) -> Calls:
+    """Calls for flow matching on drawn clips.
+
+    Args:
+        family: of the pipeline, a demo video model.
+        prompts: what the clips show.
+        numbers: that they are drawn from, ``[N, K]``, as `demo_models.clips.pack` gives them.
+        call: as for `record_calls`; says the clips' size.
+        batch: clips at once.
+    """
+    unguided = {**call, "num_inference_steps": 1, family.guidance_argument: 1.0}
+    calls = record_calls(pipe, prompts, unguided, share=1.0, batch=batch, seed=0)
+    shape = {"frames": call["num_frames"], "size": call["height"]}
+    vae = copy.deepcopy(pipe.vae)  # encoding changes the layout of its weights
+    pace = Pace("clips", math.inf, 1.0)
+    latents = encode_clips(family, vae, numbers.to(pipe.device), pace, **shape, batch=batch)
+    return replace(calls, arguments={**calls.arguments, "hidden_states": latents}, velocity=None)
+
+
+def velocity_error(student: nn.Module, calls: Calls, generator: torch.Generator) -> torch.Tensor:
+    """Mean squared error of the student's velocity: against the teacher's, or on noised clean latents."""
+    arguments, target = dict(calls.arguments), calls.velocity
+    if target is None:
+        clean = arguments["hidden_states"].float()
+        noise = torch.randn(clean.shape, device=clean.device, generator=generator)
+        levels = draw_levels(len(clean), generator)
+        noisy = torch.lerp(clean, noise, levels.view(-1, *[1] * (clean.ndim - 1)))
+        arguments |= {"hidden_states": noisy.to(arguments["hidden_states"].dtype), "timestep": 1000 * levels}
+        target = noise - clean
+    velocity = student(**arguments, return_dict=False)[0]
+    return (velocity.float() - target.float()).square().mean()

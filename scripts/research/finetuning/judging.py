@@ -1,0 +1,110 @@
+"""What a demo pipeline is worth beside the dense one, on prompts, pictures and clips that no training sees."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from dit_accel.tools.metrics import psnr
+from scripts.demo_training.prompts import HeldOutPrompt
+
+from .calls import CallRecorder, Calls, velocity_error
+from .subjects import AT_ONCE, Subject
+
+SHARE = 0.05  # of the dense pipeline's calls, on which velocities are compared
+TEACHER, DRAWN = "held-out-calls.safetensors", "drawn-calls.safetensors"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What pipelines are judged on.
+
+    Args:
+        subject: of the model.
+        prompts: with the seed of each.
+        dense: what the dense pipeline made of them, uint8 [N, 3, F, H, W].
+        teacher: some of its calls as it painted them.
+        drawn: calls for flow matching on drawings of the same scenes; None where the subject has none.
+    """
+
+    subject: Subject
+    prompts: list[HeldOutPrompt]
+    dense: torch.Tensor
+    teacher: Calls
+    drawn: Calls | None
+
+    def save(self, folder: Path) -> None:
+        save_file({"painted": self.dense}, folder / "dense.safetensors")
+        self.teacher.save(folder / TEACHER)
+        if self.drawn is not None:
+            self.drawn.save(folder / DRAWN)
+
+    @classmethod
+    def load(cls, subject: Subject, folder: Path) -> HeldOut:
+        dense = load_file(folder / "dense.safetensors")["painted"]
+        drawn = Calls.load(folder / DRAWN) if (folder / DRAWN).exists() else None
+        return cls(subject, subject.held_out(len(dense)), dense, Calls.load(folder / TEACHER), drawn)
+
+
+def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:
+    """Paint, record and draw for the first `count` prompts of the reporting list.
+
+    Args:
+        call: arguments of the pipeline's call, without prompt and generator.
+    """
+    prompts = subject.held_out(count)
+    with CallRecorder(pipe.transformer, SHARE) as recorder:
+        dense = paint(subject, pipe, prompts, call)
+    return HeldOut(subject, prompts, dense, recorder.calls(), subject.drawn_calls(pipe, prompts, call))
+
+
+def paint(
+    subject: Subject, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt], call: dict[str, Any]
+) -> torch.Tensor:
+    """What the pipeline makes of prompts, uint8 [N, 3, F, H, W] on the CPU."""
+    painted = subject.paint(pipe, prompts, call)
+    if not painted.isfinite().all():
+        raise FloatingPointError("the pipeline paints values that are not finite")
+    return (painted * 255).round().to(torch.uint8)
+
+
+@torch.no_grad()
+def judge(pipe: DiffusionPipeline, painted: torch.Tensor, held_out: HeldOut) -> dict[str, Any]:
+    """Figures of a pipeline and of what it painted.
+
+    ``psnr_db``: against what the dense pipeline made of the same noise, None where it is this. ``velocity_mse``: of its
+    velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on drawings at random noise
+    levels, None where there are none. ``agreement``: fraction in which what the prompt says can be read.
+
+    Args:
+        pipe: as it painted.
+        painted: what it made of the held-out prompts, uint8 [N, 3, F, H, W].
+    """
+    pairs = zip(painted.transpose(1, 2), held_out.dense.transpose(1, 2), strict=True)
+    decibels = None if painted is held_out.dense else [psnr(ours, dense) for ours, dense in pairs]
+    drawn = held_out.drawn
+    return {
+        "psnr_db": decibels and statistics.fmean(decibels),
+        "psnr_db_each": decibels,
+        "velocity_mse": mean_error(pipe, held_out.teacher),
+        "flow_loss": None if drawn is None else mean_error(pipe, drawn),
+        "agreement": held_out.subject.agreement(painted.to(pipe.device) / 255, held_out.prompts),
+    }
+
+
+def mean_error(pipe: DiffusionPipeline, calls: Calls, rounds: int = 8) -> float:
+    """`velocity_error` over all calls, of clean latents at `rounds` noise levels each, the same for all pipelines."""
+    calls = calls.to(pipe.device, pipe.transformer.dtype)
+    generator = torch.Generator(pipe.device).manual_seed(0)
+    total = 0.0
+    for _ in range(rounds if calls.velocity is None else 1):
+        for start in range(0, len(calls), AT_ONCE):
+            part = calls.rows(slice(start, start + AT_ONCE))
+            total += float(velocity_error(pipe.transformer, part, generator)) * len(part)
+    return total / len(calls) / (rounds if calls.velocity is None else 1)

@@ -1,0 +1,115 @@
+"""What demo models are trained and judged on: clips of the video models, pictures of the image model."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from scripts.demo_training import clip_reading, clips, prompts, reading, rendering, scenes
+from scripts.demo_training.drawing import draw_bank
+from scripts.demo_training.exporting import paint
+from scripts.demo_training.family import Family
+from scripts.demo_training.flux import Flux
+from scripts.demo_training.hunyuan import Hunyuan
+from scripts.demo_training.prompts import HeldOutPrompt
+from scripts.demo_training.video_exporting import paint_clips
+from scripts.demo_training.video_family import VideoFamily
+from scripts.demo_training.wan import Wan
+
+from .calls import Calls, clip_calls
+
+AT_ONCE = 32  # pictures or clips
+
+
+class Subject(ABC):
+    """What a demo model shows; a picture is a clip of one frame here.
+
+    Args:
+        family: of the model.
+    """
+
+    variants: tuple[str, ...]  # that SLA is compared with by default, names of `finetuning.variants`
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+
+    @abstractmethod
+    def draw(self, count: int, seed: int) -> tuple[list[str], torch.Tensor]:
+        """Prompts of training scenes, and the numbers that they are drawn from, ``[N, K]``."""
+
+    @abstractmethod
+    def held_out(self, count: int) -> list[HeldOutPrompt]:
+        """The first prompts of the reporting list."""
+
+    @abstractmethod
+    def paint(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> torch.Tensor:
+        """What the pipeline makes of prompts, each from its own seed: float ``[N, 3, F, H, W]`` in 0..1 on the CPU.
+
+        Args:
+            call: arguments of the pipeline's call, without prompt and generator.
+        """
+
+    @abstractmethod
+    def agreement(self, painted: torch.Tensor, held_out: list[HeldOutPrompt]) -> dict[str, float]:
+        """Fraction in which what the prompt says can be read, by attribute, of ``[N, 3, F, H, W]`` in 0..1."""
+
+    def drawn_calls(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> Calls | None:
+        """Calls for flow matching on drawings of the prompts' scenes; None where this can't be had."""
+        return None
+
+    def strips(self, painted: torch.Tensor) -> torch.Tensor:
+        """Pictures ``[N, 3, H, W]`` of ``[N, 3, F, H, W]``, for a sheet."""
+        return painted[:, :, 0]
+
+
+class Clips(Subject):
+    """See `Subject`."""
+
+    family: VideoFamily
+    variants = ("linear", "sparse-90", "sum-90", "sla-90", "sparse-95", "sum-95", "sla-95")
+
+    def draw(self, count: int, seed: int) -> tuple[list[str], torch.Tensor]:
+        return draw_bank(clips.draw_clip, clips.pack, count, seed, parallel=False)
+
+    def held_out(self, count: int) -> list[HeldOutPrompt]:
+        return clips.held_out_prompts(count, "reporting")
+
+    def paint(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> torch.Tensor:
+        shape = {"frames": call["num_frames"], "size": call["height"], "steps": call["num_inference_steps"]}
+        return paint_clips(self.family, pipe, held_out, **shape, batch=AT_ONCE)
+
+    def agreement(self, painted: torch.Tensor, held_out: list[HeldOutPrompt]) -> dict[str, float]:
+        return clip_reading.agreement(clip_reading.read_clips(painted), [item.scene for item in held_out])
+
+    def drawn_calls(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> Calls:
+        rng = random.Random(7)
+        numbers = clips.pack([clips.draw_clip(rng, item.scene) for item in held_out])
+        return clip_calls(self.family, pipe, [item.prompt for item in held_out], numbers, call)
+
+    def strips(self, painted: torch.Tensor) -> torch.Tensor:
+        return clips.film_strips(painted)
+
+
+class Pictures(Subject):
+    """See `Subject`."""
+
+    variants = ("sparse-87", "sum-87", "sla-87")
+
+    def draw(self, count: int, seed: int) -> tuple[list[str], torch.Tensor]:
+        return draw_bank(scenes.draw_picture, rendering.pack_pictures, count, seed, parallel=False)
+
+    def held_out(self, count: int) -> list[HeldOutPrompt]:
+        return prompts.held_out_prompts(count, "reporting")
+
+    def paint(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> torch.Tensor:
+        return paint(pipe, held_out, batch=AT_ONCE, **call)[:, :, None]
+
+    def agreement(self, painted: torch.Tensor, held_out: list[HeldOutPrompt]) -> dict[str, float]:
+        return reading.agreement(reading.read_pictures(painted[:, :, 0]), [item.scene for item in held_out])
+
+
+SUBJECTS = {"demo-wan": Clips(Wan()), "demo-hunyuan": Clips(Hunyuan()), "demo-flux": Pictures(Flux())}

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Speed against quality of every preset, of the papers' fixed schedules and of all peers, on a demo model.
+
+Each run is compared with the plain run of the same held-out prompt and seed. Writes a JSON file, Markdown tables and
+two plots, over computed fraction and over time; docs/notes/comparisons.md says what they hold. An interrupted sweep
+goes on.
+
+    python -m scripts.research.pareto --model demo-flux                                # docs/results/pareto-demo-flux.*
+    # on a CPU
+    python -m scripts.research.pareto --model demo-flux --prompts 1 --height 256 --width 256 --output /tmp/pareto
+
+Several processes share a sweep, and one more merges what they found. They slow each other down, so times are then
+measured anew, alone:
+
+    for i in 1 2 3; do python -m scripts.research.pareto --model demo-wan --shard $i/3 & done; wait
+    python -m scripts.research.pareto --model demo-wan --merge
+    python -m scripts.research.pareto --model demo-wan --retime
+
+Prompts come from the `reporting` list, which no preset was tuned on; `--split tuning` is for choosing thresholds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from dit_accel import preset_names
+from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
+from dit_accel.tools.demo import demo_arguments, demo_path
+from dit_accel.tools.origin import describe_run
+from dit_accel.tools.repeats import REPEATS
+from scripts.demo_training import clips
+from scripts.demo_training import prompts as pictures
+from scripts.demo_training.loading import load_demo
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}
+LOOPS = ("quality", "balanced", "turbo")  # names for any model; of `balanced` the target is swept
+
+
+def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> tuple[list[Method], dict[str, str]]:
+    """Everything that is compared on a demo model, and why some peers are not."""
+    presets = [name for name in preset_names() if name.split("-")[0] in FAMILIES[model]]
+    ours = our_methods(pipe, [*LOOPS, *presets], "balanced")
+    others, left_out = peer_methods(pipe, steps, peers)
+    return [*ours, *fixed_schedules(pipe), *others], left_out
+
+
+def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> list[Method]:
+    """Methods whose name or series is named (all, where none is), and of these every N-th from the I-th.
+
+    Raises:
+        SystemExit: a name is of none.
+    """
+    known = {name for method in methods for name in (method.name, method.series)}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        there = ", ".join(sorted(known))
+        raise SystemExit(f"--only names no method or series: {', '.join(unknown)}; there are: {there}")
+    named = [method for method in methods if not only or {method.name, method.series} & set(only)]
+    return named[shard[0] - 1 :: shard[1]]
+
+
+def held_out(model: str, count: int, split: str) -> list[Prompt]:
+    """The first held-out prompts of a split."""
+    found = (pictures if model == "demo-flux" else clips).held_out_prompts(count, split)
+    return [Prompt(each.prompt, each.seed) for each in found]
+
+
+def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the pipeline's call, and all that rows of one comparison have in common."""
+    arguments = demo_arguments(demo_path(options.model))
+    given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
+    given["num_frames"] = options.frames
+    arguments |= {key: value for key, value in given.items() if value is not None}
+    common = {key: getattr(options, key) for key in ("model", "prompts", "split", "dtype")}
+    return arguments, {**common, **{key: arguments.get(key) for key in given}}
+
+
+def shard(text: str) -> tuple[int, int]:
+    """``I/N`` as two numbers."""
+    part, whole = (int(number) for number in text.split("/"))
+    if not 1 <= part <= whole:
+        raise argparse.ArgumentTypeError(f"must be I/N with 1 <= I <= N, got {text}")
+    return part, whole
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(FAMILIES), default="demo-flux")
+    parser.add_argument("--output", type=Path, help="stem of the files; docs/results/pareto-MODEL by default")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
+    parser.add_argument("--steps", type=int, help="like --height, --width and --frames: the model's own by default")
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="all by default")
+    parser.add_argument("--only", nargs="+", default=[], help="names of methods or series to measure, again if need be")
+    parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: every N-th method, into a file of its own")
+    parser.add_argument("--merge", action="store_true", help="put the files of shards together, and measure nothing")
+    parser.add_argument("--retime", action="store_true", help="measure the times of what is there, alone, and no more")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="times are medians of at least as many runs")
+    options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    options.output = options.output or RESULTS / f"pareto-{options.model}"
+    return options
+
+
+def main() -> None:
+    options = parse()
+    arguments, settings = settings_of(options)
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+
+    load = partial(load_demo, options.model, options.dtype, options.device)
+    methods, left_out = all_methods(load(), arguments["num_inference_steps"], options.model, options.peers)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    part, whole = options.shard
+    stem = options.output if whole == 1 else options.output.with_name(f"{options.output.name}-shard-{part}of{whole}")
+    sweep = Sweep(stem, settings)
+    if options.merge:
+        for file in sorted(stem.parent.glob(f"{stem.name}-shard-*.json")):
+            sweep.merge(file, [method.name for method in methods])
+            file.unlink()
+    else:
+        count = min(options.prompts, options.repeats) if options.retime else options.prompts
+        prompts = held_out(options.model, count, options.split)
+        tuning = held_out(options.model, options.prompts + 1, "tuning")[-1]
+        bench = Bench(load, arguments, prompts, tuning, repeats=options.repeats)
+        sweep.describe(bench, describe_run(bench.pipe.device), left_out, options.retime)
+        (retime if options.retime else measure)(bench, sweep, chosen(methods, options.only, options.shard), options)
+    if whole == 1:
+        for file in sweep.publish():
+            print(f"wrote {file}")
+
+
+def measure(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.Namespace) -> None:
+    """Adds rows of methods that have none, or that were asked for by name."""
+    started = time.perf_counter()
+    for method in sweep.missing(methods, [method.name for method in methods] if options.only else ()):
+        row = bench.measure(method)
+        sweep.add(row)
+        found = row.get("error") or f"{row['computed_fraction']:.3f}  {row['psnr_db']:.1f} dB"
+        print(f"{time.perf_counter() - started:6.0f} s  {method.name:40s} {found}", flush=True)
+
+
+def retime(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.Namespace) -> None:
+    """Measures the times of the rows that there are once more."""
+    rows = {row["name"]: row for row in sweep.rows}
+    missing = {method.name for method in sweep.missing(methods)}
+    for method in methods:
+        if method.name in missing:
+            print(f"{method.name}: not timed, since it has no figures, or those of another preset", flush=True)
+            continue
+        try:
+            sweep.add(rows[method.name] | bench.retime(method))
+        except Exception as error:  # the others go on
+            print(f"{method.name}: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
