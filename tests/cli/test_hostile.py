@@ -217,7 +217,6 @@ def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, mod
         (("presets", "schema", "-o", "mine.yaml"), "--output: mine.yaml exists"),
         (("presets", "check", LONG), "can't be read: File name too long"),
         (("presets", "show", "../../pyproject"), "unknown preset '../../pyproject'"),
-        (("bench", "kernels", "--output", "mine"), "--output: mine.md exists; name another stem"),
     ],
     ids=lambda given: " ".join(given)[:50] if isinstance(given, tuple) else "",
 )
