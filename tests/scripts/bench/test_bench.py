@@ -170,6 +170,14 @@ def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_that_exist_stay(tmp_path, capsys):
+    """Before anything is measured."""
+    (tmp_path / "k.md").touch()
+    assert main(["--quick", *CPU, "--output", str(tmp_path / "k")]) == 2
+    assert "k.md exists; name another stem" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["k.md"]
+
+
 def test_the_module_needs_neither_diffusers_nor_typer(tmp_path):
     """``python -m scripts.bench.kernels`` runs where only torch and matplotlib are, and names itself in the results."""
     blocked = (
