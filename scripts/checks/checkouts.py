@@ -52,7 +52,7 @@ def main() -> None:
 
 def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every preset on every model of this process's checkout: by model and preset a digest, or the error's name."""
-    testing = _module("tests.tiny", "dit_accel.testing")
+    testing = _module("tests.tiny", "dit_accel.tools.testing")
     models = list(job.get("runs", job["only"] or [*testing.TINY_PIPELINES, *DEMO_MODELS]))
     results: dict[str, dict[str, Any]] = {}
     for model in models:
