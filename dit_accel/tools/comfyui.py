@@ -140,7 +140,8 @@ def _conditions(apply_model: Apply, told: dict[str, Any]) -> dict[str, Any]:
         apply_model: a method of ComfyUI's model, whose patcher has the hooks, such as LoRAs with keyframes.
         told: the call's ``c``.
     """
-    items = dict(leaves(told, without=("transformer_options",)))
+    items = dict(leaves(told, without=("transformer_options", "control")))
+    items["control"] = told.get("control") is not None  # its residuals differ at every step
     patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
     hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
     items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
