@@ -298,7 +298,7 @@ class Controller:
         samples: Callable[[], Sequence[Rows]],
         conditions: Callable[[], Mapping[str, Any]],
     ) -> BranchState:
-        known, anew = self._branches.get(key), False
+        known = self._branches.get(key)
         items = conditions() if self._forecasts and self._why_plain is None else {}
         if known is not None and known.shapes != shapes:
             self.settle()
@@ -315,9 +315,11 @@ class Controller:
         elif known is not None and (changed := known.conditioning.changed(items)):
             self.settle()
             self._note_dropped(f"{', '.join(changed)} changed")
-            anew = True  # what other branches remember holds
+            branch = self._new_branch(key, shapes, size(), samples())
+            branch.conditioning = known.conditioning  # which knows what held its value
+            self._branches[key] = branch  # what other branches remember holds
         self._called[key] = None
-        if anew or key not in self._branches:
+        if key not in self._branches:
             # Where a second transformer has taken over, what the first remembers would only take up memory.
             at_work = {name for name, _ in self._called}
             at_rest = [known for known in self._branches if known[0] not in at_work]
@@ -326,10 +328,7 @@ class Controller:
                 self._gaps.clear()
             self._branches = {known: branch for known, branch in self._branches.items() if known not in at_rest}
             self._branches[key] = self._new_branch(key, shapes, size(), samples())
-            if known is not None and anew:
-                self._branches[key].conditioning = known.conditioning  # which knows what held its value
-            else:
-                self._branches[key].conditioning.changed(items)
+            self._branches[key].conditioning.changed(items)
         return self._branches[key]
 
     def _new_branch(self, key: tuple[str, str], shapes: tuple, size: ModelSize, samples: Sequence[Rows]) -> BranchState:
