@@ -179,7 +179,14 @@ SITUATIONS = {
         with_adapters,
     ),
     **{
-        f"{name} taken off and put on": changed("flux", adapter(config), without_adapters, with_adapters)
+        f"{name} taken off and put on": changed(
+            # BOFT keeps a matrix on the CPU, so that a GPU's steps are not captured
+            "flux",
+            adapter(config),
+            without_adapters,
+            with_adapters,
+            replays=name != "boft",
+        )
         for name, config in ADAPTERS.items()
         if name != "lora"
     },

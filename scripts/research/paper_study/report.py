@@ -55,8 +55,10 @@ def _told(value: float | None, form: str) -> str:
 
 
 def density_plot(results: list[Result], path: Path) -> None:
-    """FlashOmni's figure 7: the share of pairs that attention computes, step by step."""
+    """FlashOmni's figure 7: the share of pairs that attention computes, step by step; nothing where no row is of it."""
     first = [each for each in results if "table 1" in each["source"] or each["name"].startswith("tuned")]
+    if not first:
+        return
     figure = new_figure(7, 4)
     axes = figure.subplots()
     for each in first[:MOST_LINES]:
