@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,6 +12,7 @@ from dit_accel.loop.report import PromptRecord, RunReport, StepRecord
 from dit_accel.loop.tracker import StepMode, Tick
 
 MODES_BY_WORK = [StepMode.DISPATCH, StepMode.UPDATE, StepMode.FULL]
+NOTHING = 0.0, 0.0  # FLOPs
 
 
 class Accounts:
@@ -33,8 +34,8 @@ class Accounts:
         """Opens the record of a step."""
         self.step = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
         self.report.steps.append(self.step)
-        self._work: dict[str, list[tuple[float, float]]] = {}
-        self._attention: list[tuple[float, float]] = []
+        self._layers: dict[str, tuple[float, float]] = {}  # computed and plain FLOPs of this step's calls
+        self._pairs = 0.0, 0.0  # the same of pairs of queries and keys
         for layer in self.report.density:
             layer.append(None)
         for prompt in self.report.prompts:
@@ -61,16 +62,18 @@ class Accounts:
         self.step.mode = _most(self.step.mode, call.mode)
         self._take_prompts(call)
         report = self.report
-        rows = dict(zip(report.layers, report.density, strict=True))
-        for layer, (of_batch, plain) in call.work.items():
-            computed = of_batch * call.computed_share
-            self._computed += computed
-            self._plain += plain
-            shares = self._work.setdefault(layer, [])
-            shares.append((computed, plain))
-            rows[layer][-1] = _share(shares)
-        self._attention += [(computed * call.computed_share, plain) for computed, plain in call.attention.values()]
-        self.step.attended = _share(self._attention) if self._attention else None
+        rows, share = dict(zip(report.layers, report.density, strict=True)), call.computed_share
+        pairs, plain_pairs = self._pairs
+        for layer, (plain, plain_own) in call.branch.plain.items():
+            computed, own = call.work.get(layer, NOTHING)
+            computed, own = computed * share, own * share
+            self._computed, self._plain = self._computed + computed, self._plain + plain
+            pairs, plain_pairs = pairs + own, plain_pairs + plain_own
+            before, before_plain = self._layers.get(layer, NOTHING)
+            self._layers[layer] = before + computed, before_plain + plain
+            rows[layer][-1] = (before + computed) / (before_plain + plain)
+        self._pairs = pairs, plain_pairs
+        self.step.attended = pairs / plain_pairs if plain_pairs else None
         report.computed_fraction = self._computed / self._plain if self._plain else 1.0
         for prompt, own in zip(report.prompts, self._computed_of, strict=True):
             prompt.computed_fraction = own / self._plain if self._plain else 1.0
@@ -91,7 +94,7 @@ class Accounts:
         if len(call.modes) != len(prompts):
             prompts.clear()
             self._computed_of.clear()
-        computed = sum(of_batch for of_batch, _ in call.work.values())
+        computed = sum([of_batch for of_batch, _ in call.work.values()])
         for place, prompt in enumerate(prompts):
             prompt.modes[-1] = _most(prompt.modes[-1], call.modes[place])
             self._computed_of[place] += computed if place in call.computing else 0.0
@@ -107,10 +110,6 @@ class Accounts:
 def _most(mode: str, other: StepMode) -> str:
     """Of two modes the one that computes more."""
     return max(StepMode(mode), other, key=MODES_BY_WORK.index).value
-
-
-def _share(parts: Sequence[tuple[float, float]]) -> float:
-    return sum(computed for computed, _ in parts) / sum(plain for _, plain in parts)
 
 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ class BranchState:
         surveyed: what leaving tiles out costs has been measured.
         updated: blocks remember what a DISPATCH call needs.
         structure: how the transformer's output nests its tensors.
+        plain: FLOPs of each block in a plain call, of which the second number takes pairs of queries and keys.
         conditioning: of its calls.
     """
 
@@ -61,6 +63,7 @@ class BranchState:
     surveyed: bool = False
     updated: bool = False
     structure: Any = None
+    plain: dict[str, tuple[float, float]] = field(default_factory=dict)
     conditioning: Conditioning = field(default_factory=Conditioning)
 
     @property
@@ -108,10 +111,12 @@ class Call:
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
         skips: attention leaves tiles out though the call computes.
         surveys: attention leaves none out, and measures what each head would lose.
+        forecasts_output: the whole output is forecast, so no block runs.
         place: of the branch among those that were called in this step.
         report: of the run.
-        work: by block, (computed, plain) FLOPs; the transformer's driver fills it.
-        attention: of that work, what pairs of queries and keys take, likewise.
+        facts: of a call whose blocks run, for the transformer's driver.
+        work: FLOPs of each block that ran, of which the second number took pairs of queries and keys; the driver fills
+            it.
         dense: blocks that fell back to their own forward.
         symbols: that blocks drew in this call, by name.
         densities: what their attentions measured of them, float32 on the device, by name.
@@ -129,33 +134,32 @@ class Call:
     report: RunReport
     skips: bool = False
     surveys: bool = False
+    forecasts_output: bool = False
     place: int = 0
+    facts: Any = None
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
-    attention: dict[str, tuple[float, float]] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
     symbols: dict[str, SparseSymbols] = field(default_factory=dict)
     densities: dict[str, torch.Tensor] = field(default_factory=dict)
     measured: list[tuple[Sequence[torch.Tensor], Callable[[list[float]], None]]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def computing(self) -> list[int]:
-        """Places in ``branch.loops`` of those that compute whole."""
+        """Places in ``branch.loops`` of the loops that compute whole."""
         return [place for place, mode in enumerate(self.modes) if mode is not StepMode.DISPATCH]
 
-    @property
+    @cached_property
     def computed_rows(self) -> tuple[int, ...] | None:
         """Samples that compute, in the order of the batch, by which models know parts of guidance; None = all of it."""
         if len(self.computing) == len(self.modes):
             return None
         return tuple(sorted(row for place in self.computing for row in self.branch.loops[place].rows or ()))
 
-    @property
+    @cached_property
     def computed_share(self) -> float:
-        """Of the samples: those that a call that computes computes; 1 where it forecasts all of them."""
+        """Share of the samples that compute; 1 in a call that forecasts all of them."""
         rows = self.computed_rows
-        if rows is None or not rows:
-            return 1.0
-        return len(rows) / sum(len(loop.rows or ()) for loop in self.branch.loops)
+        return len(rows) / sum(len(loop.rows or ()) for loop in self.branch.loops) if rows else 1.0
 
     @property
     def at_sites(self) -> bool:

@@ -103,6 +103,9 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
     """An item after one call more."""
     if item is None:
         return _Item(value, version_of(value), _copied(value))
+    is_settled = item.value is value and item.holds and item.calls > 2 and not differs
+    if is_settled and item.version == version_of(value):
+        return item
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
         kept: Any = weakref.ref(value)  # for it may be large, and will probably differ again
         return _Item(kept, version_of(value), None, 3, False, item.moved)

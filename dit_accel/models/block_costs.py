@@ -47,8 +47,6 @@ class BlockCosts:
         pairs = sum(work.tiles.values())
         others = work.plain - pairs
         if call.mode is StepMode.DISPATCH:
-            if level == "output":
-                return 0.0, 0.0
             if name in call.dense:
                 return pairs, others
             if level != "head" or (site := call.site(name, SiteState)).degraded:

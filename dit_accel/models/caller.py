@@ -33,6 +33,8 @@ def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
 
 
 def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
-    """Whether a transformer, or what ``torch.compile`` has made of it, is an attribute of an object."""
-    held = getattr(owner, "__dict__", {}).values()
-    return any(each is transformer or getattr(each, "_orig_mod", None) is transformer for each in held)
+    """Return True if an object has a transformer, or the module that ``torch.compile`` has made of it."""
+    for held in getattr(owner, "__dict__", {}).values():
+        if isinstance(held, torch.nn.Module) and (held is transformer or held._modules.get("_orig_mod") is transformer):
+            return True
+    return False

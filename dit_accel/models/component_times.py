@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_accel.loop.call_parts import REST, CallParts
+from dit_accel.loop.timing import REST, CallParts
 from dit_accel.models import denoisers
 
 BEGINNINGS = ("check_inputs", "encode_prompt")  # methods of a pipeline; the second of those that check nothing

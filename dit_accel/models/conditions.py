@@ -6,6 +6,7 @@ strong they are. :mod:`dit_accel.loop.conditioning` notices when one of them cha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
         *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
     ]
 )
-SCALES = ("scale", "guidance")  # what a pipeline's attributes are called that tell how strong its guidance is
+SCALE = re.compile("scale|guidance")  # in the names of a pipeline's attributes that say how strong its guidance is
 ADAPTER_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of layers of peft
 
 
@@ -58,9 +59,9 @@ class Conditions:
         items = dict(leaves(arguments, LATENTS_AND_TIME))
         for owner in (pipeline, getattr(pipeline, "guider", None)):
             for name, value in getattr(owner, "__dict__", {}).items():
-                if type(value) in NUMBERS and any(scale in name for scale in SCALES):
+                if type(value) in NUMBERS and SCALE.search(name):
                     items[f"{name.lstrip('_')} of {type(owner).__name__}"] = value
-        if (hook := hook_of(net)) is not None:
+        if net is not None and (hook := hook_of(net)) is not None:
             own = leaves(hook.arguments, LATENTS_AND_TIME | arguments.keys())
             items |= {f"{name} of the ControlNet": leaf for name, leaf in own}
         items["adapters"] = self._adapters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,15 +18,16 @@ from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.runs import Runs
+from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
+from dit_accel.models.call_facts import NO_CALL, CallFacts
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
 from dit_accel.models.kernel_limits import KERNEL_BLOCK, can_fuse_kernels, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
-    Exchange,
     Exchanges,
     config_of,
     parallel_degree,
@@ -39,6 +40,7 @@ from dit_accel.models.transformer import TransformerDriver
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import symbol_bytes
+from dit_accel.sparse.token_order import Grid
 
 MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
 RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
@@ -66,14 +68,11 @@ class FamilyDriver(TransformerDriver):
     ) -> None:
         super().__init__(transformer, runs, name, called)
         self.family = family
-        self.fuses = False  # whether blocks run through fused kernels in the call in progress
-        self.joint: Tokens | None = None  # the joint sequence of the call in progress, where the preset works inside
-        self.text: TextLengths | None = None  # of its prompts; None = no mask, or left to diffusers
-        self.exchange: Exchange | None = None  # of tokens for heads, in the call in progress; None = one device or ring
         self._hand_written = hand_written
         self._masks = TextMasks()
         self._exchanges = Exchanges()
         self._order: TokenOrder | None = None  # while attached; None = raster
+        self._grid: Grid | None = None  # of the latest call's vision tokens
         self._every_row: Kept[AttentionPlan] = Kept(MOST_PLANS)
         self._sample = 0  # that comes next in an attention that runs over each apart
 
@@ -87,7 +86,13 @@ class FamilyDriver(TransformerDriver):
 
     @property
     def token_order(self) -> torch.Tensor | None:
-        return None if self._order is None or self._order.grid is None else self._order.permutation
+        return None if self._order is None or self._grid is None else self._order.of(self._grid)
+
+    @property
+    def facts(self) -> CallFacts:
+        """Facts of the call in progress."""
+        call = self.controller.call
+        return NO_CALL if call is None or call.facts is None else call.facts
 
     def blocks(self) -> dict[str, nn.Module]:
         return self.family.blocks(self.transformer, self.name)
@@ -162,50 +167,60 @@ class FamilyDriver(TransformerDriver):
             apart = self.family.first_frame_apart(self.transformer)
             self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
-            for module, order_hook in order_hooks(self._order, self.transformer, self.family.order, first_block):
+            reorder = partial(self._reorder, self._order)
+            for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
 
     # One call.
 
-    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """One transformer call, without the padding behind its longest prompt, with fused kernels where they can run.
+    def run(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: Arguments) -> Any:
+        """One call, without the padding behind its longest prompt, with fused kernels where they can run.
 
         Raises:
-            UnsupportedError: what the preset works inside of has been compiled since.
+            UnsupportedError: the preset works inside of blocks, and they have been compiled since.
         """
         self._refuse_compiled()
-        arguments = self.named(args, kwargs)
+        arguments, text = self._cut(arguments)
+        facts = self._facts_of(arguments, text)
+        is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
+        call.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
+        return super().run(call, original, ((), arguments), arguments)
+
+    def _cut(self, arguments: Arguments) -> tuple[Arguments, TextLengths | None]:
+        """Arguments without the padding behind the longest prompt where it goes, and the lengths of the prompts."""
+        if not self._reads_text(arguments):
+            return arguments, None
+        mask = arguments[self.family.text_mask]
+        text = self._masks.lengths(mask)
+        if self.cuts_padding(mask.device):
+            text = text.divisible(parallel_degree(self.transformer), mask.shape[1])
+            states = arguments["encoder_hidden_states"][:, : text.end]
+            arguments = arguments | {"encoder_hidden_states": states, self.family.text_mask: mask[:, : text.end]}
+        return arguments, text
+
+    def _facts_of(self, arguments: Arguments, text: TextLengths | None) -> CallFacts:
+        """Facts of a call with these arguments; ``text`` are the lengths of its prompts."""
         latents = arguments.get("hidden_states")
-        if self._order is not None:
-            self._order.start(self.tokens(arguments).grid)
         can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor) and self.compiled is None
         can_fuse = can_fuse and not shares_layers(self.transformer)
-        self.fuses = can_fuse and self.fuses_kernels(latents)
-        try:
-            if self._reads_text(arguments):
-                mask = arguments[self.family.text_mask]
-                self.text = self._masks.lengths(mask)
-                if self.cuts_padding(mask.device):
-                    self.text = self.text.divisible(parallel_degree(self.transformer), mask.shape[1])
-                    text, end = arguments["encoder_hidden_states"], self.text.end
-                    arguments |= {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
-            if self.works_inside:
-                self.joint = self.tokens(arguments)
-            if config_of(self.transformer) is not None:
-                self._share(arguments)
-            return super().forward(original, context, (), arguments)
-        finally:
-            self.fuses, self.text, self.joint, self.exchange = False, None, None, None
-            if self._order is not None:
-                self._order.is_on = False
+        exchange, self._grid = None, None if self._order is None else self.tokens(arguments).grid
+        grid = self._grid
+        if config_of(self.transformer) is not None:  # then attention alone sees the tokens of all devices
+            order = None if self._order is None or grid is None else self._order.of(grid)
+            exchange = self._exchanges.of(self.transformer, self.tokens(arguments), order, latents.device)
+            grid = None
+        return CallFacts(
+            fuses=can_fuse and self.fuses_kernels(latents),
+            text=text,
+            joint=self.tokens(arguments) if self.works_inside else None,
+            exchange=exchange,
+            grid=grid,
+        )
 
-    def _share(self, arguments: Arguments) -> None:
-        """Several devices share a call's tokens; an order of tokens is theirs who have all of them, in attention."""
-        order = None
-        if self._order is not None and self._order.is_on:
-            order, self._order.is_on = self._order.permutation, False
-        device = arguments["hidden_states"].device
-        self.exchange = self._exchanges.of(self.transformer, self.tokens(arguments), order, device)
+    def _reorder(self, order: TokenOrder, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
+        """Tokens in the preset's order, or back from it; as they are in a call that keeps their order."""
+        grid = self.facts.grid
+        return x if grid is None else order.apply(x, grid, axis, undo=undo)
 
     def why_not_shared(self) -> str | None:
         """Why attention of a call that several devices share must be left to diffusers, or None."""
@@ -213,12 +228,12 @@ class FamilyDriver(TransformerDriver):
             return "several devices share each layer (tensor parallelism)"
         if config_of(self.transformer) is None:
             return None
-        if self.exchange is None:
+        if (exchange := self.facts.exchange) is None:
             return RING
         if self.controller.preset.forecast.level == "head":
             return "level head needs all heads of a token in one place, and context parallelism spreads them"
         heads = self.transformer.config.num_attention_heads
-        return None if self.exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
+        return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _reads_text(self, arguments: Arguments) -> bool:
         """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
@@ -227,21 +242,16 @@ class FamilyDriver(TransformerDriver):
             return False
         return self.cuts_padding(text.device) or self.controller.preset.skip.steps == "all"
 
-    def take_rows(self, arguments: Arguments, rows: Sequence[int]) -> Arguments:
-        """The lengths of their prompts, too."""
-        if self.text is not None:
-            self.text = self.text.of_rows(rows)
-        return super().take_rows(arguments, rows)
-
     def _fall_back(self, attention: Attention, reason: str) -> None:
         self.controller.report.fall_back(attention.site, reason)
 
     def _caught(self, attention: Attention) -> Tokens | None:
         """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
-        call, tokens, text = self.controller.call, self.joint, self.text
+        call, facts = self.controller.call, self.facts
+        tokens, text = facts.joint, facts.text
         if call is None or not call.at_sites or tokens is None:
             return None
-        if self.exchange is None and config_of(self.transformer) is not None:
+        if facts.exchange is None and config_of(self.transformer) is not None:
             self._fall_back(attention, RING)
             return None
         if attention.sees_text and text is not None and not text.leading:
@@ -261,7 +271,8 @@ class FamilyDriver(TransformerDriver):
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """An attention at its site."""
-        text = self.text if attention.sees_text else None
+        facts = self.facts
+        text = facts.text if attention.sees_text else None
         head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
         masks_tell = tokens.pads_end or tokens.masks_text
@@ -278,7 +289,7 @@ class FamilyDriver(TransformerDriver):
             kv_len = interceptor.key_lengths(mask, tokens)
         else:
             kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
-        shared, whole = self.exchange, dense
+        shared, whole = facts.exchange, dense
         if shared is not None:  # diffusers has made its own exchange
             q, k, v = map(shared.arrange, (q, k, v))
             whole = lambda: shared.arrange(dense())  # noqa: E731
@@ -303,7 +314,7 @@ class FamilyDriver(TransformerDriver):
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
         """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
-        return self.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
+        return self.facts.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
 
     def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
         """A plan under which everything computes, in the blocks that every backend takes; the latest are kept."""
@@ -317,11 +328,12 @@ class FamilyDriver(TransformerDriver):
     # What graphs of computed steps ask.
 
     def decisions(self) -> tuple:
-        text = None if self.text is None else (self.text.lengths, self.text.end, self.text.leading)
-        return self.fuses, self.joint, text
+        facts = self.facts
+        text = None if facts.text is None else (facts.text.lengths, facts.text.end, facts.text.leading)
+        return facts.fuses, facts.joint, text
 
     def shared_tensors(self) -> Any:
-        return self.text, self.exchange
+        return self.facts.text, self.facts.exchange
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
         blocks = {each.site: name for name, attentions in self._sites.items() for each in attentions}
@@ -334,7 +346,7 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        preset = self.controller.preset
+        preset, (arguments, _) = self.controller.preset, self._cut(arguments)
         layout = self.tokens(arguments).layout(preset.blocks.size)
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
@@ -351,5 +363,5 @@ class FamilyDriver(TransformerDriver):
         level = self.controller.preset.forecast.level
         for name, work in works.items():
             pairs, others = self._costs.computed(call, name, work, level)
-            call.work[name] = pairs + others, work.plain
-            call.attention[name] = pairs, sum(work.tiles.values())
+            call.work[name] = pairs + others, pairs
+            call.branch.plain[name] = work.plain, sum(work.tiles.values())

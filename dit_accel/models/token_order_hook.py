@@ -8,7 +8,7 @@ Projections at either end are left alone, for LoRA replaces them and would work 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
 MOST_ORDERS = 4  # two grids, each with its way back
+Reorder = Callable[[torch.Tensor, int, bool], torch.Tensor]  # tokens, their axis, and whether the order is taken off
 
 
 class TokenOrder:
-    """The preset's order, on the grid of the call in progress.
+    """The preset's order of tokens, on any grid.
 
     Args:
         name: one of ``dit_accel.sparse.token_order.TOKEN_ORDERS``.
@@ -36,31 +37,20 @@ class TokenOrder:
         self._name = name
         self._block = block
         self._first_frame_apart = first_frame_apart
-        self.grid: Grid | None = None  # of the latest call
-        self.is_on = False  # in the call in progress
         self._on_device: Kept[torch.Tensor] = Kept(MOST_ORDERS)  # by grid, device and `undo`
 
-    def start(self, grid: Grid | None) -> None:
-        """A call with this grid begins; with None its tokens keep their order."""
-        self.is_on = grid is not None
-        self.grid = grid
+    def of(self, grid: Grid) -> torch.Tensor:
+        """The order of a clip on that grid, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
+        return token_order(self._name, grid, self._block, first_frame_apart=self._first_frame_apart)
 
-    @property
-    def permutation(self) -> torch.Tensor:
-        """The order of the latest call's clip, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
-        return token_order(self._name, self.grid, self._block, first_frame_apart=self._first_frame_apart)
-
-    def apply(self, x: torch.Tensor, axis: int, *, undo: bool = False) -> torch.Tensor:
-        """``x`` with its tokens, along ``axis``, brought into this order or back from it; as it is where this is off.
+    def apply(self, x: torch.Tensor, grid: Grid, axis: int, *, undo: bool = False) -> torch.Tensor:
+        """``x`` with its tokens, along ``axis``, brought into this order or back from it.
 
         Raises:
             UnsupportedError: there are not as many tokens as in the clip.
         """
-        if not self.is_on:
-            return x
         order = self._on_device.get(
-            (self.grid, x.device, undo),
-            lambda: (inverse_order(self.permutation) if undo else self.permutation).to(x.device),
+            (grid, x.device, undo), lambda: (inverse_order(self.of(grid)) if undo else self.of(grid)).to(x.device)
         )
         if x.shape[axis] != len(order):
             raise UnsupportedError(
@@ -73,15 +63,15 @@ class TokenOrder:
 class ReorderInput(Hook):
     """Reorders the tokens ``[B, S, C]`` that a module takes as its first argument, or takes their order off."""
 
-    def __init__(self, order: TokenOrder, *, undo: bool = False) -> None:
+    def __init__(self, reorder: Reorder, *, undo: bool = False) -> None:
         super().__init__()
-        self._order = order
+        self._reorder = reorder
         self._undo = undo
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
         args, kwargs = super().pre_forward(module, *args, **kwargs)
         tokens, *others = args or (kwargs.pop(parameter_names(module)[0]),)
-        return (self._order.apply(tokens, 1, undo=self._undo), *others), kwargs
+        return (self._reorder(tokens, 1, self._undo), *others), kwargs
 
 
 class ReorderOutput(Hook):
@@ -92,24 +82,24 @@ class ReorderOutput(Hook):
             a call where they do not, the part is one for all tokens.
     """
 
-    def __init__(self, order: TokenOrder, axes: Mapping[int, int]) -> None:
+    def __init__(self, reorder: Reorder, axes: Mapping[int, int]) -> None:
         super().__init__()
-        self._order = order
+        self._reorder = reorder
         self._axes = axes
 
     def post_forward(self, module: nn.Module, output: tuple) -> tuple:
         parts = list(output)
         for part, axis in self._axes.items():
             if parts[part].ndim > axis + 1:
-                parts[part] = self._order.apply(parts[part], axis)
+                parts[part] = self._reorder(parts[part], axis, False)
         return tuple(parts)
 
 
 def order_hooks(
-    order: TokenOrder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module
+    reorder: Reorder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module
 ) -> Iterator[tuple[nn.Module, Hook]]:
-    """What hooks the order takes where the family's facts say that it goes on and off, and the modules they go to."""
+    """Hooks where the family's facts say that the order goes on and off, and the modules they go to."""
     for name, axes in facts.tables.items():
-        yield transformer.get_submodule(name), ReorderOutput(order, axes)
-    yield first_block, ReorderInput(order)
-    yield transformer.get_submodule(facts.exit), ReorderInput(order, undo=True)
+        yield transformer.get_submodule(name), ReorderOutput(reorder, axes)
+    yield first_block, ReorderInput(reorder)
+    yield transformer.get_submodule(facts.exit), ReorderInput(reorder, undo=True)

@@ -159,8 +159,8 @@ class TransformerDriver:
         return forward if self.compiled is None else partial(self.compiled.compute, forward)
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
-        """Fills ``call.work``: here the transformer is one block, and a call costs one unit or nothing."""
-        call.work[self.name] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
+        """Fills ``call.work`` and ``call.branch.plain``: here the transformer is one block, which costs one unit."""
+        call.work[self.name] = call.branch.plain[self.name] = 1.0, 0.0
 
     def used(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
@@ -185,37 +185,50 @@ class TransformerDriver:
         """The arguments of a transformer call by name, without defaults."""
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
-    def forward(self, original: Any, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """One transformer call: run, or forecast where the whole stack is."""
+    def forward(self, original: Callable, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One transformer call: forecast where the whole output is, else run.
+
+        Args:
+            original: the transformer's forward beneath our hook.
+            context: branch of guidance as the pipeline names it, or None.
+        """
         arguments = self.named(args, kwargs)
         timestep = timestep_of(arguments)
         if timestep is None:
             self.controller.stand_aside(None, NO_TIMESTEP)
-            return original(*args, **kwargs)
-        tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-        shapes = *(tensor.shape for tensor in tensors), arguments.get("return_dict", True)
+            return self.computing(original)(*args, **kwargs)
+        leaves = pytree.tree_leaves(arguments)
+        shapes = *[leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)], arguments.get("return_dict", True)
         conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
         with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
-            if (remark := replaced_forward_remark(self.transformer, self.name)) is not None:
-                self._note(remark)
-            if call.mode is StepMode.DISPATCH and self.controller.preset.forecast.level == "output":
-                output = _nested(call.branch.structure, self.controller.forecast_output(call))
-            else:
-                if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
-                    args, kwargs = (), self.take_rows(arguments, call.computed_rows)
-                if self._linears is not None:
-                    self._linears.begin(self.controller.report)
-                args, kwargs = given = computed((args, kwargs))
-                compute = partial(original, *args, **kwargs)
-                if self.graphs is not None:
-                    compute = partial(self.graphs.run, original, call, args, kwargs)
-                try:
-                    output = self._branches.run(call, given, compute, partial(self._observe, call, arguments))
-                finally:
-                    if self._linears is not None:
-                        self._linears.end_call()
-            self.account(call, arguments)
+            if call.forecasts_output:
+                return _nested(call.branch.structure, self.controller.forecast_output(call))
+            return self.run(call, self.computing(original), (args, kwargs), arguments)
+
+    def run(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: dict[str, Any]) -> Any:
+        """The output of a call whose blocks run, which the loop observes.
+
+        Args:
+            original: what computes a call.
+            given: arguments of the call as they came, or by name; the same as ``arguments``.
+        """
+        if (remark := replaced_forward_remark(self.transformer, self.name)) is not None:
+            self._note(remark)
+        if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
+            given = (), arguments_of_rows(arguments, call.computed_rows)
+        if self._linears is not None:
+            self._linears.begin(self.controller.report)
+        args, kwargs = given = computed(given)
+        compute = partial(original, *args, **kwargs)
+        if self.graphs is not None:
+            compute = partial(self.graphs.run, original, call, args, kwargs)
+        try:
+            output = self._branches.run(call, given, compute, partial(self._observe, call, arguments))
+        finally:
+            if self._linears is not None:
+                self._linears.end_call()
+        self.account(call, arguments)
         return output
 
     def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
@@ -261,10 +274,6 @@ class TransformerDriver:
             self.controller.report.note(f"prompts of a batch computed together: {reason}")
             return WHOLE_BATCH
         return prompt_rows(context, arguments["hidden_states"], guidance_parts(self.transformer))
-
-    def take_rows(self, arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a call for some samples of its batch."""
-        return arguments_of_rows(arguments, rows)
 
 
 def timestep_of(arguments: dict[str, Any]) -> Any:
@@ -336,13 +345,13 @@ class TransformerHook(Hook):
         with self.driver.runs.calling(calling_pipeline(module)):
             refuse_other_cache(module, self.driver.name, by_hooks=self._is_first_call)
             self._is_first_call = False
-            original = self.driver.computing(self.fn_ref.original_forward)
+            original = self.fn_ref.original_forward
             if not self.driver.names(args):
                 self.driver.controller.stand_aside(None, NO_NAMES)
-                return original(*args, **kwargs)
+                return self.driver.computing(original)(*args, **kwargs)
             if torch.is_grad_enabled() and _wants_gradients(module, args, kwargs):
                 self.driver.stand_aside(args, kwargs)
-                return original(*args, **kwargs)
+                return self.driver.computing(original)(*args, **kwargs)
             # diffusers < 0.38 keeps the context's name in another attribute.
             context = self.contexts._context or getattr(self.contexts, "_current_context", None)
             return self.driver.forward(original, getattr(context, "name", context), args, kwargs)

@@ -23,7 +23,7 @@ from dit_accel.loop.controller import Controller
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.moves import Moves, sampler_moves
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.tracker import FLOW_SIGMA_MAX, SigmaClock, StepMode
+from dit_accel.loop.tracker import FLOW_SIGMA_MAX, SigmaClock
 from dit_accel.models.conditions import leaves
 from dit_accel.presets import Preset, load_preset, preset_names
 
@@ -106,7 +106,7 @@ class SampledModel:
         told = partial(_conditions, apply_model, arguments["c"])
         with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=told) as call:
             noise = sigma.view(-1, *[1] * (latents.ndim - 1))
-            if call.mode is StepMode.DISPATCH:
+            if call.forecasts_output:
                 denoised = latents - noise * self._controller.forecast_output(call)[0]
             else:
                 denoised = plainly()
@@ -115,7 +115,7 @@ class SampledModel:
                 self._controller.read(call)
                 if going_on is not output:
                     denoised = latents - noise * going_on[0]
-            call.work[MODEL] = (0.0 if call.mode is StepMode.DISPATCH else 1.0, 1.0)
+                call.work[MODEL] = call.branch.plain[MODEL] = 1.0, 0.0
         return denoised
 
     def _apply(self, apply_model: Apply, arguments: dict[str, Any]) -> torch.Tensor:

@@ -78,7 +78,8 @@ class Loop:
                 output = value if isinstance(value, torch.Tensor) else torch.full((1, 4), float(value))
                 (output,) = controller.observe(call, (output,), lambda tensor, rows: tensor)
                 controller.read(call)
-            call.work.update(work or {})
+            for block, (computed, plain) in (work or {}).items():
+                call.work[block], call.branch.plain[block] = (computed, 0.0), (plain, 0.0)
         return call, output
 
     def modes(self, steps=range(STEPS), **arguments) -> list[StepMode]:
@@ -345,7 +346,7 @@ def test_a_prompts_error_is_that_of_its_worst_branch():
                 output = torch.tensor(changes if step else (1.0, 1.0))[:, None].expand(2, 4)
                 loop.controller.observe(call, (output,), lambda tensor, rows: tensor)
                 loop.controller.read(call)
-                call.work["first"] = (1.0, 1.0)
+                call.work["first"] = call.branch.plain["first"] = 1.0, 0.0
     report = loop.controller.report
     assert [report.of_prompt(place).steps[1].error for place in range(2)] == [0.5, 0.75]
     assert report.steps[1].error == 0.75
@@ -596,7 +597,7 @@ def test_two_transformers_keep_apart():
     with loop.controller.calling("transformer_2", "cond", 4, ((1, 4),)) as call:
         assert call.mode is UPDATE
         loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
-        call.work["third"] = (1.0, 1.0)
+        call.work["third"] = call.branch.plain["third"] = 1.0, 0.0
     assert loop.controller.report.layers == ["first", "second", "third"]
     assert loop.controller.report.density[2] == [None, None, None, None, 1.0]
     assert loop.call(5)[0].mode is UPDATE

@@ -103,8 +103,6 @@ def test_work_is_the_sum_of_its_parts():
 @pytest.mark.parametrize(
     ("level", "facts", "dense", "expected"),
     [
-        ("output", {}, (), (0.0, 0.0)),
-        ("output", {}, ("blocks.0",), (0.0, 0.0)),
         ("layer", {}, (), (0.0, 0.0)),
         ("layer", {}, ("blocks.0",), (100.0, 250.0)),
         ("head", {"degraded": True}, (), (0.0, 0.0)),
@@ -116,7 +114,7 @@ def test_work_is_the_sum_of_its_parts():
         ),
         ("head", {"row_density": 0.5}, ("blocks.0",), (100.0, 250.0)),
     ],
-    ids=["output", "output-dense", "layer", "layer-dense", "degraded", "head", "head-dense"],
+    ids=["layer", "layer-dense", "degraded", "head", "head-dense"],
 )
 def test_a_forecast_step_costs_what_its_level_computes(level, facts, dense, expected):
     """Nothing, all of a block that fell back, or at level head the rows and tiles that are not reused."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, accelerate_transformer, accelerated, restore_pipeline
-from dit_accel.loop.call_parts import CallParts
+from dit_accel.loop.timing import CallParts
 from dit_accel.models import component_times
 from dit_accel.models.component_times import autoencoder_remark, time_components
 from tests.tiny import tiny_inputs, tiny_pipeline

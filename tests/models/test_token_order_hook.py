@@ -190,6 +190,5 @@ def test_what_goes_by_frames_keeps_its_order(is_forcing):
 def test_a_part_of_the_tokens_is_refused():
     """Where a clip's tokens are spread over devices, the message names the key and the way out."""
     order = TokenOrder("tiles", 64, first_frame_apart=False)
-    order.start(GRID)
     with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set blocks\.token_order to raster"):
-        order.apply(torch.zeros(1, 180, 8), 1)
+        order.apply(torch.zeros(1, 180, 8), GRID, 1)

@@ -109,7 +109,7 @@ class BlockHook(Hook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.at_sites or call.mode is StepMode.DISPATCH or self.driver.fuses
+        return records or call.at_sites or call.mode is StepMode.DISPATCH or self.driver.facts.fuses
 
     @property
     def attends(self) -> bool:
@@ -119,7 +119,7 @@ class BlockHook(Hook, ABC):
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
-        if self.attends or not self.driver.fuses:
+        if self.attends or not self.driver.facts.fuses:
             return self.attends
         return why_called(block, "attn") is None and self.why_dense(block, given) is None
 
@@ -132,7 +132,7 @@ class BlockHook(Hook, ABC):
             q, k, v: of the tokens that are here; the output is of the same.
             arranged: whether ``attend`` looks at places of tokens.
         """
-        exchange = self.driver.exchange
+        exchange = self.driver.facts.exchange
         if exchange is None:
             return attend(q, k, v)
         return exchange.to_tokens(attend(*exchange.to_heads(q, k, v, arranged=arranged)), arranged=arranged)

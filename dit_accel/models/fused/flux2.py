@@ -87,7 +87,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
             q, k = normalise_pair((attn.norm_q, attn.norm_k), *qk, rotary)
         features = x.new_empty(*x.shape[:2], width + attn.mlp_hidden_dim)
         mlp = _gated(attn.mlp_act_fn, hidden, out=features[..., width:])
-        joint = self.driver.joint
+        joint = self.driver.facts.joint
         o = self.attend_jointly(site, attn, q, k, v, 0 if joint is None else joint.text)
         if site.caches_bias:
             return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])

@@ -40,10 +40,10 @@ class _HunyuanBlockHook(JointBlockHook):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's forward; where no padding is left, without its mask, which else goes the way of its keys."""
-        if self.driver.text is not None and not self.driver.text.ragged:
+        if self.driver.facts.text is not None and not self.driver.facts.text.ragged:
             attention_mask = None
-        elif self.driver.exchange is not None:
-            attention_mask = self.driver.exchange.as_received(attention_mask, axis=-1)
+        elif self.driver.facts.exchange is not None:
+            attention_mask = self.driver.facts.exchange.as_received(attention_mask, axis=-1)
         return super().new_forward(module, hidden_states, encoder_hidden_states, temb, attention_mask, *args, **kwargs)
 
     def why_dense(self, block: nn.Module, given: SimpleNamespace) -> str | None:
@@ -60,11 +60,11 @@ class _HunyuanBlockHook(JointBlockHook):
         if context is None:
             vision = given.hidden_states.shape[1]
             return torch.cat(self.attend_by_module(attn, given, x[:, :vision], x[:, vision:]), dim=1)
-        if not self.is_ragged or self.driver.exchange is not None:
+        if not self.is_ragged or self.driver.facts.exchange is not None:
             mask = given.attention_mask
             return attn(hidden_states=x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rotary)
         outputs = []
-        for sample, length in self.driver.text.samples():
+        for sample, length in self.driver.facts.text.samples():
             attn_x, attn_c = attn(
                 hidden_states=x[sample], encoder_hidden_states=context[sample, :length], image_rotary_emb=rotary
             )
@@ -103,7 +103,7 @@ class _HunyuanBlockHook(JointBlockHook):
             out: ``[B, T, H, D]`` of the joint sequence, whose first S tokens are written.
         """
         is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
-        if self.driver.fuses and is_plain and norm.weight.dtype == x.dtype:
+        if self.driver.facts.fuses and is_plain and norm.weight.dtype == x.dtype:
             plan = self.driver.every_row(*out.shape[:3], x.device)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rotary, "out": out}
             gemm_q(x, linear.weight, linear.bias, plan, **options, backend=self.controller.preset.kernels.gemm)

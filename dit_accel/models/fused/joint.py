@@ -78,14 +78,14 @@ class JointBlockHook(BlockHook):
 
     @property
     def is_ragged(self) -> bool:
-        return self.driver.text is not None and self.driver.text.ragged
+        return self.driver.facts.text is not None and self.driver.facts.text.ragged
 
     def attend_jointly(
         self, site: SparseSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
         """Attention ``[B, T, H, D]`` of the joint sequence, in which ``text`` tokens are text."""
-        if self.driver.exchange is not None:
-            text = self.driver.exchange.tokens.text
+        if self.driver.facts.exchange is not None:
+            text = self.driver.facts.exchange.tokens.text
         attend = partial(self._attend_jointly, site, attn, text)
         return self.attend_whole(attend, q, k, v, arranged=self.attends or self.is_ragged)
 
@@ -93,7 +93,7 @@ class JointBlockHook(BlockHook):
         self, site: SparseSite, attn: nn.Module, text: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         vision = q.shape[1] - text
-        kv_len = self.driver.text.counts + vision if self.is_ragged else None
+        kv_len = self.driver.facts.text.counts + vision if self.is_ragged else None
         if site.dispatches:
             return site.attend(q, k, v, kv_len)
         backend = getattr(attn.processor, "_attention_backend", None)
@@ -102,7 +102,7 @@ class JointBlockHook(BlockHook):
             if kv_len is None or (backend is None and self.driver.attends_by_kernel(q)):
                 return self.attend_densely(q, k, v, backend, kv_len)
             parts = []
-            for sample, length in self.driver.text.samples():
+            for sample, length in self.driver.facts.text.samples():
                 keys, values = k[sample, : vision + length], v[sample, : vision + length]
                 parts.append(dispatch_attention_fn(q[sample], keys, values, backend=backend))
             return torch.cat(parts)

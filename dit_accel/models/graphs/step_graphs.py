@@ -246,7 +246,8 @@ class StepGraphs:
         forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         backend, _ = _AttentionBackendRegistry.get_active_backend()
         modes = call.skips, backend, torch.is_inference_mode_enabled(), *_global_modes(), *self._driver.decisions()
-        return call.branch.name, tuple(call.branch.shapes), self._device(leaves), structure, forms, modes
+        shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return call.branch.name, shapes, self._device(leaves), structure, forms, modes
 
     def _make_room(self, key: tuple) -> None:
         """Drops graphs of this branch at other shapes, and the oldest of too many."""

@@ -65,7 +65,7 @@ class SharedBranches:
         output = run()
         if not is_own:
             call.branch.sites.clear()  # blocks go on with this branch elsewhere
-        self._runs.current.settle()
+        self._runs.current.branches.settle()
         form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
         if known is not None and form != known[0]:
             raise UnsupportedError(
@@ -87,11 +87,11 @@ class SharedBranches:
         """Stands for the output of that form until somebody reads it."""
         received: list[Any] = []
         caller = self._runs.caller
-        self._runs.current.awaited.append(lambda: received.append(receive()))
+        self._runs.current.branches.awaited.append(lambda: received.append(receive()))
 
         def settled() -> Any:
             with self._runs.calling(caller) as controller:
-                controller.settle()
+                controller.branches.settle()
             if not received:
                 raise UnsupportedError("the output of another device's branch was read after its run had ended")
             return received[0]

@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "open-parts-stay",
-        f"{LOOP}/call_parts.py",
+        f"{LOOP}/timing.py",
         "        self._open.clear()\n",
         "",
         "a call that never came to its end leaves nothing in the times of the next",

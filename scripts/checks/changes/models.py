@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "order-of-another-grid",
         f"{MODELS}/token_order_hook.py",
-        "(self.grid, x.device, undo),",
+        "(grid, x.device, undo),",
         "(x.device, undo),",
         "tokens of another clip run in that clip's order",
         f"{TEST_MODELS}/test_token_order_hook.py",
