@@ -46,7 +46,6 @@ class BranchState:
         memory: how that is kept.
         loops: one for all samples whose steps are decided apart.
         sites: what blocks remember, by name.
-        surveyed: what leaving tiles out costs has been measured.
         updated: blocks remember what a DISPATCH call needs.
         structure: how the transformer's output nests its tensors.
         conditioning: of its calls.
@@ -58,7 +57,6 @@ class BranchState:
     memory: MemoryPlan
     loops: list[ClosedLoop]
     sites: dict[str, Memory] = field(default_factory=dict)
-    surveyed: bool = False
     updated: bool = False
     structure: Any = None
     conditioning: Conditioning = field(default_factory=Conditioning)
@@ -106,8 +104,7 @@ class Call:
         course: the run's steps as the loop sees them.
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
-        skips: attention leaves tiles out though the call computes.
-        surveys: attention leaves none out, and measures what each head would lose.
+        skips: attention leaves tiles out though the call computes, and so runs at its sites at any level.
         place: of the branch among those that were called in this step.
         report: of the run.
         work: by block, (computed, plain) FLOPs; the transformer's driver fills it.
@@ -128,7 +125,6 @@ class Call:
     records: bool
     report: RunReport
     skips: bool = False
-    surveys: bool = False
     place: int = 0
     work: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -156,11 +152,6 @@ class Call:
         if rows is None or not rows:
             return 1.0
         return len(rows) / sum(len(loop.rows or ()) for loop in self.branch.loops)
-
-    @property
-    def at_sites(self) -> bool:
-        """Whether attention of a call that computes runs at its sites, whatever the level of forecasts."""
-        return self.skips or self.surveys
 
     @property
     def coordinate(self) -> float:

@@ -253,13 +253,12 @@ class Controller:
             mode is StepMode.FULL and tick.step < schedule.warmup and self._forecasts and self._why_plain is None
         )
         computes = mode is not StepMode.DISPATCH and self._why_plain is None
-        surveys = computes and self.preset.skip.surveys and tick.step >= schedule.warmup - 1 and not branch.surveyed
-        skips = computes and self.preset.skip.steps == "all" and tick.step >= schedule.warmup and not surveys
+        skips = computes and self.preset.skip.steps == "all" and tick.step >= schedule.warmup
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
         place = list(self._called).index(key)
         logger.debug("step %d: %s, %s, %s", tick.step, mode.value, *key)
-        return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips, surveys, place)
+        return Call(transformer, mode, modes, tick, self._course, branch, records, self.report, skips, place)
 
     def _follow(self, timestep: torch.Tensor | float) -> Tick:
         """Where the loop stands; a new run or step begins in the report."""
@@ -350,7 +349,6 @@ class Controller:
             self.last_symbols |= call.symbols
         for place in call.computing:
             call.branch.loops[place].computed_step = call.tick.step
-        call.branch.surveyed |= call.surveys
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self.preset.forecast.level == "layer")
         self._accounts.take_call(call, self._branches.values())
 

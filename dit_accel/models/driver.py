@@ -239,7 +239,7 @@ class FamilyDriver(TransformerDriver):
     def _caught(self, attention: Attention) -> Tokens | None:
         """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, tokens, text = self.controller.call, self.joint, self.text
-        if call is None or not call.at_sites or tokens is None:
+        if call is None or not call.skips or tokens is None:
             return None
         if self.exchange is None and config_of(self.transformer) is not None:
             self._fall_back(attention, RING)

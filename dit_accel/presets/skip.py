@@ -15,7 +15,6 @@ _ALTERNATIVES = (("tau_kv", "top_k"),)  # a block or an override that names one 
 _COMPUTED_STEPS = {  # keys of steps 'all', with what they do
     "refresh": "says how long computed steps keep their masks",
     "residual": "corrects what computed steps leave out",
-    "density": "shares out what computed steps leave out",
     "probe_blocks": "measures what computed steps leave out",
     "probe_error": "bounds what computed steps leave out",
 }
@@ -83,11 +82,6 @@ class Skip(Formed):
         return any(variant.policy != "none" for variant in self.variants)
 
     @property
-    def surveys(self) -> bool:
-        """Whether any block measures what each of its heads loses."""
-        return any(isinstance(variant, SpargeSkip) and variant.density == "adaptive" for variant in self.variants)
-
-    @property
     def keeps_residuals(self) -> bool:
         """Whether any block remembers what its masks leave out."""
         return any(variant.residual for variant in self.variants)
@@ -151,10 +145,6 @@ class SpargeSkip(Skip):
     pv_threshold: float | None = Field(default=None, lt=0.0)
     """Within attention, 64 queries leave out a tile whose best score lies further than this below their best so far, in
     units of the scaled scores (SpargeAttn's λ); null = none is."""
-    density: Literal["uniform", "adaptive"] = "uniform"
-    """uniform: every head keeps top_k of its tiles in every step. adaptive, steps all: top_k is their mean, and each
-    keeps the share by which the run errs least; what heads lose is measured on a few rows in the last step of the
-    warm-up, or in a transformer's first, which attends densely for it."""
     means: bool = False
     """Tiles that are left out still count, each as one key: the means of its block's keys and values."""
     probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -175,8 +165,6 @@ class SpargeSkip(Skip):
         for key, other in _ALTERNATIVES:
             if self._says(key) and self._says(other):
                 raise ValueError(f"{other} stands instead of {key}: remove one of them")
-        if self.density == "adaptive" and self.top_k is None:
-            raise ValueError("density adaptive shares out top_k, which is not set: set it, e.g. to 0.5")
         if self.probe_error is not None and not self.probe_blocks:
             raise ValueError(
                 "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ from dit_accel.sparse import policies
 from dit_accel.sparse.policies import flashomni
 from dit_accel.sparse.probe import attention_error, probed_rows
 from dit_accel.sparse.projections import Projections
-from dit_accel.sparse.shares import ROW_BLOCKS, errors_of_shares
-from dit_accel.sparse.site_state import KEPT_TILES, SiteState, allot, state_name
+from dit_accel.sparse.site_state import KEPT_TILES, SiteState, state_name
 
 _ATTENDED, _ERROR = 3, slice(5, 6)  # places in what a site measures
 
@@ -112,8 +110,6 @@ class SparseSite:
         q, k, v, layout, dense, kv_len = inputs
         plan = self._draw(inputs) if self._skips or self.caches_bias else None
         o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
-        if self._call.surveys and self._skip.density == "adaptive":
-            self._survey(inputs, o)
         is_exact = plan is None
         if self._skips and self._skip.residual:
             is_exact = self.state.tiles_step == self._call.tick.step
@@ -126,21 +122,6 @@ class SparseSite:
         if self._at_head and self._call.records and not self.caches_bias:  # else project_out does
             self._record(o)
         return o
-
-    def _survey(self, inputs: Inputs, dense: torch.Tensor) -> None:
-        """Measures what each head loses with each share of its tiles, of which later calls choose."""
-        q, k, v, layout, _, kv_len = inputs
-        rows = probed_rows(layout, ROW_BLOCKS, turn=0)
-        if not rows:  # every tile holds text, and computes
-            return
-        pooled = pooled_map(q, k, layout.block, kv_len=kv_len)
-
-        def draw(share: float) -> SparseSymbols:
-            config = self._skip.model_copy(update={"top_k": share})
-            return policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
-
-        errors = errors_of_shares(dense, draw, lambda symbols: self.attend(q, k, v, kv_len, lower(symbols)), rows)
-        self._call.measure([errors], partial(self.state.take_errors, errors.shape[0], self._skip.top_k))
 
     def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
@@ -215,21 +196,10 @@ class SparseSite:
             growth *= state.growth
             state.tiles_growth = state.growth
         config, (q, k, _, layout, _, kv_len) = self._skip.ramped(growth), inputs
-        options = {}
-        if (shares := self._shares(q.device)) is not None:
-            options["shares"] = 1 - (1 - shares) * growth
-        symbols = policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
+        symbols = policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
         if self._skip.refresh > 1:
             state.tiles, state.tiles_step = symbols, call.tick.step
         return symbols
-
-    def _shares(self, device: torch.device) -> torch.Tensor | None:
-        """Of its tiles, which each head keeps, float32 ``[H]``; None = all the same, as the preset says."""
-        state, call, step = self.state, self._call, self._call.tick.step
-        if state.errors and state.shares is None:
-            sites = [each for each in call.branch.sites.values() if isinstance(each, SiteState)]
-            allot(sites, step, call.course.weights[step:], device)
-        return None if state.shares is None else state.shares[step - state.first_share]
 
     @property
     def _skips(self) -> bool:

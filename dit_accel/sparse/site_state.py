@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
@@ -16,7 +16,6 @@ from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.storage import Kept
 from dit_accel.presets import Preset, Skip
 from dit_accel.sparse.probe import adjusted
-from dit_accel.sparse.shares import allotted
 
 KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
 
@@ -33,10 +32,6 @@ class SiteState:
         residual: dense attention at step ``tiles_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
         growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
         tiles_growth: that under which the latest masks were drawn.
-        errors: what each head loses with each share of its tiles, ``[H][n]`` (:mod:`~dit_accel.sparse.shares`).
-        mean_share: that the preset asks of these heads.
-        shares: of its tiles that each head keeps, float32 ``[steps, H]``, from step ``first_share`` on; None = all the
-            same.
         probe_turn: how often the probe has measured.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
@@ -58,10 +53,6 @@ class SiteState:
     residual: Kept | None = None
     growth: float = 1.0
     tiles_growth: float = 1.0
-    errors: Sequence[Sequence[float]] = ()
-    mean_share: float = 1.0
-    shares: torch.Tensor | None = None
-    first_share: int = 0
     probe_turn: int = 0
     bias_stack: Kept | None = None
     bias_coordinates: tuple[float, ...] = ()
@@ -85,12 +76,6 @@ class SiteState:
         if not error <= target:
             self.tiles = None
 
-    def take_errors(self, heads: int, mean_share: float, measured: Sequence[float]) -> None:
-        """What ``errors_of_shares`` gave, head by head, once the host has read it."""
-        count = len(measured) // heads
-        self.errors = [measured[head * count : (head + 1) * count] for head in range(heads)]
-        self.mean_share = mean_share
-
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
         """Goes on under another memory plan; what is there is converted."""
         values = memory.order + 1
@@ -112,7 +97,6 @@ class SiteState:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
         symbols = self.symbols, self.plan, self.tiles
-        yield from () if self.shares is None else (self.shares,)
         for holder in (*self.features.values(), self.attention, *symbols, self.residual, self.bias_stack):
             yield from holder.tensors() if holder is not None else ()
         if self.bias_mask64 is not None:
@@ -133,21 +117,6 @@ def states_of(sites: Mapping[str, Any], site: str) -> Iterator[SiteState]:
     """A site's states among a branch's, sample by sample."""
     names = (state_name(site, sample) for sample in count())
     return takewhile(lambda state: isinstance(state, SiteState), map(sites.get, names))
-
-
-def allot(states: Iterable[SiteState], step: int, weights: Sequence[float], device: torch.device) -> None:
-    """Has the heads of all sites that were measured share the tiles of them all, over the steps from one on.
-
-    Args:
-        weights: what errors of these steps count.
-        device: of the sites; it gets all shares at once.
-    """
-    measured = [state for state in states if state.errors]
-    curves = [curve for state in measured for curve in state.errors]
-    mean = sum(state.mean_share * len(state.errors) for state in measured) / len(curves)
-    shares = allotted(curves, mean, weights).to(device)
-    for state, own in zip(measured, shares.split([len(state.errors) for state in measured], 1), strict=True):
-        state.shares, state.first_share = own, step
 
 
 def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) -> int:

@@ -9,7 +9,7 @@ from dit_accel.presets import Forecast, Preset, Schedule, Skip, load_preset
 
 POLICY_KEYS = {  # that it alone has
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "density", "means", "probe_error"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "means", "probe_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
@@ -20,7 +20,6 @@ VALUES = {  # valid ones, by policy
         "similarity": 0.5,
         "sinks": True,
         "pv_threshold": -8.0,
-        "density": "adaptive",
         "means": True,
         "probe_error": 0.05,
     },
@@ -276,13 +275,6 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
     assert load_preset("wan21-sla", **{"skip.projection": "sla.safetensors"}).skip.projection == "sla.safetensors"
-
-
-def test_a_block_alone_may_measure_its_heads():
-    """Then the run surveys, though the section's own policy does not."""
-    adaptive = {"policy": "sparge", "density": "adaptive", "top_k": 0.5}
-    assert not Skip(policy="sparge", steps="all").surveys
-    assert Skip(policy="sparge", steps="all", layers={"a": adaptive}).surveys
 
 
 def test_another_pattern_drops_the_window():

@@ -96,7 +96,7 @@ class BlockHook(Hook, ABC):
             reason = self._why_dense(module, given)
         if reason is not None:
             call.dense.add(self.name)
-            if level == "head" or not call.at_sites:  # else the hook on its attention serves it, or says why not
+            if level == "head" or not call.skips:  # else the hook on its attention serves it, or says why not
                 self.controller.report.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
@@ -109,13 +109,13 @@ class BlockHook(Hook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.at_sites or call.mode is StepMode.DISPATCH or self.driver.fuses
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.fuses
 
     @property
     def attends(self) -> bool:
         """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
         call = self.controller.call
-        return (self.controller.preset.forecast.level == "head" or call.at_sites) and self.name not in call.dense
+        return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""

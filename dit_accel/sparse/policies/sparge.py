@@ -34,14 +34,12 @@ def symbols(
     kv_len: torch.Tensor | None = None,
     pooled: PooledMap | None = None,
     causal: bool = False,
-    shares: torch.Tensor | None = None,
 ) -> SparseSymbols:
     """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
 
     Args:
         causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
             later ones never do, and rows of the map sum to 1 over the others.
-        shares: of a row's tiles that each head keeps, float32 ``[H]``, in place of the section's ``top_k``.
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
     probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
@@ -50,7 +48,7 @@ def symbols(
     if causal:
         probabilities = probabilities.tril()
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns, shares)
+    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns)
     if config.sinks:
         skip_bits[..., 0] |= 1
     masks = None
@@ -68,7 +66,6 @@ def tile_bits(
     top_k: float | None = None,
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
-    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
 
@@ -82,14 +79,11 @@ def tile_bits(
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
         top_k: share of a row's tiles that is kept instead, whatever their mass.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
-        shares: of each head in place of ``top_k``, float32 ``[H]``.
 
     Returns:
         ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
     """
     whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
-    if shares is not None:
-        return select_tiles(probabilities, None, shares=shares, **whole)
     return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)
 
 
