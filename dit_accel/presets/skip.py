@@ -47,29 +47,9 @@ class Skip(Formed):
 
     _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read a key that only another policy has as that policy's default, which has no effect here."""
-        for form in Skip.forms.values():
-            if name in form.model_fields:
-                return form.model_fields[name].default
-        return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it from type checkers
-
-    @property
-    def draws_on_all_scores(self) -> bool:
-        """Return True if a step that draws masks computes all scores; with ``refresh`` it then attends to all keys."""
-        return False
-
     def at(self, name: str) -> Skip:
         """The section as it is for one block; ``name`` is the block's name in the report."""
         return self._by_layer.get(name, self)
-
-    def ramped(self, growth: float) -> Skip:
-        """The section with what sparge may leave out taken times ``growth``, 0..1: little early in a run at level head,
-        and where the probe found too large an error.
-
-        Shares of other policies do not grow: SLA's are what its projection was trained for.
-        """
-        return self
 
     @property
     def variants(self) -> tuple[Skip, ...]:
@@ -151,12 +131,6 @@ class SpargeSkip(Skip):
     """Relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may leave out
     shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
 
-    def ramped(self, growth: float) -> Skip:
-        if growth == 1:
-            return self
-        top_k = None if self.top_k is None else 1 - (1 - self.top_k) * growth
-        return self.model_copy(update={"tau_kv": self.tau_kv * growth, "top_k": top_k})
-
     def idle_keys(self) -> list[str]:
         return [*super().idle_keys(), *(["tau_kv"] if self.top_k is not None else [])]
 
@@ -209,10 +183,6 @@ class FgAttnSkip(Skip):
     key_threshold: float | None = Field(default=None, gt=0.0)
     """Probability from which on a key stays, in units of 1 / N, the mean over N keys; null = the paper's 0.5 for exact,
     and for average_query 0.1."""
-
-    @property
-    def draws_on_all_scores(self) -> bool:
-        return self.mask == "exact"
 
 
 class StaticSkip(Skip):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dit_accel.errors import TuningError
-from dit_accel.presets import Preset
+from dit_accel.presets import Preset, Skip
+from dit_accel.sparse.policies import policy_of
 
 # Geometric where a threshold is an error: the next value is as much looser wherever one stands.
 TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(26))  # 0.003 … 0.97
@@ -58,7 +59,7 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
         axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
     if by_layer:
         axes.append(_axis(BOUND, BOUNDS, 0.05))  # 0.05 and 0.06 are SpargeAttn's for video models
-        if any(variant.pv_threshold is not None for variant in preset.skip.variants):
+        if any(map(skips_values, preset.skip.variants)):
             axes.append(_axis(BOUND_RATIO, BOUND_RATIOS, 1.2))
     if preset.linear.dtype is not None:
         axes.append(_axis(LINEAR_BOUND, LINEAR_BOUNDS, LINEAR_BOUNDS[-1]))
@@ -72,6 +73,11 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     if not axes:
         raise TuningError(f"preset {preset.name!r} computes everything: it has no threshold to tune")
     return axes
+
+
+def skips_values(config: Skip) -> bool:
+    """Return True if attention leaves tiles out by ``pv_threshold``, beside those that the policy leaves out."""
+    return policy_of(config).options(config).get("pv_threshold") is not None
 
 
 def overrides_of(setting: Setting) -> dict[str, Any]:
