@@ -34,7 +34,6 @@ def select_tiles(
     tau: float | None,
     *,
     top_k: float | None = None,
-    shares: torch.Tensor | None = None,
     always: slice = slice(0, 0),
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
@@ -46,14 +45,13 @@ def select_tiles(
     ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one. Where ``columns``
     leave a row little mass, it is counted in finer units, ``2^(30 + s)`` with the largest s that keeps it within 2^30.
 
-    With ``top_k`` or ``shares`` the tiles of largest probability are kept, ``ceil(share · n)`` of the n with any at
-    all, and those that equal the last of them.
+    With ``top_k`` the tiles of largest probability are kept, ``ceil(top_k · n)`` of the n with any at all, and those
+    that equal the last of them.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
-        tau: share of a row's mass that may be skipped, 0..1; None with ``top_k`` or ``shares``.
+        tau: share of a row's mass that may be skipped, 0..1; None with ``top_k``.
         top_k: share of a row's tiles that is kept, above 0 and up to 1.
-        shares: that of each head, float32 ``[H]``; values are taken as they are.
         always: blocks whose rows and columns compute whole.
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
         columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
@@ -67,11 +65,9 @@ def select_tiles(
     Raises:
         ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
-    given = [name for name, value in (("tau", tau), ("top_k", top_k), ("shares", shares)) if value is not None]
-    if len(given) != 1:
-        raise ShapeError(f"one of tau, top_k and shares must be given, got {' and '.join(given) or 'none'}")
+    if (tau is None) == (top_k is None):
+        raise ShapeError(f"one of tau and top_k must be given, got {'none' if tau is None else 'both'}")
     backend = _resolve(probabilities, 0.0 if tau is None else tau, backend)
-    checks.require_typed("shares", shares, (probabilities.shape[1],), torch.float32, "probabilities", probabilities)
     if top_k is not None and not 0 < top_k <= 1:
         raise ShapeError(f"top_k must be above 0 and at most 1, got {top_k}")
     for name, blocks_kept in (("rows", rows), ("columns", columns)):
@@ -79,10 +75,7 @@ def select_tiles(
             name, blocks_kept, tuple(probabilities.shape[:3]), torch.bool, "probabilities", probabilities
         )
     start, stop, _ = always.indices(probabilities.shape[-1])
-    if shares is not None:
-        units: int | torch.Tensor = ((1 - shares.double()) * UNITS).round().long()  # [H]
-    else:
-        units = tau_units(1 - top_k if tau is None else tau)
+    units = tau_units(1 - top_k if tau is None else tau)
     if backend == "reference":
         return _select_tiles_reference(probabilities, tau, units, start, stop, rows, columns)
     from dit_accel.kernels._triton.selection import select_tiles_into
@@ -153,7 +146,6 @@ def _select_tiles_reference(probabilities, tau, units, start, stop, rows, column
     else:
         mass = probabilities.contiguous().view(torch.int32)  # bits of positive numbers are in order as they are
         counts = (mass > 0).long()
-        units = units[:, None, None] if isinstance(units, torch.Tensor) else units
         budget = (counts.sum(-1, keepdim=True) * units + COUNT_SLACK) // UNITS
         lowest = _lowest(mass, counts, budget)
     tiles = ~lowest | (mass == mass.amax(-1, keepdim=True))

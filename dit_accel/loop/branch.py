@@ -47,7 +47,6 @@ class BranchState:
         memory: how that is kept.
         loops: one for all samples whose steps are decided apart.
         sites: what blocks remember, by name.
-        surveyed: what leaving tiles out costs has been measured.
         updated: blocks remember what a DISPATCH call needs.
         structure: how the transformer's output nests its tensors.
         plain: FLOPs of each block in a plain call, of which the second number takes pairs of queries and keys.
@@ -60,7 +59,6 @@ class BranchState:
     memory: MemoryPlan
     loops: list[ClosedLoop]
     sites: dict[str, Memory] = field(default_factory=dict)
-    surveyed: bool = False
     updated: bool = False
     structure: Any = None
     plain: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -109,8 +107,7 @@ class Call:
         course: the run's steps as the loop sees them.
         progress: step / steps, for the policies' ramp.
         records: blocks must remember what they compute, because a later DISPATCH step may need it.
-        skips: attention leaves tiles out though the call computes.
-        surveys: attention leaves none out, and measures what each head would lose.
+        skips: attention leaves tiles out though the call computes, and so runs at its sites at any level.
         forecasts_output: the whole output is forecast, so no block runs.
         place: of the branch among those that were called in this step.
         report: of the run.
@@ -133,7 +130,6 @@ class Call:
     records: bool
     report: RunReport
     skips: bool = False
-    surveys: bool = False
     forecasts_output: bool = False
     place: int = 0
     facts: Any = None
@@ -160,11 +156,6 @@ class Call:
         """Share of the samples that compute; 1 in a call that forecasts all of them."""
         rows = self.computed_rows
         return len(rows) / sum(len(loop.rows or ()) for loop in self.branch.loops) if rows else 1.0
-
-    @property
-    def at_sites(self) -> bool:
-        """Whether attention of a call that computes runs at its sites, whatever the level of forecasts."""
-        return self.skips or self.surveys
 
     @property
     def coordinate(self) -> float:

@@ -137,7 +137,6 @@ class Branches:
             self.symbols |= call.symbols
         for place in call.computing:
             call.branch.loops[place].computed_step = call.tick.step
-        call.branch.surveyed |= call.surveys
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self._preset.forecast.level == "layer")
 
     def unload_symbols(self) -> None:

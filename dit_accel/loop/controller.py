@@ -221,8 +221,7 @@ class Controller:
             mode is StepMode.FULL and tick.step < schedule.warmup and self._forecasts and self._why_plain is None
         )
         computes = mode is not StepMode.DISPATCH and self._why_plain is None
-        surveys = computes and self.preset.skip.surveys and tick.step >= schedule.warmup - 1 and not branch.surveyed
-        skips = computes and self.preset.skip.steps == "all" and tick.step >= schedule.warmup and not surveys
+        skips = computes and self.preset.skip.steps == "all" and tick.step >= schedule.warmup
         if mode is StepMode.UPDATE:
             branch.fetch_after(None)
         logger.debug("step %d: %s, %s, %s", tick.step, mode.value, request.transformer, branch.name)
@@ -236,7 +235,6 @@ class Controller:
             records=records,
             report=self.report,
             skips=skips,
-            surveys=surveys,
             forecasts_output=mode is StepMode.DISPATCH and self.preset.forecast.level == "output",
             place=place,
         )

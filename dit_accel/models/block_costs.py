@@ -49,16 +49,18 @@ class BlockCosts:
         if call.mode is StepMode.DISPATCH:
             if name in call.dense:
                 return pairs, others
-            if level != "head" or (site := call.site(name, SiteState)).degraded:
+            if level != "head" or (site := call.site(name, SiteState)).heads.degraded:
                 return 0.0, 0.0
-            rows = work.rows * site.row_density + work.row_blocks * site.row_block_density
-            return pairs * site.tile_density, rows + work.rest
+            densities = site.tiles.densities
+            rows = work.rows * densities.rows + work.row_blocks * densities.row_blocks
+            return pairs * densities.tiles, rows + work.rest
         for each in self._sites[name]:
             states = [*states_of(call.branch.sites, each.site)]
             for site in states:
-                if site.measured_step == call.tick.step:
-                    older = len(site.bias_coordinates[1:])
-                    left_out = 1 - site.attended - site.probed
+                tiles, densities = site.tiles, site.tiles.densities
+                if tiles.measured_step == call.tick.step:
+                    older = len(site.heads.bias_coordinates[1:])
+                    left_out = 1 - densities.attended - tiles.probed
                     pairs -= work.tiles[each.name] * left_out / len(states)
-                    others += work.bias * site.bias_density * older
+                    others += work.bias * densities.projected * older
         return pairs, others

@@ -37,9 +37,10 @@ from dit_accel.models.part_hook import FeedHook, PartHook
 from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer import TransformerDriver
+from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.projections import Projections
-from dit_accel.sparse.site import SparseSite
 from dit_accel.sparse.site_state import symbol_bytes
+from dit_accel.sparse.tile_site import TileSite
 from dit_accel.sparse.token_order import Grid
 
 MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
@@ -249,7 +250,7 @@ class FamilyDriver(TransformerDriver):
         """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
         call, facts = self.controller.call, self.facts
         tokens, text = facts.joint, facts.text
-        if call is None or not call.at_sites or tokens is None:
+        if call is None or not call.skips or tokens is None:
             return None
         if facts.exchange is None and config_of(self.transformer) is not None:
             self._fall_back(attention, RING)
@@ -298,14 +299,16 @@ class FamilyDriver(TransformerDriver):
 
     # What its blocks share in a call.
 
-    def site(self, name: str, block: str, sample: int = 0) -> SparseSite:
+    def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
         """An attention site in the call in progress.
 
         Args:
             block: whose settings it takes.
             sample: its place in the call, where the model attends to each sample apart.
         """
-        return SparseSite(name, self.controller.call, self.controller.preset, self._projections, block, sample)
+        preset = self.controller.preset
+        kind = HeadSite if preset.forecast.level == "head" else TileSite
+        return kind(name, self.controller.call, preset, self._projections, block, sample)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
         """Whether blocks with such features run through fused kernels."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Tokens
 from dit_accel.models.hooks import Hook
-from dit_accel.sparse.site import Inputs
+from dit_accel.sparse.tile_site import Inputs
 
 # Tokens, q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
 Attend = Callable[
@@ -151,7 +151,7 @@ def with_leading_keys(
     Args:
         tokens: of the attention.
         block: tokens in a block of the layout.
-        qkv, dense, kv_len: as :class:`~dit_accel.sparse.site.Inputs` have them.
+        qkv, dense, kv_len: as :class:`~dit_accel.sparse.tile_site.Inputs` have them.
         mask: of :func:`key_lengths`, where it tells which text counts.
     """
     is_padded = kv_len is not None and not tokens.pads_end

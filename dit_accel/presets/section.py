@@ -21,8 +21,8 @@ class Formed(Section):
     """A section whose keys depend on one of them: each value of that one is a form, a class with keys of its own.
 
     A section called by its own name makes the form that the key says: ``Schedule(control="interval", interval=5)`` is
-    an ``IntervalSchedule``. Keys of other forms that readers ask for have the value that has no effect: as constants of
-    the form, or in section ``skip`` by themselves.
+    an ``IntervalSchedule``. Keys of other forms that readers ask for are constants of the form, with the value that has
+    no effect; section ``skip`` is read by its policy alone, and has none.
     """
 
     chooser: ClassVar[str]  # the key

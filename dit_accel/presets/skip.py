@@ -15,7 +15,6 @@ _ALTERNATIVES = (("tau_kv", "top_k"),)  # a block or an override that names one 
 _COMPUTED_STEPS = {  # keys of steps 'all', with what they do
     "refresh": "says how long computed steps keep their masks",
     "residual": "corrects what computed steps leave out",
-    "density": "shares out what computed steps leave out",
     "probe_blocks": "measures what computed steps leave out",
     "probe_error": "bounds what computed steps leave out",
 }
@@ -48,29 +47,9 @@ class Skip(Formed):
 
     _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read a key that only another policy has as that policy's default, which has no effect here."""
-        for form in Skip.forms.values():
-            if name in form.model_fields:
-                return form.model_fields[name].default
-        return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it from type checkers
-
-    @property
-    def draws_on_all_scores(self) -> bool:
-        """Return True if a step that draws masks computes all scores; with ``refresh`` it then attends to all keys."""
-        return False
-
     def at(self, name: str) -> Skip:
         """The section as it is for one block; ``name`` is the block's name in the report."""
         return self._by_layer.get(name, self)
-
-    def ramped(self, growth: float) -> Skip:
-        """The section with what sparge may leave out taken times ``growth``, 0..1: little early in a run at level head,
-        and where the probe found too large an error.
-
-        Shares of other policies do not grow: SLA's are what its projection was trained for.
-        """
-        return self
 
     @property
     def variants(self) -> tuple[Skip, ...]:
@@ -81,11 +60,6 @@ class Skip(Formed):
     def skips(self) -> bool:
         """Whether any block leaves anything out."""
         return any(variant.policy != "none" for variant in self.variants)
-
-    @property
-    def surveys(self) -> bool:
-        """Whether any block measures what each of its heads loses."""
-        return any(isinstance(variant, SpargeSkip) and variant.density == "adaptive" for variant in self.variants)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -151,21 +125,11 @@ class SpargeSkip(Skip):
     pv_threshold: float | None = Field(default=None, lt=0.0)
     """Within attention, 64 queries leave out a tile whose best score lies further than this below their best so far, in
     units of the scaled scores (SpargeAttn's λ); null = none is."""
-    density: Literal["uniform", "adaptive"] = "uniform"
-    """uniform: every head keeps top_k of its tiles in every step. adaptive, steps all: top_k is their mean, and each
-    keeps the share by which the run errs least; what heads lose is measured on a few rows in the last step of the
-    warm-up, or in a transformer's first, which attends densely for it."""
     means: bool = False
     """Tiles that are left out still count, each as one key: the means of its block's keys and values."""
     probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may leave out
     shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
-
-    def ramped(self, growth: float) -> Skip:
-        if growth == 1:
-            return self
-        top_k = None if self.top_k is None else 1 - (1 - self.top_k) * growth
-        return self.model_copy(update={"tau_kv": self.tau_kv * growth, "top_k": top_k})
 
     def idle_keys(self) -> list[str]:
         return [*super().idle_keys(), *(["tau_kv"] if self.top_k is not None else [])]
@@ -175,8 +139,6 @@ class SpargeSkip(Skip):
         for key, other in _ALTERNATIVES:
             if self._says(key) and self._says(other):
                 raise ValueError(f"{other} stands instead of {key}: remove one of them")
-        if self.density == "adaptive" and self.top_k is None:
-            raise ValueError("density adaptive shares out top_k, which is not set: set it, e.g. to 0.5")
         if self.probe_error is not None and not self.probe_blocks:
             raise ValueError(
                 "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
@@ -221,10 +183,6 @@ class FgAttnSkip(Skip):
     key_threshold: float | None = Field(default=None, gt=0.0)
     """Probability from which on a key stays, in units of 1 / N, the mean over N keys; null = the paper's 0.5 for exact,
     and for average_query 0.1."""
-
-    @property
-    def draws_on_all_scores(self) -> bool:
-        return self.mask == "exact"
 
 
 class StaticSkip(Skip):

@@ -26,7 +26,7 @@ from dit_accel.models.hooks import find_hook, parameter_names
 from dit_accel.models.interceptor import Catching, key_lengths, with_leading_keys
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import PROJECTIONS, TRAINED_WITH, load_projections, trained_with
-from dit_accel.sparse.site import Inputs
+from dit_accel.sparse.tile_site import Inputs
 
 LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for it
 

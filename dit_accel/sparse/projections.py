@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from dit_accel.errors import UnsupportedError
 from dit_accel.kernels.kept import Kept
 from dit_accel.presets import Preset
+from dit_accel.sparse.policies import policy_of
 
 PROJECTIONS = "sla.safetensors"  # the name under which fine-tuning writes them
 TRAINED_WITH: dict[str, Callable[[str], Any]] = {  # the file's metadata
@@ -48,8 +49,8 @@ class Projections:
         wanted: dict[str, list[str]] = {}  # sites by file
         for name, block in sites.items():
             settings = preset.skip.at(block)
-            if settings.policy == "sla" and settings.projection is not None:
-                wanted.setdefault(settings.projection, []).append(name)
+            if (file := policy_of(settings).projection(settings)) is not None:
+                wanted.setdefault(file, []).append(name)
         self._on_device: Kept[torch.Tensor] = Kept(2 * len(sites))  # as two dtypes or devices use them
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():

@@ -1,11 +1,11 @@
-"""What one attention site remembers in one branch, and how much memory its symbols take."""
+"""What a transformer block and its attention remember in one branch, and how much memory symbols take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -14,11 +14,89 @@ from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import MemoryPlan, ModelSize
 from dit_accel.loop.storage import Kept
-from dit_accel.presets import Preset, Skip
+from dit_accel.presets import Preset
+from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.probe import adjusted
-from dit_accel.sparse.shares import allotted
 
 KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
+
+
+Number = TypeVar("Number", float, torch.Tensor)
+
+
+class Densities(NamedTuple, Generic[Number]):
+    """What a site measures when it draws symbols, shares of all: numbers, or float32 ``[1]`` on the device.
+
+    Args:
+        rows, tiles: rows, and tiles over all rows, that a DISPATCH step computes.
+        row_blocks: row-blocks in which it computes any head.
+        attended: tiles that this computed step attends to.
+        projected: rows that this UPDATE projects for each of B_1 and older.
+        error: that the probe measured; 0 where it has not.
+    """
+
+    rows: Number
+    row_blocks: Number
+    tiles: Number
+    attended: Number
+    projected: Number
+    error: Number
+
+
+EVERYTHING = Densities(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
+
+
+@dataclass
+class TileState:
+    """What a tile site remembers.
+
+    Args:
+        symbols: what the latest call drew; at level head what a DISPATCH step computes.
+        densities: of these, as the host read them in step ``measured_step``.
+        kept: symbols of the skip policy, every row computing, drawn at step ``drawn_step`` and kept for later ones.
+        residual: dense attention at step ``drawn_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
+        growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
+        drawn_growth: that under which the latest masks were drawn.
+        probe_turn: how often the probe has measured.
+        probed: share of queries on which it measured in the latest step.
+    """
+
+    symbols: SparseSymbols | None = None
+    densities: Densities[float] = EVERYTHING
+    measured_step: int = -1
+    kept: SparseSymbols | None = None
+    drawn_step: int = -1
+    residual: Kept | None = None
+    growth: float = 1.0
+    drawn_growth: float = 1.0
+    probe_turn: int = 0
+    probed: float = 0.0
+
+    def tighten(self, error: float, target: float) -> None:
+        """Takes the probe's error into account; masks that pass the target are not kept for later steps."""
+        self.growth = adjusted(self.drawn_growth, error, target)
+        if not error <= target:
+            self.kept = None
+
+
+@dataclass
+class HeadState:
+    """What a head site remembers besides.
+
+    Args:
+        attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
+        plan: the lowered symbols of DISPATCH steps; None = it is long, and made again at each use.
+        bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
+        bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
+        degraded: the layer is forecast whole until the next UPDATE.
+    """
+
+    attention: History | None = None
+    plan: AttentionPlan | None = None
+    bias_stack: Kept | None = None
+    bias_coordinates: tuple[float, ...] = ()
+    bias_mask64: torch.Tensor | None = None
+    degraded: bool = False
 
 
 @dataclass
@@ -27,101 +105,48 @@ class SiteState:
 
     Args:
         features: whole outputs (attention, MLP) by name, before their gates; for level layer and for degraded layers.
-        attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
-        symbols, plan: what a DISPATCH step computes, packed and lowered.
-        tiles: symbols of the skip policy, every row computing, drawn at step ``tiles_step`` and kept for later ones.
-        residual: dense attention at step ``tiles_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
-        growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
-        tiles_growth: that under which the latest masks were drawn.
-        errors: what each head loses with each share of its tiles, ``[H][n]`` (:mod:`~dit_accel.sparse.shares`).
-        mean_share: that the preset asks of these heads.
-        shares: of its tiles that each head keeps, float32 ``[steps, H]``, from step ``first_share`` on; None = all the
-            same.
-        probe_turn: how often the probe has measured.
-        bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
-        bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
-        bias_density: share of rows that the latest UPDATE projected for each of B_1 and older.
-        row_density, tile_density: shares of rows, and of tiles over all rows, that a DISPATCH step computes.
-        row_block_density: share of row-blocks in which it computes any head.
-        attended: share of tiles that the latest computed step attended to.
-        measured_step: the latest step in which these shares were measured.
-        probed: share of queries on which the probe measured then.
-        degraded: the layer is forecast whole until the next UPDATE.
+        tiles, heads: of its attention.
     """
 
     features: dict[str, History] = field(default_factory=dict)
-    attention: History | None = None
-    symbols: SparseSymbols | None = None
-    plan: AttentionPlan | None = None
-    tiles: SparseSymbols | None = None
-    tiles_step: int = -1
-    residual: Kept | None = None
-    growth: float = 1.0
-    tiles_growth: float = 1.0
-    errors: Sequence[Sequence[float]] = ()
-    mean_share: float = 1.0
-    shares: torch.Tensor | None = None
-    first_share: int = 0
-    probe_turn: int = 0
-    bias_stack: Kept | None = None
-    bias_coordinates: tuple[float, ...] = ()
-    bias_mask64: torch.Tensor | None = None
-    bias_density: float = 0.0
-    row_density: float = 1.0
-    row_block_density: float = 1.0
-    tile_density: float = 1.0
-    attended: float = 1.0
-    measured_step: int = -1
-    probed: float = 0.0
-    degraded: bool = False
+    tiles: TileState = field(default_factory=TileState)
+    heads: HeadState = field(default_factory=HeadState)
 
     def history(self, feature: str, memory: MemoryPlan) -> History:
         """Of a whole feature."""
         return self.features.setdefault(feature, History(memory.order + 1, memory.features))
 
-    def tighten(self, error: float, target: float) -> None:
-        """Takes the probe's error into account; masks that pass the target are not kept for later steps."""
-        self.growth = adjusted(self.tiles_growth, error, target)
-        if not error <= target:
-            self.tiles = None
-
-    def take_errors(self, heads: int, mean_share: float, measured: Sequence[float]) -> None:
-        """What ``errors_of_shares`` gave, head by head, once the host has read it."""
-        count = len(measured) // heads
-        self.errors = [measured[head * count : (head + 1) * count] for head in range(heads)]
-        self.mean_share = mean_share
-
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
         """Goes on under another memory plan; what is there is converted."""
-        values = memory.order + 1
+        values, tiles, heads = memory.order + 1, self.tiles, self.heads
         for history in self.features.values():
             history.adopt(values, memory.features)
-        if self.attention is not None:
-            self.attention.adopt(memory.order, memory.attention(size.layout))
-        if self.residual is not None:
-            self.residual = memory.features.keep(self.residual.read())
-        if self.bias_stack is not None:
-            self.bias_stack = memory.biases.keep(self.bias_stack.read()[:values].clone())
-            self.bias_coordinates = self.bias_coordinates[:values]
+        if heads.attention is not None:
+            heads.attention.adopt(memory.order, memory.attention(size.layout))
+        if tiles.residual is not None:
+            tiles.residual = memory.features.keep(tiles.residual.read())
+        if heads.bias_stack is not None:
+            heads.bias_stack = memory.biases.keep(heads.bias_stack.read()[:values].clone())
+            heads.bias_coordinates = heads.bias_coordinates[:values]
 
     def fetch(self) -> None:
         """Starts to bring attention outputs that lie in host memory to the device."""
-        if self.attention is not None:
-            self.attention.fetch()
+        if self.heads.attention is not None:
+            self.heads.attention.fetch()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device."""
-        symbols = self.symbols, self.plan, self.tiles
-        yield from () if self.shares is None else (self.shares,)
-        for holder in (*self.features.values(), self.attention, *symbols, self.residual, self.bias_stack):
+        tiles, heads = self.tiles, self.heads
+        symbols = tiles.symbols, heads.plan, tiles.kept
+        for holder in (*self.features.values(), heads.attention, *symbols, tiles.residual, heads.bias_stack):
             yield from holder.tensors() if holder is not None else ()
-        if self.bias_mask64 is not None:
-            yield self.bias_mask64
+        if heads.bias_mask64 is not None:
+            yield heads.bias_mask64
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
         """What lies in host memory instead."""
-        if self.attention is not None:
-            yield from self.attention.host_tensors()
+        if self.heads.attention is not None:
+            yield from self.heads.attention.host_tensors()
 
 
 def state_name(site: str, sample: int) -> str:
@@ -135,27 +160,13 @@ def states_of(sites: Mapping[str, Any], site: str) -> Iterator[SiteState]:
     return takewhile(lambda state: isinstance(state, SiteState), map(sites.get, names))
 
 
-def allot(states: Iterable[SiteState], step: int, weights: Sequence[float], device: torch.device) -> None:
-    """Has the heads of all sites that were measured share the tiles of them all, over the steps from one on.
-
-    Args:
-        weights: what errors of these steps count.
-        device: of the sites; it gets all shares at once.
-    """
-    measured = [state for state in states if state.errors]
-    curves = [curve for state in measured for curve in state.errors]
-    mean = sum(state.mean_share * len(state.errors) for state in measured) / len(curves)
-    shares = allotted(curves, mean, weights).to(device)
-    for state, own in zip(measured, shares.split([len(state.errors) for state in measured], 1), strict=True):
-        state.shares, state.first_share = own, step
-
-
 def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) -> int:
     """One site's symbols under a preset, and their plan where it is kept."""
     blocks = layout.blocks
     rows = batch * heads * blocks
     symbols = batch * blocks * block_count(heads, 8)
-    symbols += rows * max(_row_bytes(variant, layout) for variant in preset.skip.variants)
+    policies = {policy_of(variant) for variant in preset.skip.variants}
+    symbols += rows * max(policy.row_bytes(layout) for policy in policies)
     if preset.forecast.level != "head":
         return symbols
     if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
@@ -164,13 +175,5 @@ def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) ->
     if rows * blocks > KEPT_TILES:
         return symbols + words
     lists = rows * blocks + 3 * rows + batch * heads + 1  # int32
-    policies = {variant.policy for variant in preset.skip.variants}
-    lists += (2 * rows + 1) * ("fg_attn" in policies) + rows * ("static" in policies)
+    lists += sum(policy.plan_entries(rows) for policy in policies)
     return symbols + 4 * lists + words
-
-
-def _row_bytes(skip: Skip, layout: TokenLayout) -> int:
-    """Bytes of one row of a head: of tiles, of tiles for linear attention, of single keys."""
-    tiles = block_count(layout.blocks, 8)
-    keys = layout.blocks * layout.block // 8
-    return {"none": 0, "sla": 2 * tiles, "fg_attn": tiles + keys}.get(skip.policy, tiles)

@@ -3,10 +3,10 @@
 
 SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a probe,
 which lets each layer and step find its own density for one target error; left-out tiles that count by their means;
-densities that each head and step has of its own; masks that are kept, alone and with the residual of what they leave
-out; a longer warm-up; and FG-Attn's single keys. Each with every step computed, so that only tiles matter, and with the
-closed loop's steps. Held-out prompts, PSNR against the plain run. Writes a JSON file after each setting, to which a run
-with the same options adds; then tables and a plot.
+masks that are kept, alone and with the residual of what they leave out; a longer warm-up; and FG-Attn's single keys.
+Each with every step computed, so that only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR
+against the plain run. Writes a JSON file after each setting, to which a run with the same options adds; then tables and
+a plot.
 
     # minutes
     python -m scripts.research.tile_sparsity --output docs/results/tile-sparsity-demo-hunyuan --schedules every
@@ -47,7 +47,6 @@ MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
 WARMUP = 3  # dense steps, as in the video presets
 ALL_TILES = "all tiles"
-ADAPTIVE = ", adaptive"
 SHARES = (0.3, 0.4, 0.5, 0.7)  # of the tiles, between which the table interpolates
 PROBE_BLOCKS = 4
 ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the probe
@@ -83,20 +82,19 @@ def settings(model: str) -> Iterator[Setting]:
         yield Setting("residual, probe", f"e = {error}", keys)
     for order in ("raster", "tiles"):
         series = "means" if order == "raster" else "means, tokens in tiles"
-        for share, density in product((0.7, 0.5, 0.3), ("uniform", "adaptive")):
-            keys = _keys(64, top_k=share, means=True, density=density) | {"blocks.token_order": order}
-            yield Setting(f"top_k, {series}{ADAPTIVE * (density == 'adaptive')}", f"{share}", keys)
+        for share in (0.7, 0.5, 0.3):
+            keys = _keys(64, top_k=share, means=True) | {"blocks.token_order": order}
+            yield Setting(f"top_k, {series}", f"{share}", keys)
         for mass in (0.1, 0.2, 0.35, 0.5):
             keys = _keys(64, tau_kv=mass, means=True) | {"blocks.token_order": order}
             yield Setting(f"tau_kv, {series}", f"{mass}", keys)
     for order in ("raster", "tiles"):
         series = "means" if order == "raster" else "means, tokens in tiles"
         kept = ((4, 0.3), (8, 0.3), (8, 0.2), (8, 0.1), (16, 0.5), (16, 0.3), (16, 0.2), (16, 0.1), (32, 0.2))
-        for (refresh, share), density in product(kept, ("uniform", "adaptive")):
-            section = {"top_k": share, "refresh": refresh, "residual": True, "means": True, "density": density}
+        for refresh, share in kept:
+            section = {"top_k": share, "refresh": refresh, "residual": True, "means": True}
             keys = _keys(64, **section) | {"blocks.token_order": order}
-            name = f"residual, {series}{ADAPTIVE * (density == 'adaptive')}"
-            yield Setting(name, f"{share}, {refresh} steps", keys)
+            yield Setting(f"residual, {series}", f"{share}, {refresh} steps", keys)
     for level in (0.2, 0.4, 0.7, 1.0):
         yield Setting("single keys (FG-Attn)", f"{level} / N", _keys(64, policy="fg_attn", key_threshold=level))
 
@@ -152,9 +150,12 @@ def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(model: str, result: dict[str, Any]) -> tuple[int, int, float]:
-    """Where a result stands: by schedule, then in the order of the settings, then by the loop's target."""
+    """Where a result stands: by schedule, then in the order of the settings, then by the loop's target.
+
+    Densities that each head had of its own, which presets no longer have, stand with their series.
+    """
     order = [(each.series, each.label) for each in settings(model)]
-    place = order.index((result["series"], result["label"]))
+    place = order.index((result["series"].removesuffix(", adaptive"), result["label"]))
     return list(SCHEDULES).index(result["schedule"]), place, result.get("target_error") or 0.0
 
 

@@ -120,16 +120,6 @@ def test_top_k_keeps_a_share_of_the_tiles(shape, top_k, marks, backend, make_map
         assert set(tiles[b, h, i].nonzero().flatten().tolist()) == kept
 
 
-def test_each_head_may_keep_a_share_of_its_own(backend, make_map):
-    """Each head is as if it were alone with its share."""
-    probabilities, shares = make_map(2, 5, 13), (0.1, 0.3, 0.5, 0.77, 1.0)
-    given = torch.tensor(shares, device=probabilities.device)
-    options = {"always": slice(0, 2), "backend": backend}
-    together = select_tiles(probabilities, None, shares=given, **options)
-    alone = [select_tiles(probabilities[:, [h]], None, top_k=share, **options) for h, share in enumerate(shares)]
-    assert torch.equal(together, torch.cat(alone, 1))
-
-
 def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
     probabilities = make_map(1, 3, 13)
     assert (select_tiles(probabilities, 0.0, always=slice(0, 13), backend=backend)[..., 1] == 0b11111).all()
@@ -226,14 +216,13 @@ def test_nothing_from_q_and_k_to_the_plan_waits_for_the_gpu(make_tensor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tau": None}, "one of tau, top_k and shares must be given, got none"),
-        ({"tau": 0.1, "top_k": 0.5}, "one of tau, top_k and shares must be given, got tau and top_k"),
+        ({"tau": None}, "one of tau and top_k must be given, got none"),
+        ({"tau": 0.1, "top_k": 0.5}, "one of tau and top_k must be given, got both"),
         ({"tau": None, "top_k": 0.0}, "top_k must be above 0 and at most 1, got 0.0"),
-        ({"tau": None, "shares": torch.ones(2)}, r"shares must have shape \[1\], got \[2\]"),
         ({"tau": 0.1, "rows": torch.zeros(1, 1, 2).bool()}, r"rows must have shape \[1, 1, 3\], got \[1, 1, 2\]"),
         ({"tau": 0.1, "columns": torch.zeros(1, 1, 3)}, "columns must have dtype torch.bool, got torch.float32"),
     ],
-    ids=["neither", "both", "top_k", "shares", "rows", "columns"],
+    ids=["neither", "both", "top_k", "rows", "columns"],
 )
 def test_bad_tile_options(options, message):
     with pytest.raises(ShapeError, match=message):

@@ -542,9 +542,9 @@ def test_report_counts_a_storage_once():
         with loop.controller.calling("transformer", "cond", step, ()) as call:
             loop.controller.observe(call, (torch.zeros(1, 4),), lambda tensor, rows: tensor)
             site = call.site("first", SiteState)
-            site.bias_stack = PLAIN.keep(stack)
-            site.attention = site.features["mlp"] = History(1)
-            site.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
+            site.heads.bias_stack = PLAIN.keep(stack)
+            site.heads.attention = site.features["mlp"] = History(1)
+            site.heads.attention.record(call.coordinate, (stack[0], torch.zeros(6)))
     assert loop.controller.report.cache_bytes == 4 * (64 + 6 + 4)
     loop.controller.release()
     loop.modes(range(6, 7))

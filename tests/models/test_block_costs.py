@@ -8,7 +8,7 @@ from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.loop.tracker import StepMode
 from dit_accel.models.block_costs import BlockCosts
 from dit_accel.models.families.family import Attention, BlockWork
-from dit_accel.sparse.site_state import SiteState
+from dit_accel.sparse.site_state import EVERYTHING, HeadState, SiteState, TileState
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 6
@@ -74,9 +74,10 @@ def test_models_whose_attentions_are_not_known_have_none():
 WORK = BlockWork(tiles={"attn": 60.0, "attn2": 40.0}, rest=200.0, rows=30.0, row_blocks=20.0, bias=8.0)
 
 
-def state(**facts):
+def state(measured_step=-1, probed=0.0, degraded=False, bias_coordinates=(), **densities):
     """A site of the block, as its latest call has left it."""
-    return SiteState(**facts)
+    tiles = TileState(densities=EVERYTHING._replace(**densities), measured_step=measured_step, probed=probed)
+    return SiteState(tiles=tiles, heads=HeadState(degraded=degraded, bias_coordinates=bias_coordinates))
 
 
 def costs_of(mode, level, sites, dense=(), step=4, two=True):
@@ -108,11 +109,11 @@ def test_work_is_the_sum_of_its_parts():
         ("head", {"degraded": True}, (), (0.0, 0.0)),
         (
             "head",
-            {"row_density": 0.5, "row_block_density": 0.75, "tile_density": 0.25},
+            {"rows": 0.5, "row_blocks": 0.75, "tiles": 0.25},
             (),
             (25.0, 30 * 0.5 + 20 * 0.75 + 200),
         ),
-        ("head", {"row_density": 0.5}, ("blocks.0",), (100.0, 250.0)),
+        ("head", {"rows": 0.5}, ("blocks.0",), (100.0, 250.0)),
     ],
     ids=["layer", "layer-dense", "degraded", "head", "head-dense"],
 )
@@ -138,5 +139,5 @@ def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
 @pytest.mark.parametrize(("remembered", "more"), [(0, 0), (1, 0), (3, 2)], ids=["none", "its own", "two older"])
 def test_an_update_projects_once_more_for_each_older_step(remembered, more):
     """Of its bias, in the rows where heads are reused."""
-    site = state(measured_step=4, bias_density=0.5, bias_coordinates=(0.9, 0.8, 0.7)[:remembered])
+    site = state(measured_step=4, projected=0.5, bias_coordinates=(0.9, 0.8, 0.7)[:remembered])
     assert costs_of(StepMode.UPDATE, "head", {"blocks.0": site}) == pytest.approx((100.0, 250 + 8 * 0.5 * more))

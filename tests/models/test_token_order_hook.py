@@ -10,7 +10,7 @@ from dit_accel.models import denoisers
 from dit_accel.models.driver import RASTER
 from dit_accel.models.hooks import ORDER_HOOK
 from dit_accel.models.token_order_hook import TokenOrder
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.tile_site import TileSite
 from dit_accel.sparse.token_order import token_order
 from tests.models import tiny
 from tests.tiny import tiny_output
@@ -87,13 +87,13 @@ def test_what_blocks_remember_keeps_the_order(name, level, order):
 def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
     """Queries and keys of a whole denoising step are those of raster order, their clip's tokens permuted."""
     seen = []
-    attend = SparseSite.attend_computed
+    attend = TileSite.attend_computed
 
     def spy(site, inputs):
         seen.append((inputs.q, inputs.k))
         return attend(site, inputs)
 
-    monkeypatch.setattr(SparseSite, "attend_computed", spy)
+    monkeypatch.setattr(TileSite, "attend_computed", spy)
     for each in (order, "raster"):
         with accelerated(pipeline(name), preset(name, each, "output", DENSE, **{"schedule.warmup": 0})):
             call(name, steps=1)

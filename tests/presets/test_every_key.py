@@ -102,7 +102,6 @@ CHANGES = {  # by key: another value
         "similarity": 0.9,
         "sinks": True,
         "pv_threshold": -0.1,
-        "density": "adaptive",
         "means": True,
         "probe_error": beside(0.001, skip={"probe_blocks": 1}),
     },

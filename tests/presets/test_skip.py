@@ -6,10 +6,11 @@ import pytest
 
 from dit_accel.errors import PresetError
 from dit_accel.presets import Forecast, Preset, Schedule, Skip, load_preset
+from dit_accel.sparse.policies import policy_of
 
 POLICY_KEYS = {  # that it alone has
     "none": (),
-    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "density", "means", "probe_error"),
+    "sparge": ("tau_kv", "top_k", "similarity", "sinks", "pv_threshold", "means", "probe_error"),
     "sla": ("critical", "negligible", "feature_map", "projection"),
     "fg_attn": ("mask", "key_threshold"),
     "static": ("pattern", "window"),
@@ -20,7 +21,6 @@ VALUES = {  # valid ones, by policy
         "similarity": 0.5,
         "sinks": True,
         "pv_threshold": -8.0,
-        "density": "adaptive",
         "means": True,
         "probe_error": 0.05,
     },
@@ -82,9 +82,10 @@ def test_a_section_called_by_its_name_makes_the_form_that_is_said(section, key):
 
 
 def test_what_a_form_has_no_key_for_reads_as_without_effect():
-    """Whoever reads a preset need not ask for the form first; dumps and files do not have it."""
+    """Whoever reads a preset need not ask for the form first, nor the policy; dumps and files do not have it."""
     dense, sla, sparge = Skip(), Skip(policy="sla"), Skip(policy="sparge")
-    assert (dense.probe_error, sla.pv_threshold, sparge.projection, sparge.feature_map) == (None, None, None, "softmax")
+    assert policy_of(dense).target_error(dense) is policy_of(sparge).projection(sparge) is None
+    assert policy_of(sla).options(sla) == {}
     interval, adaptive = Schedule(control="interval", interval=3), Schedule(target_error=0.1)
     assert (interval.target_error, interval.per_prompt) == (None, False)
     assert adaptive.interval is None and "interval" not in adaptive.model_dump()
@@ -214,17 +215,8 @@ def test_a_probe_serves_all_blocks_that_leave_something_out():
     """Blocks of policy none have none, those of other policies measure only, and a block may have its own target."""
     layers = {"a": {"policy": "none"}, "b": {"probe_error": 0.2}, "c": {"policy": "fg_attn"}}
     skip = wan(policy="sparge", probe_blocks=4, probe_error=0.1, layers=layers).skip
-    probes = [(variant.probe_blocks, variant.probe_error) for variant in map(skip.at, "abcd")]
-    assert probes == [(0, None), (4, 0.2), (4, None), (4, 0.1)]
-
-
-def test_ramp_grows_what_sparge_leaves_out():
-    """At growth 0 nothing is left out, at 1 what the section says; shares of SLA stay as they were trained."""
-    skip = Skip(policy="sparge", tau_kv=0.2)
-    assert [skip.ramped(growth).tau_kv for growth in (0.0, 0.5, 1.0)] == [0.0, 0.1, 0.2]
-    assert [Skip(policy="sparge", top_k=0.2).ramped(growth).top_k for growth in (0.0, 0.5, 1.0)] == [1.0, 0.6, 0.2]
-    sla = Skip(policy="sla", critical=0.1)
-    assert sla.ramped(0.5) is sla
+    assert [variant.probe_blocks for variant in map(skip.at, "abcd")] == [0, 4, 4, 4]
+    assert [policy_of(variant).target_error(variant) for variant in map(skip.at, "abcd")] == [None, 0.2, None, 0.1]
 
 
 # Kernels
@@ -276,13 +268,6 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
     assert load_preset("wan21-sla", **{"skip.projection": "sla.safetensors"}).skip.projection == "sla.safetensors"
-
-
-def test_a_block_alone_may_measure_its_heads():
-    """Then the run surveys, though the section's own policy does not."""
-    adaptive = {"policy": "sparge", "density": "adaptive", "top_k": 0.5}
-    assert not Skip(policy="sparge", steps="all").surveys
-    assert Skip(policy="sparge", steps="all", layers={"a": adaptive}).surveys
 
 
 def test_another_pattern_drops_the_window():

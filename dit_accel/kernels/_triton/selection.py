@@ -69,9 +69,9 @@ def _exponential_minus_1(x):
 
 @triton.jit
 def _select_tiles(
-    probabilities, whole_rows, whole_columns, head_units, skip_bits, rows, heads, blocks, row_bytes, tau_units,
+    probabilities, whole_rows, whole_columns, skip_bits, rows, blocks, row_bytes, tau_units,
     first_always, stop_always, UNITS: tl.constexpr, COUNT_SLACK: tl.constexpr, BY_COUNT: tl.constexpr,
-    BY_HEAD: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [rows, 1]
     tile = tl.arange(0, TILES)[None, :]
@@ -90,9 +90,6 @@ def _select_tiles(
     if BY_COUNT:
         mass = share.to(tl.int32, bitcast=True)  # bits of positive numbers are in order as they are
         count = tl.sum((mass > 0).to(tl.int64), 1)
-        if BY_HEAD:
-            head = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)) // blocks % heads
-            tau_units = tl.load(head_units + head)
         threshold = _lowest_count(mass, (count * tau_units + COUNT_SLACK) // UNITS)
     else:
         mass = tl.ceil(share * UNITS).to(tl.int32)
@@ -142,13 +139,11 @@ def select_tiles_into(skip_bits, probabilities, units, first_always, stop_always
     batch, heads, blocks, row_bytes = skip_bits.shape
     tiles = max(triton.next_power_of_2(blocks), 8)
     rows_a_program = max(ELEMENTS // tiles, 1)
-    by_head = isinstance(units, torch.Tensor)
     with on_device(probabilities):
         _select_tiles[(triton.cdiv(batch * heads * blocks, rows_a_program),)](
-            probabilities, rows, columns, units if by_head else None, skip_bits, batch * heads * blocks, heads, blocks,
-            row_bytes, 0 if by_head else units, first_always, stop_always, UNITS=UNITS, COUNT_SLACK=COUNT_SLACK,
-            BY_COUNT=by_count, BY_HEAD=by_head, HAS_ROWS=rows is not None, HAS_COLUMNS=columns is not None,
-            ROWS=rows_a_program, TILES=tiles,
+            probabilities, rows, columns, skip_bits, batch * heads * blocks, blocks, row_bytes, units,
+            first_always, stop_always, UNITS=UNITS, COUNT_SLACK=COUNT_SLACK, BY_COUNT=by_count,
+            HAS_ROWS=rows is not None, HAS_COLUMNS=columns is not None, ROWS=rows_a_program, TILES=tiles,
         )  # fmt: skip
 
 

@@ -20,8 +20,9 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import GATHERED, Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.site_state import SiteState
+from dit_accel.sparse.tile_site import TileSite
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -96,11 +97,11 @@ class BlockHook(Hook, ABC):
             reason = self._why_dense(module, given)
         if reason is not None:
             call.dense.add(self.name)
-            if level == "head" or not call.at_sites:  # else the hook on its attention serves it, or says why not
+            if level == "head" or not call.skips:  # else the hook on its attention serves it, or says why not
                 self.controller.report.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
-        whole_layer = level == "layer" or call.site(self.name, SiteState).degraded
+        whole_layer = level == "layer" or call.site(self.name, SiteState).heads.degraded
         if call.mode is StepMode.DISPATCH and whole_layer:
             return self.forecast(module, given)
         return self.compute(module, given)
@@ -109,13 +110,13 @@ class BlockHook(Hook, ABC):
         """Whether the call in progress needs more of the block than its own forward."""
         call = self.controller.call
         records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
-        return records or call.at_sites or call.mode is StepMode.DISPATCH or self.driver.facts.fuses
+        return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.facts.fuses
 
     @property
     def attends(self) -> bool:
         """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
         call = self.controller.call
-        return (self.controller.preset.forecast.level == "head" or call.at_sites) and self.name not in call.dense
+        return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
         """Whether attention runs here: at the site, or merely with fused kernels before it."""
@@ -164,7 +165,7 @@ class BlockHook(Hook, ABC):
         history, method = call.site(self.name, SiteState).features[feature], self.controller.preset.forecast.method
         return forecast(method, history, call.coordinate, call.branch.order)
 
-    def site(self) -> SparseSite:
+    def site(self) -> TileSite | HeadSite:
         """The block's attention site in this call."""
         return self.driver.site(self.name, self.name)
 
@@ -183,6 +184,6 @@ class BlockHook(Hook, ABC):
             return reason
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).symbols is None:
+        if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).tiles.symbols is None:
             reason = "no symbols: the block could not run sparsely at the latest UPDATE"
         return reason

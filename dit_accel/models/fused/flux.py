@@ -24,7 +24,8 @@ from dit_accel.models.fused.parts import (
     query_projection,
     query_weight,
 )
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.tile_site import TileSite
 
 # Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
 _IGNORED_ATTENTION_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
@@ -56,7 +57,12 @@ class FluxBlockHook(JointBlockHook):
         return attn(hidden_states=x, encoder_hidden_states=context, image_rotary_emb=given.image_rotary_emb, **extra)
 
     def project(
-        self, site: SparseSite, attn: FluxAttention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
+        self,
+        site: TileSite | HeadSite,
+        attn: FluxAttention,
+        x: torch.Tensor,
+        context: torch.Tensor | None,
+        rotary: Rotary,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Both streams are turned; in DISPATCH steps queries of the image, or of the joint sequence, by GEMM-Q."""
         of_x = key_value(attn, x) if site.dispatches else query_key_value(attn, x)

@@ -22,7 +22,8 @@ from dit_accel.models.fused.parts import (
     why_not_plain,
     why_not_sliceable,
 )
-from dit_accel.sparse.site import SparseSite
+from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.tile_site import TileSite
 
 
 class _HunyuanBlockHook(JointBlockHook):
@@ -73,7 +74,7 @@ class _HunyuanBlockHook(JointBlockHook):
         return torch.cat(attn_x), torch.cat(attn_c)
 
     def project(
-        self, site: SparseSite, attn: Attention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
+        self, site: TileSite | HeadSite, attn: Attention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Text tokens are not turned. In DISPATCH steps queries of ``x`` by GEMM-Q."""
         v = heads_of(attn, attn.to_v(x))

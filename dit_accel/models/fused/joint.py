@@ -23,7 +23,8 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.models.beside.quantized_linears import QuantizedLinears
 from dit_accel.models.fused.block_hook import BlockHook
 from dit_accel.models.fused.parts import Rotary, activating, feed_forward, join_streams, project_gelu
-from dit_accel.sparse.site import Inputs, SparseSite
+from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.tile_site import Inputs, TileSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
 Values = tuple[Any, ...]  # that modulate: a tensor each, or one for the first tokens and one for the others
@@ -37,7 +38,7 @@ class JointBlockHook(BlockHook):
 
     @abstractmethod
     def project(
-        self, site: SparseSite, attn: nn.Module, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
+        self, site: TileSite | HeadSite, attn: nn.Module, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values ``[B, T, H, D]`` of the joint sequence, as attention gets them.
 
@@ -81,7 +82,7 @@ class JointBlockHook(BlockHook):
         return self.driver.facts.text is not None and self.driver.facts.text.ragged
 
     def attend_jointly(
-        self, site: SparseSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
+        self, site: TileSite | HeadSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
         """Attention ``[B, T, H, D]`` of the joint sequence, in which ``text`` tokens are text."""
         if self.driver.facts.exchange is not None:
@@ -90,7 +91,7 @@ class JointBlockHook(BlockHook):
         return self.attend_whole(attend, q, k, v, arranged=self.attends or self.is_ragged)
 
     def _attend_jointly(
-        self, site: SparseSite, attn: nn.Module, text: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, site: TileSite | HeadSite, attn: nn.Module, text: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         vision = q.shape[1] - text
         kv_len = self.driver.facts.text.counts + vision if self.is_ragged else None

@@ -32,7 +32,8 @@ from dit_accel.models.fused.parts import (
     query_weight,
     why_not_plain,
 )
-from dit_accel.sparse.site import Inputs, SparseSite
+from dit_accel.sparse.head_site import HeadSite
+from dit_accel.sparse.tile_site import Inputs, TileSite
 
 TEXT_TOKENS = 512  # of a prompt, where image tokens precede it; diffusers' processor has the same number
 
@@ -77,7 +78,7 @@ class WanBlockHook(BlockHook):
         return add_gated(x, mlp, mlp_gate)
 
     def attend(
-        self, site: SparseSite, attn: WanAttention, x: torch.Tensor, rotary: Rotary, rows: AttentionPlan | None
+        self, site: TileSite | HeadSite, attn: WanAttention, x: torch.Tensor, rotary: Rotary, rows: AttentionPlan | None
     ) -> torch.Tensor:
         """Self-attention ``[B, S, C]`` through its output projection; ``rows`` of a DISPATCH step."""
         out = attn.to_out[0]
@@ -96,7 +97,7 @@ class WanBlockHook(BlockHook):
         return attn.to_out[1](projected)
 
     def _attend_computed(
-        self, site: SparseSite, attn: WanAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, site: TileSite | HeadSite, attn: WanAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         layout = TokenLayout(0, q.shape[1], self.controller.preset.blocks.size)
         backend = attn.processor._attention_backend

@@ -28,8 +28,6 @@ def why_not_preset(preset: Preset) -> str | None:
         return "masks are kept from step to step (skip.refresh)"
     if any(variant.probe_blocks for variant in preset.skip.variants):
         return "the probe looks at other queries in each step (skip.probe_blocks)"
-    if preset.skip.surveys:
-        return "what heads may leave out is measured anew in each run (skip.density)"
     return None
 
 

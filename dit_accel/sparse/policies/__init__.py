@@ -1,5 +1,7 @@
 """Policies turn scores of token blocks into masks; every threshold comes from the preset.
 
+Each is one object in a file of its own, and :mod:`~dit_accel.sparse.policies.policy` has all that is asked of it.
+
 >>> from dit_accel.kernels import attention
 >>> from dit_accel.sparse.policies import plan
 >>> from dit_accel.presets import Skip
@@ -18,17 +20,29 @@ from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.pooling import PooledMap
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from dit_accel.sparse.policies import dense, fg_attn, sla, sparge, static
+from dit_accel.sparse.policies.policy import Policy
 
 if TYPE_CHECKING:
     from dit_accel.presets import Skip
 
-POLICIES = {  # by what `skip.policy` calls them
-    "none": dense.symbols,
-    "sparge": sparge.symbols,
-    "sla": sla.symbols,
-    "fg_attn": fg_attn.symbols,
-    "static": static.symbols,
+POLICIES: dict[str, Policy] = {  # by what `skip.policy` calls them
+    "none": dense.Dense(),
+    "sparge": sparge.Sparge(),
+    "sla": sla.Sla(),
+    "fg_attn": fg_attn.FgAttn(),
+    "static": static.Static(),
 }
+
+
+def policy_of(config: Skip) -> Policy:
+    """Return the policy that a section ``skip`` names.
+
+    Raises:
+        UnsupportedError: ``config`` is something else.
+    """
+    if getattr(config, "policy", None) not in POLICIES:
+        raise UnsupportedError(f"config must be a section skip, such as Skip(policy='sparge'), got {shown(config)}")
+    return POLICIES[config.policy]
 
 
 def draw(
@@ -49,14 +63,12 @@ def draw(
         config: section ``skip`` of a preset, as it is for one block (:meth:`~dit_accel.presets.Skip.at`).
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
         pooled: the pooled map of these q and k, where the caller has it; a policy that needs it makes it otherwise.
-        options: what the policy's own ``symbols`` takes beyond these.
+        options: what the policy's own ``draw`` takes beyond these.
 
     Raises:
         UnsupportedError: ``config`` is something else.
     """
-    if getattr(config, "policy", None) not in POLICIES:
-        raise UnsupportedError(f"config must be a section skip, such as Skip(policy='sparge'), got {shown(config)}")
-    return POLICIES[config.policy](q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
+    return policy_of(config).draw(q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
 
 
 def plan(

@@ -1,26 +1,32 @@
-"""The policy that leaves nothing out, and the rows that all policies start from: every one."""
+"""The policy that leaves nothing out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dit_accel.kernels.layout import TokenLayout
-from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
-
-if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+from dit_accel.sparse.policies.policy import Policy, every_row
 
 
-def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """``cache_bits`` under which all rows of ``q`` ``[B, S, H, D]`` compute: uint8 ``[B, T, ceil(H / 8)]``."""
-    return pack_bits(torch.ones(q.shape[0], layout.blocks, q.shape[2], dtype=torch.bool, device=q.device))
+class Dense(Policy):
+    """Every tile of every row."""
 
+    leaves_out = False
 
-def symbols(
-    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, *, kv_len: Any = None, pooled: Any = None
-) -> SparseSymbols:
-    """Every tile of every row; arguments as for :func:`dit_accel.sparse.policies.draw`."""
-    return SparseSymbols(every_row(q, layout), None, q.shape[2], layout.tokens, layout.block)
+    def draw(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        config: Any,
+        *,
+        kv_len: Any = None,
+        pooled: Any = None,
+    ) -> SparseSymbols:
+        return SparseSymbols(every_row(q, layout), None, q.shape[2], layout.tokens, layout.block)
+
+    def row_bytes(self, layout: TokenLayout) -> int:
+        return 0

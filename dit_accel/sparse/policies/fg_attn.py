@@ -17,37 +17,50 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap, block_means
 from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.sparse.policies.dense import every_row
+from dit_accel.sparse.policies.policy import Policy, every_row
 
 if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+    from dit_accel.presets.skip import FgAttnSkip
 
 # In units of 1 / N. The paper has 0.5 for both; the mean of queries is flatter than any of them, and at 0.5 it leaves
 # out 45% of demo-wan's keys for 19.6 dB.
 THRESHOLDS = {"exact": 0.5, "average_query": 0.1}
 
 
-def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
-) -> SparseSymbols:
-    """Keys that compute (FG-Attn, section 4.3), every row computing; rows and columns that hold text compute whole.
+class FgAttn(Policy):
+    """Single keys in ``slice_bits``, every row computing; rows and columns that hold text compute whole."""
 
-    ``pooled`` is not needed: a pooled map knows no single keys.
-    """
-    averages = config.mask == "average_query"
-    queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
-    threshold = config.key_threshold or THRESHOLDS[config.mask]
-    slice_bits = select_keys(queries, k, threshold, group=group, block=layout.block, kv_len=kv_len)
-    skip_bits = promote_tiles(slice_bits, layout, kv_len)
-    return SparseSymbols(
-        every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, slice_bits=slice_bits
-    )
+    def draw(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        config: FgAttnSkip,
+        *,
+        kv_len: torch.Tensor | None = None,
+        pooled: PooledMap | None = None,
+    ) -> SparseSymbols:
+        """Keys that compute (FG-Attn, section 4.3); ``pooled`` is not needed, for it knows no single keys."""
+        averages = config.mask == "average_query"
+        queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
+        threshold = config.key_threshold or THRESHOLDS[config.mask]
+        slice_bits = select_keys(queries, k, threshold, group=group, block=layout.block, kv_len=kv_len)
+        skip_bits = promote_tiles(slice_bits, layout, kv_len)
+        return SparseSymbols(
+            every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, slice_bits=slice_bits
+        )
+
+    def row_bytes(self, layout: TokenLayout) -> int:
+        return super().row_bytes(layout) + layout.blocks * layout.block // 8
+
+    def plan_entries(self, rows: int) -> int:
+        return 2 * rows + 1
+
+    def keeps_scores(self, config: FgAttnSkip) -> bool:
+        return config.mask == "exact"
+
+    def thresholds(self, config: FgAttnSkip) -> dict[str, tuple[float, ...]]:
+        return {"key_threshold": (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 8.0)}
 
 
 def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None) -> torch.Tensor:

@@ -9,17 +9,54 @@ import torch
 
 from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.pooling import PooledMap, pooled_map
-from dit_accel.kernels.symbols import SparseSymbols
-from dit_accel.sparse.policies.dense import every_row
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.sparse.policies.policy import Policy, every_row
 
 if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+    from dit_accel.presets.skip import SlaSkip
 
 
-def symbols(q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, **options: Any) -> SparseSymbols:
+class Sla(Policy):
     """Critical tiles in ``skip_bits``, marginal ones in ``linear_bits``, every row computing."""
-    return classified(q, k, layout, config.critical, config.negligible, **options)
+
+    def draw(
+        self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: SlaSkip, **options: Any
+    ) -> SparseSymbols:
+        return classified(q, k, layout, config.critical, config.negligible, **options)
+
+    def row_bytes(self, layout: TokenLayout) -> int:
+        return 2 * super().row_bytes(layout)
+
+    def projection(self, config: SlaSkip) -> str | None:
+        return config.projection
+
+    def add(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        config: SlaSkip,
+        *,
+        projection: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Linear attention over the marginal tiles, through the learned projection."""
+        if projection is not None:
+            options |= {"feature_map": config.feature_map, "projection": projection}
+            linear_attention(q, k, v, plan, out=o, accumulate=True, **options)
+        return o
+
+    def thresholds(self, config: SlaSkip) -> dict[str, tuple[float, ...]]:
+        return {"critical": (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)}
+
+    def fitted(self, config: SlaSkip, changes: dict[str, Any]) -> dict[str, Any]:
+        """Both classes are shares of the same tiles: a large critical one leaves less for the negligible."""
+        critical = changes["critical"]
+        return changes if critical + config.negligible <= 1 else {**changes, "negligible": round(1 - critical, 4)}
 
 
 def classified(
@@ -33,7 +70,7 @@ def classified(
     pooled: PooledMap | None = None,
     backend: str = "auto",
 ) -> SparseSymbols:
-    """:func:`symbols` by numbers (SLA, section 4.1, equations 2 and 3).
+    """Classes of the tiles by numbers (SLA, section 4.1, equations 2 and 3).
 
     Rows and columns that hold text are critical as a whole, beside the row's share of other tiles: text guides vision
     and is guided by it (FlashOmni, observation 1).

@@ -10,7 +10,7 @@ probabilities go or stay together, such a row keeps its tiles all the same.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,46 +19,71 @@ from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.selection import select_tiles
 from dit_accel.kernels.symbols import CAUSAL_TILE, FULL_TILE, SparseSymbols, TileMasks
-from dit_accel.sparse.policies.dense import every_row
+from dit_accel.sparse.policies.policy import Policy, every_row
 
 if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+    from dit_accel.presets.skip import SpargeSkip
+
+# Values that tuning tries.
+SIMILARITIES = (0.7, 0.5, 0.3, 0.15)
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+MASSES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.55)
 
 
-def symbols(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    layout: TokenLayout,
-    config: Skip,
-    *,
-    kv_len: torch.Tensor | None = None,
-    pooled: PooledMap | None = None,
-    causal: bool = False,
-    shares: torch.Tensor | None = None,
-) -> SparseSymbols:
-    """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing.
+class Sparge(Policy):
+    """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing."""
 
-    Args:
-        causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
-            later ones never do, and rows of the map sum to 1 over the others.
-        shares: of a row's tiles that each head keeps, float32 ``[H]``, in place of the section's ``top_k``.
-    """
-    pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
-    probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
-    if config.similarity is not None:
-        whole_rows, whole_columns = pooled.q_similarity < config.similarity, pooled.k_similarity < config.similarity
-    if causal:
-        probabilities = probabilities.tril()
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns, shares)
-    if config.sinks:
-        skip_bits[..., 0] |= 1
-    masks = None
-    if causal:
-        square = torch.ones(layout.blocks, layout.blocks, dtype=torch.bool, device=q.device)
-        skip_bits = skip_bits & pack_bits(square.tril()) | pack_bits(square.tril() & square.triu())
-        masks = _diagonal_masks(layout, q.device)
-    return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, masks)
+    def draw(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        config: SpargeSkip,
+        *,
+        kv_len: torch.Tensor | None = None,
+        pooled: PooledMap | None = None,
+        causal: bool = False,
+    ) -> SparseSymbols:
+        """The tiles of most probability in the pooled map.
+
+        Args:
+            causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
+                later ones never do, and rows of the map sum to 1 over the others.
+        """
+        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
+        probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
+        if config.similarity is not None:
+            whole_rows, whole_columns = pooled.q_similarity < config.similarity, pooled.k_similarity < config.similarity
+        if causal:
+            probabilities = probabilities.tril()
+            smallest = torch.finfo(torch.float32).tiny
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp(min=smallest)
+        skip_bits = tile_bits(probabilities, layout, config.tau_kv, config.top_k, whole_rows, whole_columns)
+        if config.sinks:
+            skip_bits[..., 0] |= 1
+        masks = None
+        if causal:
+            square = torch.ones(layout.blocks, layout.blocks, dtype=torch.bool, device=q.device)
+            skip_bits = skip_bits & pack_bits(square.tril()) | pack_bits(square.tril() & square.triu())
+            masks = _diagonal_masks(layout, q.device)
+        return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block, masks)
+
+    def options(self, config: SpargeSkip) -> dict[str, Any]:
+        return {"pv_threshold": config.pv_threshold, "tile_means": config.means}
+
+    def ramped(self, config: SpargeSkip, growth: float) -> SpargeSkip:
+        """Mass and share of tiles that are left out grow."""
+        if growth == 1:
+            return config
+        top_k = None if config.top_k is None else 1 - (1 - config.top_k) * growth
+        return config.model_copy(update={"tau_kv": config.tau_kv * growth, "top_k": top_k})
+
+    def target_error(self, config: SpargeSkip) -> float | None:
+        return config.probe_error
+
+    def thresholds(self, config: SpargeSkip) -> dict[str, tuple[float, ...]]:
+        similarity = {} if config.similarity is None else {"similarity": SIMILARITIES}
+        return similarity | ({"tau_kv": MASSES} if config.top_k is None else {"top_k": SHARES})
 
 
 def tile_bits(
@@ -68,7 +93,6 @@ def tile_bits(
     top_k: float | None = None,
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
-    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
 
@@ -82,14 +106,11 @@ def tile_bits(
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
         top_k: share of a row's tiles that is kept instead, whatever their mass.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
-        shares: of each head in place of ``top_k``, float32 ``[H]``.
 
     Returns:
         ``skip_bits`` of :class:`~dit_accel.kernels.symbols.SparseSymbols`, uint8 ``[B, H, T, ceil(T / 8)]``.
     """
     whole = {"always": layout.text_blocks, "rows": whole_rows, "columns": whole_columns}
-    if shares is not None:
-        return select_tiles(probabilities, None, shares=shares, **whole)
     return select_tiles(probabilities, tau_kv if top_k is None else None, top_k=top_k, **whole)
 
 

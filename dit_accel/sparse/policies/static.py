@@ -20,9 +20,10 @@ from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import TokenLayout, block_count
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE, SparseSymbols, TileMasks
 from dit_accel.kernels.tile_masks import symbols_from_intervals, symbols_of_tiles
+from dit_accel.sparse.policies.policy import Policy
 
 if TYPE_CHECKING:
-    from dit_accel.presets import Skip
+    from dit_accel.presets.skip import StaticSkip
 
 _SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has a layout or two, and a few layers of their own pattern
 TILE_KINDS = ("full", "causal", "partial")
@@ -123,16 +124,25 @@ def random_tiles(
     return symbols_of_tiles(tiles, TileMasks(codes, pool), tokens, block, batch, heads)
 
 
-def symbols(
-    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: Skip, *, kv_len: Any = None, pooled: Any = None
-) -> SparseSymbols:
-    """Policy ``static``: vision tokens attend by ``config.pattern``; text attends to all, and all attend to text.
+class Static(Policy):
+    """Vision tokens attend by ``config.pattern``; text attends to all, and all attend to text."""
 
-    The symbols of a layout are made once, and shared by all sites and steps. Arguments as for
-    :func:`dit_accel.sparse.policies.draw`.
-    """
-    key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
-    return _SYMBOLS.get(key, lambda: _symbols_of_layout(*key))
+    def draw(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        config: StaticSkip,
+        *,
+        kv_len: Any = None,
+        pooled: Any = None,
+    ) -> SparseSymbols:
+        """The symbols of a layout, made once and shared by all sites and steps."""
+        key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
+        return _SYMBOLS.get(key, lambda: _symbols_of_layout(*key))
+
+    def plan_entries(self, rows: int) -> int:
+        return rows
 
 
 def _symbols_of_layout(

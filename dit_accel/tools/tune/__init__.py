@@ -104,7 +104,7 @@ def tune(
     preset = load_preset(preset, **overrides)
     parameter = inspect.signature(pipe.__call__).parameters.get("num_inference_steps")
     arguments = {"num_inference_steps": parameter and parameter.default, **(arguments or {})}
-    by_layer = "skip" in preset.effective() and preset.skip.skips and preset.skip.density == "uniform"
+    by_layer = "skip" in preset.effective() and preset.skip.skips
     axes = axes_of(preset, by_layer=by_layer)
     split = split_prompts(prompts, tuning_prompts, held_out_prompts)
     tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)

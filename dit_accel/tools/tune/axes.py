@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dit_accel.errors import TuningError
-from dit_accel.presets import Preset
+from dit_accel.presets import Preset, Skip
+from dit_accel.sparse.policies import policy_of
 
 # Geometric where a threshold is an error: the next value is as much looser wherever one stands.
 TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(26))  # 0.003 … 0.97
 INTERVALS = tuple(range(2, 13))
-TOP_K = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 BOUND_RATIOS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)
 TAU_Q = tuple(round(0.05 * step, 2) for step in range(20))  # 0 … 0.95
@@ -57,11 +57,9 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
         axes.append(_axis("schedule.target_error", TARGET_ERRORS, schedule.target_error))
     elif forecasts:
         axes.append(_axis("schedule.interval", INTERVALS, schedule.interval))
-    if preset.skip.density == "adaptive":
-        axes.append(_axis("skip.top_k", TOP_K, preset.skip.top_k))
     if by_layer:
         axes.append(_axis(BOUND, BOUNDS, 0.05))  # 0.05 and 0.06 are SpargeAttn's for video models
-        if any(variant.pv_threshold is not None for variant in preset.skip.variants):
+        if any(map(skips_values, preset.skip.variants)):
             axes.append(_axis(BOUND_RATIO, BOUND_RATIOS, 1.2))
     if preset.linear.dtype is not None:
         axes.append(_axis(LINEAR_BOUND, LINEAR_BOUNDS, LINEAR_BOUNDS[-1]))
@@ -70,11 +68,16 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
         axes.append(_axis("reuse.degrade_below", DEGRADE_BELOW, reuse.degrade_below))
     if forecasts and forecast.method != "reuse":
         axes.append(replace(_axis("forecast.order", ORDERS, forecast.order), closest_first=False))
-    if forecasts or by_layer or preset.skip.density == "adaptive":
+    if forecasts or by_layer:
         axes.append(_axis("schedule.warmup", WARMUPS, schedule.warmup))
     if not axes:
         raise TuningError(f"preset {preset.name!r} computes everything: it has no threshold to tune")
     return axes
+
+
+def skips_values(config: Skip) -> bool:
+    """Return True if attention leaves tiles out by ``pv_threshold``, beside those that the policy leaves out."""
+    return policy_of(config).options(config).get("pv_threshold") is not None
 
 
 def overrides_of(setting: Setting) -> dict[str, Any]:

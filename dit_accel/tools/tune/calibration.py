@@ -18,25 +18,14 @@ from typing import Any
 import torch
 
 from dit_accel.errors import TuningError
-from dit_accel.kernels import attention, linear_attention
+from dit_accel.kernels import attention
 from dit_accel.presets import Preset, Skip
-from dit_accel.sparse.policies import flashomni, plan
+from dit_accel.sparse.policies import flashomni, plan, policy_of
 from dit_accel.sparse.projections import load_projections
 from dit_accel.tools.capture import AttentionTap, Site
-from dit_accel.tools.tune.axes import BOUND_RATIOS, BOUNDS
+from dit_accel.tools.tune.axes import BOUND_RATIOS, BOUNDS, skips_values
 from dit_accel.tools.tune.runs import left_out
 
-# Values of each policy's thresholds, from the closest to the cheapest, in rows along the last key. A policy that is
-# not here is measured with the keys that the preset has.
-THRESHOLDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "sparge": {
-        "similarity": (0.7, 0.5, 0.3, 0.15),
-        "top_k": (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
-        "tau_kv": (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.55),
-    },
-    "sla": {"critical": (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)},
-    "fg_attn": {"key_threshold": (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 8.0)},
-}
 PV_THRESHOLDS = (-20.0, -15.0, -12.0, -9.0, -7.0, -5.0, -4.0, -3.0)
 SAMPLES = 4  # recorded steps of each layer, across prompts and the run
 LEAST_SPARSITY = 0.02  # a layer that leaves out less is not worth its masks
@@ -175,7 +164,7 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
             if candidate.error > BOUNDS[-1]:
                 break
             found.append(candidate)
-    if config.pv_threshold is None:
+    if not skips_values(config):
         return found
     winners = {id(best): (best, bound) for bound in BOUNDS if (best := _sparsest(found, bound)) is not None}
     for best, bound in winners.values():  # the widest bound that would choose it
@@ -189,25 +178,15 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
     """Changes to a block's section, in rows of rising sparsity."""
-    thresholds = dict(THRESHOLDS.get(config.policy, {}))
-    if config.policy == "sparge":
-        del thresholds["tau_kv" if config.top_k is not None else "top_k"]
-        if config.similarity is None:
-            del thresholds["similarity"]
+    policy = policy_of(config)
+    thresholds = policy.thresholds(config)
     *slow, fast = thresholds.items() if thresholds else [(None, (None,))]
     for values in itertools.product(*(values for _, values in slow)):
         fixed = dict(zip((key for key, _ in slow), values, strict=True))
-        if config.pv_threshold is not None:
+        if skips_values(config):
             fixed["pv_threshold"] = None
         key, row = fast
-        yield [_fitting(config, {**fixed, key: value} if key else fixed) for value in row]
-
-
-def _fitting(config: Skip, changes: dict[str, Any]) -> dict[str, Any]:
-    """SLA's classes are shares of the same tiles: a large critical one leaves less for the negligible."""
-    if "critical" in changes and changes["critical"] + config.negligible > 1:
-        return {**changes, "negligible": round(1 - changes["critical"], 4)}
-    return changes
+        yield [policy.fitted(config, {**fixed, key: value}) if key else fixed for value in row]
 
 
 class _Measured:
@@ -215,7 +194,8 @@ class _Measured:
 
     def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
         self._preset = preset
-        projections = preset.skip.at(block).projection
+        config = preset.skip.at(block)
+        projections = policy_of(config).projection(config)
         self._projection = None if projections is None else load_projections(projections).get(block)
         self._samples = []
         for sample in samples:
@@ -225,7 +205,7 @@ class _Measured:
 
     def candidate(self, config: Skip, changes: dict[str, Any]) -> Candidate:
         changed = Skip.model_validate({**config.model_dump(exclude_unset=True, exclude={"layers"}), **changes})
-        errors, sparsities = [], []
+        errors, sparsities, policy = [], [], policy_of(changed)
         for sample, q, k, v, dense in self._samples:
             site = sample.site
             tiles = plan(q, k, self._at(changed, sample.progress), layout=site.layout, kv_len=site.kv_len)
@@ -233,19 +213,12 @@ class _Measured:
             made = attention(
                 *(q, k, v, tiles),
                 kv_len=site.kv_len,
-                pv_threshold=changed.pv_threshold,
+                pv_threshold=policy.options(changed).get("pv_threshold"),
                 qk_dtype=kernels.qk_dtype,
                 backend=kernels.attention,
             )
-            if tiles.linear_bits is not None and self._projection is not None:
-                linear_attention(
-                    *(q, k, v, tiles),
-                    feature_map=changed.feature_map,
-                    projection=self._projection.to(q),
-                    kv_len=site.kv_len,
-                    out=made,
-                    accumulate=True,
-                )
+            projection = None if self._projection is None else self._projection.to(q)
+            policy.add(made, q, k, v, tiles, changed, projection=projection, kv_len=site.kv_len)
             errors.append(((made.float() - dense).abs().sum() / dense.abs().sum()).item())
             sparsities.append(left_out(tiles))
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
@@ -254,4 +227,4 @@ class _Measured:
         """The section at that point of a run: at level head its thresholds grow."""
         if self._preset.forecast.level != "head":
             return config
-        return config.ramped(flashomni.ramped(1.0, progress, self._preset.reuse.ramp))
+        return policy_of(config).ramped(config, flashomni.ramped(1.0, progress, self._preset.reuse.ramp))

@@ -44,10 +44,10 @@ MUTANTS = [
     Mutant(
         "probe-is-free",
         f"{MODELS}/block_costs.py",
-        "1 - site.attended - site.probed",
-        "1 - site.attended",
+        "1 - densities.attended - tiles.probed",
+        "1 - densities.attended",
         "the probe's dense rows count as computed",
-        f"{TEST_MODELS}/test_block_costs.py tests/sparse/test_site.py",
+        f"{TEST_MODELS}/test_block_costs.py tests/sparse/test_tile_site.py",
     ),
     Mutant(
         "samples-apart-count-whole",

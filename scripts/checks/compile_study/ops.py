@@ -95,7 +95,7 @@ def _symbols() -> None:
     kernels.pooled_map(q, k, DENSE.block, backend="triton")
     masses = torch.rand(inputs.tiles.shape)
     kernels.select_tiles(masses, 0.3, always=slice(0, 1), backend="triton")
-    kernels.select_tiles(masses, None, shares=torch.rand(masses.shape[1]), always=slice(0, 1), backend="triton")
+    kernels.select_tiles(masses, None, top_k=0.3, always=slice(0, 1), backend="triton")
     kernels.pack_bits(inputs.tiles, backend="triton")
     kernels.select_keys(q, k, 0.5, group=DENSE.block, block=DENSE.block, backend="triton")
     kernels.lower(inputs.symbols, backend="triton")

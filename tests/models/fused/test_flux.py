@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.sparse import site as sparse_site
+from dit_accel.sparse import head_site
 from tests.models.naive_flux import run_heads, run_layers
 from tests.tiny import tiny_flux_lora, tiny_inputs, tiny_pipeline
 
@@ -92,8 +92,8 @@ def test_update_projects_heads_whose_symbol_changed(pipe, history_dtype, monkeyp
         updates.setdefault(weight.data_ptr(), []).append((previous, stack, arguments[1].mask64))
         return out, stack
 
-    kernel = sparse_site.gemm_o_update
-    monkeypatch.setattr(sparse_site, "gemm_o_update", spy)
+    kernel = head_site.gemm_o_update
+    monkeypatch.setattr(head_site, "gemm_o_update", spy)
     _, report = accelerate(pipe, head_preset(**{"memory.history_dtype": history_dtype}))
     assert report.fallbacks == []
     second = [step.index for step in report.steps if step.mode == "update"][1]

@@ -10,7 +10,7 @@ from dit_accel.kernels import attention
 from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import unpack_bits
 from dit_accel.presets import Skip
-from dit_accel.sparse.policies import draw, plan
+from dit_accel.sparse.policies import draw, plan, policy_of
 from dit_accel.sparse.policies.sparge import tile_bits
 
 BLOCK = 64
@@ -256,3 +256,16 @@ def test_plan_needs_nothing_but_queries_and_keys(qkv):
     explicit = plan(q, k, Skip(policy="sparge", tau_kv=0.2), layout=TokenLayout(0, TOKENS, 128))
     assert torch.equal(lowered.kv_count, explicit.kv_count)
     assert (plan(q, k, Skip()).kv_count == lowered.blocks).all()
+
+
+def test_ramp_grows_what_is_left_out():
+    """At growth 0 nothing is left out, at 1 what the section says; shares of SLA stay as they were trained."""
+
+    def ramped(growth, config):
+        return policy_of(config).ramped(config, growth)
+
+    mass, share = Skip(policy="sparge", tau_kv=0.2), Skip(policy="sparge", top_k=0.2)
+    assert [ramped(growth, mass).tau_kv for growth in (0.0, 0.5, 1.0)] == [0.0, 0.1, 0.2]
+    assert [ramped(growth, share).top_k for growth in (0.0, 0.5, 1.0)] == [1.0, 0.6, 0.2]
+    sla = Skip(policy="sla", critical=0.1)
+    assert ramped(0.5, sla) is sla

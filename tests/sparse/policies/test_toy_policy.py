@@ -1,4 +1,4 @@
-"""A policy of one's own, made as CONTRIBUTING.md says: its function, its section, one line in the table, its tests.
+"""A policy of one's own, made as CONTRIBUTING.md says: its object, its section, one line in the table, its tests.
 
 It keeps a diagonal band of tiles, and the tiles that hold text. The fixture adds it to the tables and takes it off.
 """
@@ -17,21 +17,26 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.presets import Preset, Skip, load_preset
 from dit_accel.sparse.policies import POLICIES, plan
-from dit_accel.sparse.policies.dense import every_row
+from dit_accel.sparse.policies.policy import Policy, every_row
 from dit_accel.sparse.site_state import symbol_bytes
-from dit_accel.tools.tune import calibration
+from dit_accel.tools.tune import axes, calibration
 from tests.models import tiny
 from tests.models.naive_flux import Schedule
 from tests.models.naive_tiles import NaiveTiles, Sequence
 
 
-def symbols(q, k, layout, config, *, kv_len=None, pooled=None):
-    """Tiles at most ``config.reach`` from the diagonal; arguments as for :func:`dit_accel.sparse.policies.draw`."""
-    block = torch.arange(layout.blocks, device=q.device)
-    tiles = (block - block[:, None]).abs() <= config.reach
-    tiles[layout.text_blocks], tiles[:, layout.text_blocks] = True, True
-    skip_bits = pack_bits(tiles.expand(q.shape[0], q.shape[2], -1, -1))
-    return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block)
+class BandPolicy(Policy):
+    """Tiles at most ``config.reach`` from the diagonal."""
+
+    def draw(self, q, k, layout, config, *, kv_len=None, pooled=None):
+        block = torch.arange(layout.blocks, device=q.device)
+        tiles = (block - block[:, None]).abs() <= config.reach
+        tiles[layout.text_blocks], tiles[:, layout.text_blocks] = True, True
+        skip_bits = pack_bits(tiles.expand(q.shape[0], q.shape[2], -1, -1))
+        return SparseSymbols(every_row(q, layout), skip_bits, q.shape[2], layout.tokens, layout.block)
+
+    def thresholds(self, config):
+        return {"reach": (9, 3, 1)}
 
 
 class Band(Skip):
@@ -56,7 +61,7 @@ def band():
     field = Preset.model_fields["skip"]
     shipped = field.annotation
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(POLICIES, "band", symbols)
+        patch.setitem(POLICIES, "band", BandPolicy())
         patch.setitem(Skip.forms, "band", Band)
         field.annotation = shipped | Annotated[Band, Tag("band")]
         Preset.model_rebuild(force=True)
@@ -160,16 +165,17 @@ def test_a_pipeline_under_the_policy_is_one_under_its_masks(name, refresh, band)
 
 
 def test_other_readers_of_a_policy_take_it(band):
-    """Level head reserves a bit a tile, tuning measures the preset's own keys, and single blocks may have it."""
+    """Level head reserves a bit a tile, tuning tries its values, and single blocks may have it."""
     preset = load_preset("flux-flashomni-paper", skip={"policy": "band", "reach": 0})
     assert symbol_bytes(preset, LAYOUTS["no-text"], 1, 3) == symbol_bytes(
         load_preset("flux-flashomni-paper", skip={"policy": "sparge"}), LAYOUTS["no-text"], 1, 3
     )
-    assert list(calibration._rows(preset.skip)) == [[{}]]
+    assert list(calibration._rows(preset.skip)) == [[{"reach": 9}, {"reach": 3}, {"reach": 1}]]
+    assert list(calibration._rows(Skip(policy="static", window=64))) == [[{}]]
     mixed = load_preset(
         "flux-flashomni-paper", skip={"policy": "none", "layers": {"a": {"policy": "band", "reach": 2}}}
     )
-    assert mixed.skip.at("a").reach == 2 and mixed.skip.at("a").pv_threshold is None
+    assert mixed.skip.at("a").reach == 2 and not axes.skips_values(mixed.skip.at("a"))
     with accelerated(tiny.pipeline("flux"), preset):
         tiny.output("flux", 8, height=96, width=96)
         assert tiny.pipeline("flux").dit_accel.report().steps_by_mode["dispatch"] > 0

@@ -2,9 +2,6 @@
 
 import functools
 import math
-from itertools import groupby
-from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +13,13 @@ from dit_accel.kernels.layout import TokenLayout
 from dit_accel.kernels.packing import pack_bits
 from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.closed_loop import Gap
-from dit_accel.loop.controller import Controller
 from dit_accel.loop.forecast import History
 from dit_accel.loop.memory import MemoryPlan, ModelSize
-from dit_accel.loop.tracker import Tick
-from dit_accel.sparse import policies
-from dit_accel.sparse import site as sparse_site
-from dit_accel.sparse.projections import Projections
-from dit_accel.sparse.site import SparseSite
-from dit_accel.sparse.site_state import SiteState
+from dit_accel.sparse import tile_site
+from dit_accel.sparse.policies import POLICIES
+from dit_accel.sparse.site_state import SiteState, TileState
+from dit_accel.sparse.tile_site import TileSite
+from tests.sparse.calls import NO_PROJECTIONS, controller_of
 from tests.tiny import tiny_output, tiny_pipeline
 
 STEPS = 8
@@ -61,17 +56,18 @@ class Spy:
     def __init__(self, monkeypatch):
         self.drawn, self.attended = [], []
 
-        def draw(q, k, layout, config, **options):
-            self.drawn.append(config)
-            return original_draw(q, k, layout, config, **options)
-
         def attention(q, k, v, plan, **options):
             self.attended.append((plan, options))
             return original_attention(q, k, v, plan, **options)
 
-        original_draw, original_attention = policies.draw, sparse_site.attention
-        monkeypatch.setattr(policies, "draw", draw)
-        monkeypatch.setattr(sparse_site, "attention", attention)
+        def noted(draw, q, k, layout, config, **options):
+            self.drawn.append(config)
+            return draw(q, k, layout, config, **options)
+
+        original_attention = tile_site.attention
+        for policy in POLICIES.values():
+            monkeypatch.setattr(policy, "draw", functools.partial(noted, policy.draw))
+        monkeypatch.setattr(tile_site, "attention", attention)
 
 
 @pytest.fixture
@@ -261,7 +257,7 @@ def test_single_keys_of_a_ragged_sequence_come_to_less_than_all():
     keys[..., 2 * block :] = False  # the ragged tile attends as one
     rows = torch.ones(1, 3, 1, dtype=torch.bool)
     plan = lower(SparseSymbols(pack_bits(rows), pack_bits(tiles), 1, tokens, block, slice_bits=pack_bits(keys)))
-    assert sparse_site._density(plan).item() == pytest.approx((64 + 2 * 63) / 192)
+    assert tile_site._density(plan).item() == pytest.approx((64 + 2 * 63) / 192)
 
 
 def test_residuals_are_kept_as_float8():
@@ -296,7 +292,7 @@ def errors_of(report):
 @pytest.fixture
 def true_errors(monkeypatch):
     """Relative L2 error of every sparse attention against float64, in the order of calls."""
-    errors, original = [], sparse_site.attention
+    errors, original = [], tile_site.attention
 
     def attention(q, k, v, plan, **options):
         o = original(q, k, v, plan, **options)
@@ -305,7 +301,7 @@ def true_errors(monkeypatch):
         errors.append(((o - dense).norm() / dense.norm()).item())
         return o
 
-    monkeypatch.setattr(sparse_site, "attention", attention)
+    monkeypatch.setattr(tile_site, "attention", attention)
     return errors
 
 
@@ -349,13 +345,13 @@ def test_probe_tightens_until_the_target_is_met(level):
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_row_has_its_turn_at_the_probe(count, monkeypatch):
     """From step to step the probe moves on, until it has measured every token of each site."""
-    measured, original = [], sparse_site.attention_error
+    measured, original = [], tile_site.attention_error
 
     def attention_error(o, q, k, v, rows, **options):
         measured.append({token for row in rows for token in range(row.start, row.stop)})
         return original(o, q, k, v, rows, **options)
 
-    monkeypatch.setattr(sparse_site, "attention_error", attention_error)
+    monkeypatch.setattr(tile_site, "attention_error", attention_error)
     _, report = run("wan", probed("output", probe_blocks=count), height=96, width=96)
     sites, tokens = len(report.layers), max(token for seen in measured for token in seen) + 1
     turns = math.ceil(math.ceil(tokens / 64) / count)
@@ -365,30 +361,14 @@ def test_every_row_has_its_turn_at_the_probe(count, monkeypatch):
         assert set().union(*seen) == set(range(tokens)) and seen[0] != seen[1]
 
 
-@pytest.mark.parametrize("level", ["output", "head"])
-def test_heads_with_shares_of_their_own_tighten_too(level):
-    """Where the probe finds too large an error, each computed step attends to more, up to all of the tiles."""
-    densities = []
-    for more in ({}, {"probe_error": 1e-6}):
-        _, report = run("wan", probed(level, density="adaptive", **more), height=96, width=96)
-        by_step = groupby(report.attentions, lambda each: each.step)
-        densities.append([fmean(each.density for each in attentions) for _, attentions in by_step])
-    free, held = densities
-    assert free[0] == held[0] < 1 and len(held) > 2
-    rising = held.index(1.0) + 1 if 1.0 in held else len(held)  # where all tiles attend there is no error
-    assert rising > 2
-    for step in range(1, len(held)):
-        assert held[step] > free[step] and (step >= rising or held[step] > held[step - 1])
-
-
 @pytest.mark.parametrize(
     "error, kept", [(0.01, True), (0.04, True), (0.05, False), (math.nan, False), (math.inf, False)]
 )
 def test_masks_stay_only_where_their_error_is_known_to_be_small(error, kept):
     """An error that is no number is none that the target allows."""
-    state = SiteState(tiles=(masks := object()))
+    state = TileState(kept=(masks := object()))
     state.tighten(error, 0.04)
-    assert (state.tiles is masks) == kept
+    assert (state.kept is masks) == kept
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -398,16 +378,17 @@ def test_what_a_site_keeps_has_its_coordinates(left):
     coordinates = (6.0, 4.0, 2.0)
     values = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 128, 16)
     history = state.history("mlp", MemoryPlan(2))
-    state.attention = History(2)
+    heads = state.heads
+    heads.attention = History(2)
     for coordinate, value in zip(reversed(coordinates), values.flip(0), strict=True):
         history.record(coordinate, (value,))
-        state.attention.record(coordinate, (value,))
-    state.bias_stack, state.bias_coordinates = MemoryPlan(2).biases.keep(values.clone()), coordinates
+        heads.attention.record(coordinate, (value,))
+    heads.bias_stack, heads.bias_coordinates = MemoryPlan(2).biases.keep(values.clone()), coordinates
     state.adopt(MemoryPlan(left), size)
     for kept, own, count in (
         ([value for (value,) in history.values], history.coordinates, left + 1),
-        ([value for (value,) in state.attention.values], state.attention.coordinates, left),
-        (state.bias_stack.read(), state.bias_coordinates, left + 1),
+        ([value for (value,) in heads.attention.values], heads.attention.coordinates, left),
+        (heads.bias_stack.read(), heads.bias_coordinates, left + 1),
     ):
         assert own == coordinates[:count] and len(kept) == count
         assert all(torch.equal(value, values[place]) for place, value in enumerate(kept))
@@ -443,34 +424,6 @@ def test_unknown_block_is_an_error_before_anything_changes(name):
 
 # What a site makes of its numbers
 
-NO_PROJECTIONS = Projections(load_preset("exact"), "transformer", (), {}, 64)
-
-
-def controller_of(preset):
-    """For calls that no model makes; the timestep is the step."""
-    steps = 12
-    clock = SimpleNamespace(
-        read=lambda step: Tick("run", step, steps, range(steps), [1 - i / steps for i in range(steps)])
-    )
-    controller = Controller(preset, clock, "any")
-    controller.add_transformer("transformer", ["first", "second"])
-    return controller
-
-
-def test_layers_degrade_below_their_threshold():
-    """New densities reach their sites, and a layer whose rows without text compute less than S_q of their scores is
-    forecast whole until the next.
-    """
-    preset = load_preset("flux-flashomni-paper", **{"reuse.degrade_below": 0.3})
-    size = ModelSize(layout=TokenLayout(text=128, vision=7 * 128))  # of 8 rows 7 without text
-    for rest, degraded in ((0.29, True), (0.31, False)):
-        tiles = (1 + 7 * rest) / 8
-        with controller_of(preset).calling("transformer", "cond", 8, (), lambda: size) as call:
-            SparseSite("first", call, preset, NO_PROJECTIONS).take_densities([0.5, 0.75, tiles, 0.5, 0.25, 0.0])
-            site = call.site("first", SiteState)
-        assert (site.row_density, site.row_block_density, site.tile_density) == (0.5, 0.75, tiles)
-        assert (site.attended, site.bias_density, site.degraded) == (0.5, 0.25, degraded)
-
 
 def test_the_probes_errors_reach_report_and_site():
     """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
@@ -478,20 +431,20 @@ def test_the_probes_errors_reach_report_and_site():
     controller = controller_of(preset)
     for context, error in (("cond", 0.16), ("uncond", 0.01)):
         with controller.calling("transformer", context, 8, ()) as call:
-            site = call.site("first", SiteState)
-            site.growth = site.tiles_growth = 0.5
-            site.tiles = masks = object()
+            site = call.site("first", SiteState).tiles
+            site.growth = site.drawn_growth = 0.5
+            site.kept = masks = object()
             call.skips = True
             site.probed = 0.2
             for name in ("first", "second"):
                 densities = torch.tensor([1.0, 1.0, 1.0, 0.75, 0.0, error])
-                call.measure([densities], SparseSite(name, call, preset, NO_PROJECTIONS).take_densities)
+                call.measure([densities], TileSite(name, call, preset, NO_PROJECTIONS).take_densities)
             controller.read(call)
             tightened = error > 0.04
             assert site.growth == pytest.approx(0.25 if tightened else 0.625)
-            assert (site.tiles is masks) != tightened
-            assert call.site("second", SiteState).growth == 1.0
-            site.tiles = None
+            assert (site.kept is masks) != tightened
+            assert call.site("second", SiteState).tiles.growth == 1.0
+            site.kept = None
     records = [(each.layer, each.density, each.error) for each in controller.report.attentions]
     assert records == [
         ("first", 0.75, pytest.approx(0.16)),

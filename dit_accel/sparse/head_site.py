@@ -1,0 +1,160 @@
+"""The heads of one attention at level head (FlashOmni): rows that are reused, GEMM-Q and GEMM-O under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.kernels import gemm_o_dispatch, gemm_o_update, gemm_q, lower, pooled_map, unpack_bits
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import AttentionPlan
+from dit_accel.loop.forecast import History, forecast_weights
+from dit_accel.loop.tracker import StepMode
+from dit_accel.sparse.policies import flashomni
+from dit_accel.sparse.site_state import KEPT_TILES, SiteState
+from dit_accel.sparse.tile_site import Inputs, TileSite, densities_of
+
+
+class HeadSite(TileSite):
+    """The site's state in one call, with the ops that read and write it in the order of the data flow.
+
+    A computed call: :meth:`attend_computed`, and at an UPDATE :meth:`project_out`.
+    DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heads = self._call.site(self._key, SiteState).heads
+        self._plan: AttentionPlan | None = None
+
+    @property
+    def caches_bias(self) -> bool:
+        """Whether the output projection goes through :meth:`project_out`, and not through its module."""
+        return self._call.mode is not StepMode.FULL
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The lowered symbols of DISPATCH steps."""
+        if self._plan is None:
+            self._plan = self.heads.plan or lower(self.state.symbols)
+        return self._plan
+
+    def attend_computed(self, inputs: Inputs) -> torch.Tensor:
+        o = super().attend_computed(inputs)
+        if self._call.records and not self.caches_bias:  # else project_out does
+            self._record(o)
+        return o
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_len: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` under a plan; None = that of this DISPATCH call."""
+        return super().attend(q, k, v, kv_len, self.plan if plan is None else plan)
+
+    def query(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: nn.RMSNorm,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        offset: int,
+    ) -> torch.Tensor:
+        """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
+        turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
+        backend = self._preset.kernels.gemm
+        return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=backend, **turned)
+
+    def project_out(
+        self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)
+    ) -> torch.Tensor:
+        """GEMM-O of the tokens ``stream`` of ``o`` ``[B, T, H, D]``: ``[B, S, N]``.
+
+        An UPDATE makes the bias stack under the new symbols from earlier attention outputs and remembers this one;
+        DISPATCH reads the stack.
+        """
+        heads, call, branch = self.heads, self._call, self._call.branch
+        options = {"offset": stream.start or 0, "backend": self._preset.kernels.gemm}
+        if self.dispatches:
+            method, coordinates = self._preset.forecast.method, heads.bias_coordinates
+            weights = forecast_weights(method, coordinates, call.coordinate, branch.order)
+            return gemm_o_dispatch(o[:, stream], weight, self.plan, heads.bias_stack.read(), weights, **options)
+        history = [] if heads.attention is None else [value[:, stream] for (value,) in heads.attention.values]
+        previous = (heads.bias_stack.read(), heads.bias_mask64) if self._rebases else None
+        heads.bias_coordinates = (call.coordinate, *self._recorded)
+        branch.fetch_after(self._name)
+        self._record(o)
+        options |= {"history": history, "previous": previous}
+        out, stack = gemm_o_update(o[:, stream], weight, bias, self.plan, **options)
+        heads.bias_stack, heads.bias_mask64 = branch.memory.biases.keep(stack), self.plan.mask64
+        return out
+
+    def take_densities(self, measured: Sequence[float]) -> None:
+        """Also decides whether the layer degrades."""
+        super().take_densities(measured)
+        threshold, layout = self._preset.reuse.degrade_below, self._call.branch.size.layout
+        self.heads.degraded = threshold > 0 and _vision_density(self.state.densities.tiles, layout) < threshold
+
+    def _draw(self, inputs: Inputs) -> AttentionPlan | None:
+        """Under the new symbols of an UPDATE rows are reused, too; its own attention computes all of them."""
+        if not (self._skips or self.caches_bias):
+            return None
+        q, k, _, layout, _, kv_len = inputs
+        pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if self.caches_bias else None
+        symbols = self._tiles(inputs, pooled)
+        drawn = lower(symbols) if self._skips else None
+        attended = None if drawn is None else self._attended(drawn)
+        if not self.caches_bias:  # a FULL step's tiles are not those of the cached bias
+            self.announce(self.state.symbols, densities_of(drawn, attended))
+            return attended
+        every_row, reuse = symbols.cache_bits, self._preset.reuse
+        tau_rows = flashomni.ramped(reuse.tau_q, self._call.progress, reuse.ramp)
+        symbols = replace(symbols, cache_bits=flashomni.row_bits(pooled.probabilities, layout, tau_rows))
+        before = self.state.symbols.cache_bits if self._rebases else every_row
+        projected = unpack_bits(symbols.cache_bits ^ before, symbols.heads).float().mean()[None]
+        self._plan = lower(symbols)
+        self.heads.plan = self._plan if self._plan.kv_index.numel() <= KEPT_TILES else None
+        self.announce(symbols, densities_of(self._plan, attended, projected))
+        return attended
+
+    @property
+    def _ramp(self) -> float:
+        return flashomni.ramped(1.0, self._call.progress, self._preset.reuse.ramp)
+
+    def _record(self, o: torch.Tensor) -> None:
+        memory, size = self._call.branch.memory, self._call.branch.size
+        if self.heads.attention is None:
+            self.heads.attention = History(memory.order, memory.attention(size.layout))
+        self.heads.attention.record(self._call.coordinate, (o,))
+
+    @property
+    def _recorded(self) -> tuple[float, ...]:
+        """Coordinates of the remembered attention outputs, newest first."""
+        return () if self.heads.attention is None else self.heads.attention.coordinates
+
+    @property
+    def _rebases(self) -> bool:
+        """Whether an UPDATE takes the older entries of its bias stack over from the last stack.
+
+        It must hold one for each remembered output (FULL steps record an output alone), and not be float8: an entry's
+        roundings would add up.
+        """
+        recorded = self._recorded
+        held = self.heads.bias_coordinates[: len(recorded)]
+        return len(recorded) > 0 and held == recorded and not self._call.branch.memory.float8
+
+
+def _vision_density(density: float, layout: TokenLayout) -> float:
+    """The share of scores that rows without text compute, by that of all rows: rows with text compute every score."""
+    text = len(range(layout.blocks)[layout.text_blocks])
+    return (density * layout.blocks - text) / (layout.blocks - text) if text < layout.blocks else 1.0

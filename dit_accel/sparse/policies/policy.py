@@ -1,0 +1,113 @@
+"""A policy: one object, which has all that a site and the tools ask of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dit_accel.kernels.layout import TokenLayout, block_count
+from dit_accel.kernels.packing import pack_bits
+from dit_accel.kernels.pooling import PooledMap
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+
+
+class Policy(ABC):
+    """Draws the symbols of an attention; a subclass in a file of its own overrides what differs from the defaults.
+
+    ``config`` is the policy's own section ``skip`` of a preset, as it is for one block.
+    """
+
+    leaves_out = True  # False: attention is dense, and the site draws nothing
+
+    @abstractmethod
+    def draw(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layout: TokenLayout,
+        config: Any,
+        *,
+        kv_len: torch.Tensor | None = None,
+        pooled: PooledMap | None = None,
+    ) -> SparseSymbols:
+        """Return the symbols of one attention, under which every row computes.
+
+        Nothing here may make the host wait for the GPU.
+
+        Args:
+            q, k: ``[B, S, H, D]`` as attention gets them.
+            layout: of the S tokens.
+            kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+            pooled: the pooled map of these q and k; None = a policy that needs it makes it.
+        """
+
+    def row_bytes(self, layout: TokenLayout) -> int:
+        """Return the bytes that symbols take for one row of a head: by default a bit a tile."""
+        return block_count(layout.blocks, 8)
+
+    def plan_entries(self, rows: int) -> int:
+        """Return the int32 entries that a plan of ``rows`` rows has beside the list of its tiles."""
+        return 0
+
+    def keeps_scores(self, config: Any) -> bool:
+        """Return True if drawing computes all scores: a step that draws masks for later steps then attends to all
+        keys, which costs nothing more.
+        """
+        return False
+
+    def options(self, config: Any) -> dict[str, Any]:
+        """Return the arguments that :func:`~dit_accel.kernels.attention` gets for this policy alone."""
+        return {}
+
+    def ramped(self, config: Any, growth: float) -> Any:
+        """Return the section with what may be left out scaled by ``growth``, 0..1: little early in a run at level
+        head, and where the probe found too large an error. By default nothing scales.
+        """
+        return config
+
+    def target_error(self, config: Any) -> float | None:
+        """Return the error on the probe's rows to which a block is held by :meth:`ramped`; None = no bound."""
+        return None
+
+    def projection(self, config: Any) -> str | None:
+        """Return the file of learned matrices ``[D, D]`` for :meth:`add`; None = the policy needs none."""
+        return None
+
+    def add(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        config: Any,
+        *,
+        projection: torch.Tensor | None,
+        kv_len: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default as it is.
+
+        Args:
+            projection: the block's matrix of :meth:`projection`, or None.
+        """
+        return o
+
+    def thresholds(self, config: Any) -> Mapping[str, Sequence[float]]:
+        """Return the values that ``dit-accel tune`` tries by key of the section, from the closest to the cheapest.
+
+        It goes along the last key for each combination of the others. Empty = it measures the preset's own keys.
+        """
+        return {}
+
+    def fitted(self, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return changes of these keys with what they need of others."""
+        return changes
+
+
+def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """``cache_bits`` under which all rows of ``q`` ``[B, S, H, D]`` compute: uint8 ``[B, T, ceil(H / 8)]``."""
+    return pack_bits(torch.ones(q.shape[0], layout.blocks, q.shape[2], dtype=torch.bool, device=q.device))

@@ -1,0 +1,214 @@
+"""The tiles of one attention in a call that computes: q and k to symbols, attention under them, and its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dit_accel.kernels import PooledMap, attention, lower
+from dit_accel.kernels.layout import TokenLayout
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.loop.branch import Call
+from dit_accel.loop.report import AttentionRecord
+from dit_accel.loop.tracker import StepMode
+from dit_accel.presets import Preset
+from dit_accel.sparse.policies import policy_of
+from dit_accel.sparse.probe import attention_error, probed_rows
+from dit_accel.sparse.projections import Projections
+from dit_accel.sparse.site_state import Densities, SiteState, state_name
+
+
+class Inputs(NamedTuple):
+    """What one attention gets.
+
+    Args:
+        q, k, v: ``[B, S, H, D]``.
+        layout: of the S tokens.
+        dense: the model's own attention of them, for calls that leave no tile out.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: TokenLayout
+    dense: Callable[[], torch.Tensor]
+    kv_len: torch.Tensor | None = None
+
+
+class TileSite:
+    """One attention in one call, at every level of forecasts; at level head :class:`~.head_site.HeadSite` goes on.
+
+    Args:
+        name: the site's name in the report, which is its block's where that has one attention.
+        call: the call in progress.
+        preset: of the run; section ``skip`` holds as it is for this block.
+        projections: learned matrices, where the policy needs them.
+        block: whose settings hold; None = that of the same name.
+        sample: place in the call of the only one that the attention sees; 0 also where it sees all.
+    """
+
+    caches_bias = False
+
+    def __init__(
+        self,
+        name: str,
+        call: Call,
+        preset: Preset,
+        projections: Projections,
+        block: str | None = None,
+        sample: int = 0,
+    ) -> None:
+        self._key = state_name(name, sample)
+        self.state = call.site(self._key, SiteState).tiles
+        self._name = name
+        self._call = call
+        self._preset = preset
+        self._projections = projections
+        self._skip = preset.skip.at(block or name)
+        self._policy = policy_of(self._skip)
+
+    @property
+    def dispatches(self) -> bool:
+        return self._call.mode is StepMode.DISPATCH
+
+    def attend_computed(self, inputs: Inputs) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for."""
+        q, k, v, _, dense, kv_len = inputs
+        plan = self._draw(inputs)
+        o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
+        is_exact = plan is None
+        if self._skips and self._skip.residual:
+            is_exact = self.state.drawn_step == self._call.tick.step
+            o = self._keep_residual(o, dense()) if is_exact else o.add_(self.state.residual.read())
+        if self._skip.probe_blocks and not is_exact:
+            self._probe(inputs, o)
+        return o
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_len: torch.Tensor | None,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Attention ``[B, S, H, D]`` under a plan, with the policy's extra pass; rows that are reused hold nothing."""
+        kernels, config = self._preset.kernels, self._skip
+        options = {"qk_dtype": kernels.qk_dtype, "backend": kernels.attention, **self._policy.options(config)}
+        o = attention(q, k, v, plan, kv_len=kv_len, **options)
+        backend = "reference" if kernels.attention == "reference" else "auto"
+        projection = self._projections.of(self._name, q)
+        return self._policy.add(o, q, k, v, plan, config, projection=projection, kv_len=kv_len, backend=backend)
+
+    def announce(self, symbols: SparseSymbols | None, densities: torch.Tensor) -> None:
+        """Tells the call of new symbols, and of what :meth:`take_densities` is to read of them, on the device.
+
+        Args:
+            densities: float32 ``[6]``, as :class:`Densities` lists them.
+        """
+        self.state.symbols = symbols
+        if symbols is not None:
+            self._call.symbols[self._key] = symbols
+        self.state.probed = 0.0
+        self._call.densities[self._key] = densities
+        self._densities = Densities(*densities.split(1))
+        self._call.measure([densities], self.take_densities)
+
+    def take_densities(self, measured: Sequence[float]) -> None:
+        """Decides by what the host has read how much this attention may leave out from now on."""
+        state, call = self.state, self._call
+        state.densities, state.measured_step = Densities(*measured), call.tick.step
+        probed = state.densities.error if state.probed else None
+        if call.skips:
+            call.report.attentions.append(AttentionRecord(self._name, call.tick.step, state.densities.attended, probed))
+        target = self._policy.target_error(self._skip)
+        if probed is not None and target is not None:
+            state.tighten(probed, target)
+
+    def _draw(self, inputs: Inputs) -> AttentionPlan | None:
+        """New symbols; returns the plan of this call's own attention, None where that is dense."""
+        if not self._skips:
+            return None
+        symbols = self._tiles(inputs)
+        drawn = lower(symbols)
+        attended = self._attended(drawn)
+        self.announce(symbols, densities_of(drawn, attended))
+        return attended
+
+    def _tiles(self, inputs: Inputs, pooled: PooledMap | None = None) -> SparseSymbols:
+        """What the policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
+        state, step = self.state, self._call.tick.step
+        if state.kept is not None and step - state.drawn_step < self._skip.refresh:
+            return state.kept
+        growth = self._ramp
+        if self._policy.target_error(self._skip) is not None:
+            growth *= state.growth
+            state.drawn_growth = state.growth
+        config, (q, k, _, layout, _, kv_len) = self._policy.ramped(self._skip, growth), inputs
+        symbols = self._policy.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled)
+        if self._skip.refresh > 1:
+            state.kept, state.drawn_step = symbols, step
+        return symbols
+
+    def _attended(self, drawn: AttentionPlan) -> AttentionPlan | None:
+        """The plan of this call's own attention; None where masks that later calls keep come from all of its scores,
+        to which it then attends as well.
+        """
+        skip, is_new = self._skip, self.state.drawn_step == self._call.tick.step
+        in_full = self._policy.keeps_scores(skip) and skip.refresh > 1 and is_new and not skip.residual
+        return None if in_full else drawn
+
+    def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
+        self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
+        self._densities.attended.add_(1)
+        return dense
+
+    def _probe(self, inputs: Inputs, o: torch.Tensor) -> None:
+        """Dense attention of a few rows, whose error the host reads later."""
+        q, k, v, layout, _, kv_len = inputs
+        rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
+        self.state.probe_turn += 1
+        self._densities.error.copy_(attention_error(o, q, k, v, rows, kv_len=kv_len))
+        self.state.probed = sum(row.stop - row.start for row in rows) / layout.tokens
+
+    @property
+    def _ramp(self) -> float:
+        """The growth of what may be left out over the run."""
+        return 1.0
+
+    @property
+    def _skips(self) -> bool:
+        """Whether this call's own attention leaves something out, though the call computes."""
+        return self._call.skips and self._policy.leaves_out
+
+
+def densities_of(
+    plan: AttentionPlan, attended: AttentionPlan | None, projected: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 ``[6]``, the :class:`Densities` of a plan, with no error yet.
+
+    Args:
+        attended: the plan of this call's own attention; None = dense.
+        projected: share of rows projected for older biases; None = none is.
+    """
+    rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
+    scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
+    nothing = torch.zeros_like(rows)
+    return torch.cat([rows, row_blocks, *scores, nothing if projected is None else projected, nothing])
+
+
+def _density(plan: AttentionPlan) -> torch.Tensor:
+    """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
+
+    A ragged tile counts as a whole one, so single keys are counted in whole tiles too.
+
+    Linear attention takes the same time whatever its tiles, little, and is not counted.
+    """
+    tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
+    if plan.slices is None:
+        return tiles
+    return tiles + plan.slices.count.sum()[None] / (plan.kv_index.numel() * plan.block)
