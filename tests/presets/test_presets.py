@@ -369,11 +369,6 @@ def test_foreign_key_is_refused_in_any_order(first):
     [
         ({"schedule.control": "interval"}, "schedule: control 'interval' needs interval"),
         ({"schedule.interval": 5}, "schedule: interval belongs to control 'interval'"),
-        ({"forecast.level": "head"}, "level 'head' needs blocks of our own, and model is 'any'"),
-        (
-            {"forecast.level": "head", "model": "sd3"},
-            "set model to flux, flux2, hunyuan_video, qwen_image or wan",
-        ),
         ({"forecast.method": "reuse"}, "forecast: method 'reuse' .*set order to 0"),
         ({"reuse.tau_q": 0.5}, "section 'reuse' has no effect at level 'output'"),
         ({"model": "flux", "forecast.level": "layer", "skip.policy": "sparge"}, "section 'skip' .* level 'layer'"),
