@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers see of the names below
     from dit_accel.loop.report import RunReport as RunReport
     from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
+    from dit_accel.models.presets import load_preset as load_preset
     from dit_accel.pipeline import Acceleration as Acceleration
     from dit_accel.pipeline import accelerate_pipeline as accelerate_pipeline
     from dit_accel.pipeline import accelerate_transformer as accelerate_transformer
     from dit_accel.pipeline import accelerated as accelerated
     from dit_accel.pipeline import restore_pipeline as restore_pipeline
     from dit_accel.presets import Preset as Preset
-    from dit_accel.presets import load_preset as load_preset
     from dit_accel.presets import preset_names as preset_names
     from dit_accel.sla import SparseLinearAttention as SparseLinearAttention
 
@@ -41,7 +41,7 @@ _HOMES = {
     "parallelize_pipeline": "models.parallel.parallelize",
     "Acceleration": "pipeline",
     "Preset": "presets",
-    "load_preset": "presets",
+    "load_preset": "models.presets",
     "preset_names": "presets",
     "RunReport": "loop.report",
     "SparseLinearAttention": "sla",

@@ -24,10 +24,11 @@ from dit_accel.models.beside.other_caches import refuse_other_cache
 from dit_accel.models.component_times import autoencoder_remark, stop_watching_calls, time_components
 from dit_accel.models.drive import drive, left_plain
 from dit_accel.models.driver import FamilyDriver
-from dit_accel.models.families import FAMILIES, family_of, known_family
+from dit_accel.models.families import FAMILIES, known_family, pipeline_family
 from dit_accel.models.hooks import find_hook
+from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
-from dit_accel.presets import FUSED_FAMILIES, VIDEO_FAMILIES, Preset, default_preset, fitting_presets, load_preset
+from dit_accel.presets import Preset, default_preset
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -146,7 +147,8 @@ class Acceleration:
 
 def makes_video(pipe: Any) -> bool:
     """Whether a pipeline makes videos: its family does, or its call takes a number of frames, or a video."""
-    if family_of(pipe) in VIDEO_FAMILIES:
+    family = pipeline_family(pipe)
+    if family is not None and family.makes == "videos":
         return True
     named = inspect.signature(pipe).parameters if callable(pipe) else {}
     return "num_frames" in named or "video" in named
@@ -172,7 +174,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
         preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. Of a pipeline
             that makes videos `quality`, `balanced` and `turbo` are `video-quality`, `video-balanced` and `video-turbo`.
         overrides: preset keys to change, e.g. ``target_error=0.1``, ``schedule={"warmup": 3}`` or
-            ``**{"skip.policy": "none"}``; see :func:`~dit_accel.presets.load_preset`.
+            ``**{"skip.policy": "none"}``; see :func:`~dit_accel.models.presets.load_preset`.
 
     Returns:
         The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
@@ -271,7 +273,7 @@ def accelerate_transformer(
             f"transformer must be a module, got {type(transformer).__name__}; a pipeline goes to accelerate_pipeline"
         )
     family = known_family(transformers["transformer"])
-    is_video = family is not None and family.name in VIDEO_FAMILIES
+    is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
     TimestepClock(timesteps)  # tells whether they will do
     return _attach(transformers, called, settings, lambda _: TimestepClock(timesteps), control_net)
@@ -371,4 +373,4 @@ def _check_family(preset: Preset, driver: TransformerDriver) -> None:
 
 def _families_at(level: str) -> str:
     """Names of the families that a level runs on."""
-    return ", ".join(family.name for family in FAMILIES if level != "head" or family.name in FUSED_FAMILIES)
+    return ", ".join(family.name for family in FAMILIES if level != "head" or family.fused)

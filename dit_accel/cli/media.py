@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     Labels = tuple[str, str]
 
-# Frames a second of what a family was trained on, by the beginning of its pipelines' names.
-FRAMES_A_SECOND = {"Wan": 16.0, "CogVideoX": 8.0, "Mochi": 30.0}
-USUAL_FRAMES_A_SECOND = 24.0
+USUAL_FRAMES_A_SECOND = 24.0  # of models whose family is not known
 
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
@@ -152,13 +150,13 @@ class Clips:
 
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
     """What a pipeline makes; clips with the frame rate that was asked for, else the model's own, else its family's."""
+    from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
     if makes_video(pipe):
-        family = next((family for family in FRAMES_A_SECOND if type(pipe).__name__.startswith(family)), None)
-        if pipe.config.get("expand_timesteps"):  # Wan 2.2 TI2V 5B, unlike its siblings
-            family = None
-        return Clips(fps or model_fps or FRAMES_A_SECOND.get(family, USUAL_FRAMES_A_SECOND))
+        family = pipeline_family(pipe)
+        usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
+        return Clips(fps or model_fps or usual)
     if fps is not None:
         raise OptionError("--fps", f"{type(pipe).__name__} makes pictures, which have no frames")
     return Pictures()

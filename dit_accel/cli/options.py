@@ -216,9 +216,11 @@ def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None)
     Raises:
         PresetError: unknown preset, key or value.
     """
-    from dit_accel.presets import default_preset, load_preset
+    from dit_accel.presets import default_preset
 
     if pipe is None:
+        from dit_accel.models.presets import load_preset
+
         return load_preset(default_preset(name, is_video=False), **overrides)
     from dit_accel.pipeline import preset_for
 

@@ -64,7 +64,8 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
     """Check a preset file, and print it with its base and all defaults filled in."""
     import yaml
 
-    from dit_accel.presets import load_preset, preset_names
+    from dit_accel.models.presets import load_preset
+    from dit_accel.presets import preset_names
 
     if str(file) in preset_names() and not file.exists():
         raise OptionError(
@@ -83,7 +84,7 @@ def schema_command(
     """Print the JSON schema of preset files, for completion and checks in an editor."""
     import json
 
-    from dit_accel.presets import preset_schema
+    from dit_accel.models.presets import preset_schema
 
     text = json.dumps(preset_schema(), indent=2, ensure_ascii=False) + "\n"
     if output is None:

@@ -15,9 +15,7 @@ OTHER_CARDS = {"laptop", "ti", "d", "nvl", "mig"}  # words in the names of GPUs 
 def command(
     model: Annotated[
         str,
-        typer.Option(
-            "--model", "-m", help="Model id on the Hugging Face hub, folder, demo model, or a family such as wan."
-        ),
+        typer.Option("--model", "-m", help="Model id on the Hugging Face hub, folder, demo model, or a family's name."),
     ],
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="Card: 4090, a100, h100, …", show_default="the GPU that is there")

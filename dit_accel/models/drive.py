@@ -16,7 +16,6 @@ from dit_accel.models.families import known_family
 from dit_accel.models.families.family import Family
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
-from dit_accel.presets import FUSED_FAMILIES
 
 
 def left_plain(pipe: Any) -> list[str]:
@@ -46,6 +45,6 @@ def drive(
 
 def _hand_written(family: Family) -> BlockHooks | None:
     """What makes the hooks of a family's blocks; imported here, for the installed diffusers may lack another family."""
-    if family.name not in FUSED_FAMILIES:
+    if not family.fused:
         return None
     return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS

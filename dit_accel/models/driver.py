@@ -276,7 +276,7 @@ class FamilyDriver(TransformerDriver):
         text = facts.text if attention.sees_text else None
         head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
-        masks_tell = tokens.pads_end or tokens.masks_text
+        masks_tell = tokens.padding in ("all", "mask")
         hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
         if reason is None and text is None and not hides_padding:
             reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
@@ -284,7 +284,7 @@ class FamilyDriver(TransformerDriver):
             self._fall_back(attention, reason)
             return None
         attend = self.site(attention.site, attention.block, self._sample).attend_computed
-        self._sample += tokens.samples_apart
+        self._sample += tokens.padding == "sample"
         size = self.controller.preset.blocks.size
         if masks_tell:
             kv_len = interceptor.key_lengths(mask, tokens)

@@ -133,7 +133,7 @@ def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor 
             f"attention masks must be bool [B, 1, 1 or S, S], True for keys that count, got {attn_mask.dtype} "
             f"{list(attn_mask.shape)}"
         )
-    return attn_mask[:, 0, -1 if tokens.text_first and not tokens.pads_end else 0].sum(-1, dtype=torch.int32)
+    return attn_mask[:, 0, -1 if tokens.text_first and tokens.padding != "all" else 0].sum(-1, dtype=torch.int32)
 
 
 def with_leading_keys(
@@ -154,11 +154,11 @@ def with_leading_keys(
         qkv, dense, kv_len: as :class:`~dit_accel.sparse.tile_site.Inputs` have them.
         mask: of :func:`key_lengths`, where it tells which text counts.
     """
-    is_padded = kv_len is not None and not tokens.pads_end
+    is_padded = kv_len is not None and tokens.padding != "all"
     if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):
         return attend(Inputs(*qkv, tokens.layout(block), dense, kv_len))
     text, layout, order = tokens.text, replace(tokens, text_first=False).layout(block), None
-    if tokens.masks_text and mask is not None:
+    if tokens.padding == "mask" and mask is not None:
         order = (~mask[:, 0, -1, :text]).int().argsort(dim=1, stable=True)[..., None, None]
 
     def arranged(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,8 @@ def preset_path(name: str) -> Path:
     return _config_directory() / f"{today}.yaml"
 
 
-def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
-    """Names of the presets that a model family can run; plain names stand for their video forms too.
-
-    Args:
-        levels: that the family has.
-    """
-    named = {name: load_preset(name) for name in preset_names() if not name.startswith("video-")}
-    return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
-
-
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
-    """Load a preset and apply overrides.
+    """Load a preset and apply overrides; what it asks of a model family is checked in :mod:`dit_accel.models.presets`.
 
     Args:
         preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -23,12 +23,6 @@ from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
 # Sections that only level head reads (but for reuse also `skip.steps: all`).
 _HEAD_SECTIONS = ("reuse", "skip", "blocks")
-# With blocks of our own, each on a page of its name in models/fused, which level head needs.
-FUSED_FAMILIES = ("flux", "flux2", "hunyuan_video", "qwen_image", "wan")
-# Whose tokens may run in another order.
-ORDERED_FAMILIES = ("hunyuan_video", "wan", "hunyuan_video15", "skyreels_v2", "mochi")
-# Whose plain presets are those of videos.
-VIDEO_FAMILIES = (*ORDERED_FAMILIES, "ltx", "ltx2", "cogvideox", "wan_vace", "wan_animate")
 LOOP_KEYS = ("beyond", "damping")  # of section forecast, that control adaptive alone reads
 FORMED: dict[str, type[Formed]] = {"schedule": Schedule, "forecast": Forecast, "skip": Skip}  # sections with forms
 
@@ -39,29 +33,7 @@ class Preset(Section):
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
-    model: Literal[
-        "any",
-        "flux",
-        "hunyuan_video",
-        "wan",
-        "sd3",
-        "qwen_image",
-        "flux2",
-        "z_image",
-        "hunyuan_video15",
-        "ltx",
-        "ltx2",
-        "cogvideox",
-        "wan_vace",
-        "wan_animate",
-        "skyreels_v2",
-        "hidream",
-        "lumina2",
-        "kandinsky5",
-        "mochi",
-        "prx",
-        "chroma",
-    ] = "any"
+    model: str = "any"
     """Model family that the preset is made for; level head needs one with blocks of our own."""
     schedule: AnySchedule
     forecast: AnyForecast = OutputForecast()
@@ -89,7 +61,7 @@ class Preset(Section):
             del values["memory"][key]
         if self.linear.dtype is None:
             del values["linear"]
-        if "blocks" in values and self.model not in ORDERED_FAMILIES:
+        if "blocks" in values and self.blocks.token_order == "raster":
             del values["blocks"]["token_order"]
         return values
 
@@ -152,11 +124,6 @@ class Preset(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Preset:
-        if self.forecast.level == "head" and self.model not in FUSED_FAMILIES:
-            raise ValueError(
-                f"level 'head' needs blocks of our own, and model is '{self.model}': set model to "
-                f"{', '.join(FUSED_FAMILIES[:-1])} or {FUSED_FAMILIES[-1]}"
-            )
         touched = [name for name in self._unread_sections() if getattr(self, name).model_fields_set]
         if touched:
             skips = "" if touched[0] == "reuse" else ", or skip.steps to all"
@@ -168,11 +135,6 @@ class Preset(Section):
             raise ValueError(
                 f"linear.dtype '{self.linear.dtype}' rounds whole layers, and level 'head' multiplies parts of them: "
                 "remove one of them"
-            )
-        if self.blocks.token_order != "raster" and self.model not in ORDERED_FAMILIES:
-            raise ValueError(
-                f"blocks.token_order '{self.blocks.token_order}' orders the tokens of clips, and model is "
-                f"'{self.model}': set it to raster"
             )
         if (refused := self._kernels_refuse()) is not None:
             raise ValueError(refused)

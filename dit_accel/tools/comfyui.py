@@ -25,7 +25,8 @@ from dit_accel.loop.moves import Moves, sampler_moves
 from dit_accel.loop.report import RunReport
 from dit_accel.loop.tracker import FLOW_SIGMA_MAX, SigmaClock
 from dit_accel.models.conditions import leaves
-from dit_accel.presets import Preset, load_preset, preset_names
+from dit_accel.models.presets import load_preset
+from dit_accel.presets import Preset, preset_names
 
 MODEL = "model"  # what reports call it
 KEY = "dit_accel"  # of what is attached to ComfyUI's model

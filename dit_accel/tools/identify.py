@@ -6,46 +6,17 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dit_accel.errors import UnsupportedError, shown
-from dit_accel.presets import VIDEO_FAMILIES, Preset
+from dit_accel.presets import Preset
 from dit_accel.presets.names import PLAIN
 from dit_accel.tools.demo import demo_names, demo_path
 
-WORDS = {  # parts of model ids in small letters, without "-", "_" and "."; the first that fits
-    "flux2": "flux2",
-    "flux": "flux",
-    "hunyuanvideo15": "hunyuan_video15",
-    "hunyuanvideo": "hunyuan_video",
-    "vace": "wan_vace",
-    "wan22animate": "wan_animate",
-    "wananimate": "wan_animate",
-    "skyreelsv2": "skyreels_v2",
-    "wan2": "wan",
-    "stablediffusion3": "sd3",
-    "qwenimage": "qwen_image",
-    "zimage": "z_image",
-    "ltx2": "ltx2",
-    "ltxvideo": "ltx",
-    "cogvideox": "cogvideox",
-    "hidream": "hidream",
-    "luminaimage2": "lumina2",
-    "kandinsky5": "kandinsky5",
-    "mochi": "mochi",
-    "prx": "prx",
-    "chroma1": "chroma",
-}
-DISTILLED = {  # parts of ids, likewise: steps, where each such model has the same
-    "schnell": 4,
-    "klein4b": 4,
-    "klein9b": 4,
-    "turbo": None,
-    "lightning": None,
-    "hyper": None,
-    "lightx2v": None,
-    "fastwan": None,
-    "distill": None,
-}
+if TYPE_CHECKING:
+    from dit_accel.models.families.family import Family
+
+DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids, as the families' pages have more
 
 
 @dataclass(frozen=True)
@@ -70,12 +41,17 @@ class Identity:
 
     @property
     def title(self) -> str:
-        return _titles()[self.family]
+        return "a model whose blocks are not known here" if self.facts is None else self.facts.title
+
+    @property
+    def facts(self) -> Family | None:
+        """The family's page; None where no facts are known."""
+        return _families().get(self.family)
 
     @property
     def makes_images_alone(self) -> bool:
         """Whether no model of the family makes videos."""
-        return not self.is_video and self.family not in ("any", "kandinsky5")
+        return not self.is_video and self.facts is not None and self.facts.makes == "images"
 
     def takes(self, preset: Preset) -> bool:
         """Whether a shipped preset is meant for the model: video forms are for videos alone, plain ones for images."""
@@ -95,35 +71,42 @@ def identify(model: str) -> Identity:
     """
     if not isinstance(model, str):
         raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")
-    if model in _titles():
-        return Identity(model, model, model in VIDEO_FAMILIES, is_loadable=False)
+    families = _families()
+    if model in ("any", *families):
+        return Identity(model, model, _makes_videos(model), is_loadable=False)
     squeezed = model.lower().translate({ord(sign): None for sign in "-_. "})
-    word = next((word for word in DISTILLED if word in squeezed), None)
-    distilled, steps = word is not None, DISTILLED.get(word or "")
+    distilled = {word: steps for family in families.values() for word, steps in family.distilled.items()}
+    word = next((word for word in (*distilled, *DISTILLED) if word in squeezed), None)
+    is_distilled, steps = word is not None, distilled.get(word or "")
     folder = demo_path(model) or Path(model)
     index = folder / "model_index.json"
     if index.is_file():
         classes = [value[1] for value in json.loads(index.read_text(encoding="utf-8")).values() if _is_class(value)]
-        from dit_accel.models.families import FAMILIES
-
-        family = next((family.name for family in FAMILIES if family.model in classes), "any")
-        is_video = family in VIDEO_FAMILIES or any("Video" in name for name in classes)
-        return Identity(model, family, is_video, distilled, steps=steps)
+        name = next((name for name, family in families.items() if family.model in classes), "any")
+        is_video = _makes_videos(name) or any("Video" in each for each in classes)
+        return Identity(model, name, is_video, is_distilled, steps=steps)
     if model.count("/") != 1 or folder.exists():
         raise UnsupportedError(
             f"model must be an id such as black-forest-labs/FLUX.1-dev, a folder with model_index.json, a demo model "
-            f"({', '.join(demo_names())}) or a family ({', '.join(_titles())}), got {shown(model)}"
+            f"({', '.join(demo_names())}) or a family ({', '.join([*families, 'any'])}), got {shown(model)}"
         )
-    family = next((family for word, family in WORDS.items() if word in squeezed), "any")
-    return Identity(model, family, family in VIDEO_FAMILIES or "video" in squeezed, distilled, steps=steps)
+    words = {word: name for name, family in families.items() for word in family.words if word in squeezed}
+    # The longest, and of words as long that of the last family, which is more special than those before.
+    name = words[max(reversed(words), key=len)] if words else "any"
+    return Identity(model, name, _makes_videos(name) or "video" in squeezed, is_distilled, steps=steps)
 
 
 @cache
-def _titles() -> dict[str, str]:
-    """What people call each family, by its name; torch comes with the facts, and not before they are asked for."""
+def _families() -> dict[str, Family]:
+    """The families by name; torch comes with the facts, and not before they are asked for."""
     from dit_accel.models.families import FAMILIES
 
-    return {family.name: family.title for family in FAMILIES} | {"any": "a model whose blocks are not known here"}
+    return {family.name: family for family in FAMILIES}
+
+
+def _makes_videos(name: str) -> bool:
+    """Whether all models of a family make videos."""
+    return (family := _families().get(name)) is not None and family.makes == "videos"
 
 
 def _is_class(value: object) -> bool:

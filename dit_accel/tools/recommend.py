@@ -1,19 +1,21 @@
 """Recommend a preset and a command for a model, card and length.
 
-A figure is printed only where the same model, steps, GPUs, card and size were measured. :data:`TIMED` and
-:data:`PEAK_GIB` name the file of each figure, and tests compare them with ``docs/results``.
+A figure is printed only where the same model, steps, GPUs, card and size were measured. ``recommend.json`` names the
+file of each figure, and tests compare it with ``docs/results``.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
+from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.identify import Identity, identify
 
-SPARGE = {"hunyuan_video": "hunyuan-sparge-balanced", "wan": "wan21-sparge-balanced"}
 LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.md)
 FEW_STEPS = 8
@@ -38,17 +40,6 @@ CARDS = {
     "h100": Card("H100", 80, (9, 0)),
     "h200": Card("H200", 141, (9, 0)),
 }
-PEAK_GIB = {  # of the plain transformer in bf16, which decides on --offload: (family, part of the id): GiB, file
-    ("flux", "flux.1-dev"): (22.7, "docs/results/speed-flux.md"),
-    ("flux", "flux.1-schnell"): (22.7, "docs/results/speed-flux.md"),
-    ("qwen_image", "qwen-image"): (38.5, "docs/results/speed-qwen-image.md"),
-    ("flux2", "klein-4b"): (7.8, "docs/results/speed-flux2-klein-4b.md"),
-    ("flux2", "flux.2-dev"): (61.2, "docs/results/speed-flux2.md"),
-    ("hunyuan_video", "hunyuanvideo"): (27.4, "docs/results/speed-hunyuan.md"),
-    ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.md"),
-    ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.md"),
-}
-HAS_PLAN = ("flux", "wan", "qwen_image", "hunyuan_video", "ltx", "flux2")  # docs/guide/scaling.md
 
 
 class Timed(NamedTuple):
@@ -56,22 +47,22 @@ class Timed(NamedTuple):
 
     Args:
         model: last part of the id, in small letters.
+        size: height, width and frames; None = an image.
+        steps: of the schedule.
         gpus, card: how many GPUs, and which.
         way: value of ``--parallel`` on several GPUs.
         times: speed-up, over diffusers on one GPU, over the same run on one GPU on several.
         source: the file in ``docs/results`` that has the figure.
-        size: height, width and frames; None = an image.
-        steps: of the schedule.
     """
 
     model: str
+    size: tuple[int, int, int | None]
+    steps: int
     gpus: int
+    card: str
     way: str
     times: float
     source: str
-    size: tuple[int, int, int | None] = (1024, 1024, None)
-    steps: int = 50
-    card: str = "h200"
 
     def fits(self, model: str, gpus: int, gpu: str | None, steps: int | None, size: tuple[int | None, ...]) -> bool:
         """Whether this is the run that is asked for; a side that is not given is the run's."""
@@ -91,19 +82,26 @@ class Timed(NamedTuple):
         )
 
 
-CLIP = (480, 832, 81)
-TIMED = (
-    Timed("flux.1-dev", 1, "", 4.61, "speed-flux"),
-    Timed("flux.1-dev", 2, "ulysses=2", 1.59, "parallel-images"),
-    Timed("qwen-image", 1, "", 4.65, "speed-qwen-image"),
-    Timed("qwen-image", 2, "ulysses=2", 1.46, "parallel-images"),
-    Timed("flux.2-dev", 1, "", 4.43, "speed-flux2"),
-    Timed("flux.2-dev", 2, "ulysses=2", 1.73, "parallel"),
-    Timed("hunyuanvideo", 1, "", 5.84, "parallel", CLIP),
-    Timed("hunyuanvideo", 2, "ulysses=2", 1.83, "parallel", CLIP),
-    Timed("wan2.1-t2v-1.3b-diffusers", 1, "", 4.79, "parallel", CLIP),
-    Timed("wan2.1-t2v-1.3b-diffusers", 2, "branches=2", 1.97, "parallel", CLIP),
-)
+class Peak(NamedTuple):
+    """GiB that a plain transformer in bf16 takes at most, which decides on ``--offload``.
+
+    Args:
+        family, part: of models of this family whose ids have this part.
+        transformers: how many a pipeline has.
+        gib: of one.
+        source: the file in ``docs/results`` that has the figure.
+    """
+
+    family: str
+    part: str
+    transformers: int
+    gib: float
+    source: str
+
+
+_MEASURED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+TIMED = tuple(Timed(**row | {"size": tuple(row["size"])}) for row in _MEASURED["timed"])
+PEAKS = tuple(Peak(**row) for row in _MEASURED["peaks"])
 
 
 class Choice(NamedTuple):
@@ -178,8 +176,8 @@ def recommend(
     timed = None if kinds else next((run for run in TIMED if run.fits(*asked, size)), None)
     if timed:
         height, width, frames = timed.size
-    choices = _choices(identity.family, size)
-    way, on_sharing = _shared(identity.family, gpus, few=few)
+    choices = _choices(identity, size)
+    way, on_sharing = _shared(identity, gpus, few=few)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
         timed.sentence if timed else _not_measured(identity, card, steps, size, gpus, kinds),
@@ -235,7 +233,7 @@ def _not_measured(
     return f"Speed was not measured{length} for {model.name}{kind} on {where}{asked}."
 
 
-def _choices(family: str, size: tuple[int | None, ...]) -> tuple[Choice, ...]:
+def _choices(model: Identity, size: tuple[int | None, ...]) -> tuple[Choice, ...]:
     """Presets in the order in which to try them."""
     choices = (
         Choice("balanced", "first choice"),
@@ -243,9 +241,12 @@ def _choices(family: str, size: tuple[int | None, ...]) -> tuple[Choice, ...]:
         Choice("turbo", "faster; small details may move"),
     )
     height, width, frames = (side or 0 for side in size)
-    if family not in SPARGE or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
+    if not model.is_video or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
         return choices
-    return (*choices, Choice(SPARGE[family], "for long clips, where turbo is too slow"))
+    presets = map(load_preset, preset_names())
+    own = [preset for preset in presets if preset.model == model.family and preset.schedule.control == "adaptive"]
+    sparge = [preset.name for preset in own if preset.skip.policy == "sparge"]
+    return (*choices, *(Choice(name, "for long clips, where turbo is too slow") for name in sparge[:1]))
 
 
 def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
@@ -264,18 +265,16 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
     if card is None or quantized:
         return [], []
     name = model.name.lower()
-    found = (peak for (family, part), peak in PEAK_GIB.items() if family == model.family and part in name)
-    gib, page = next(found, (0.0, ""))
-    if is_shared or not gib:
+    peak = next((peak for peak in PEAKS if peak.family == model.family and peak.part in name), None)
+    if is_shared or peak is None:
         return [], ["Memory was not measured for this; where it does not fit, see --offload and --quantize."]
-    transformers = 2 if "a14b" in name else 1  # experts for high and low noise
-    if transformers * gib <= card.memory_gib / 2:
+    if peak.transformers * peak.gib <= card.memory_gib / 2:
         return [], []
     options, parts = ["--offload", "model"], "Keep the pipeline's parts in host memory while others run"
-    why = f"the {card.title} is small for this transformer ({page})"
-    if gib <= card.memory_gib:
+    why = f"the {card.title} is small for this transformer (docs/results/{peak.source}.md)"
+    if peak.gib <= card.memory_gib:
         return options, [f"{parts}: {why}."]
-    if QUANTIZED * gib <= card.memory_gib:
+    if QUANTIZED * peak.gib <= card.memory_gib:
         kind = "float8" if card.capability >= FLOAT8_SINCE else "int8"
         return ["--quantize", kind, *options], [f"{parts}, and quantise it: {why}."]
     return ["--offload", "sequential"], [f"Keep its layers in host memory while others run, which is slow: {why}."]
@@ -289,14 +288,15 @@ def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
     )
 
 
-def _shared(family: str, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:
+def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:
     """How GPUs share a picture or clip, and what to heed; models distilled to few steps have no second branch."""
     page = "docs/guide/scaling.md"
     if gpus == 1:
         return None, []
-    if family not in HAS_PLAN:
+    sharing = () if model.facts is None else model.facts.sharing
+    if "ulysses" not in sharing:
         return None, [f"No plan shares this model's tokens, so the command is for one GPU; see branches=2 in {page}."]
-    branches = 2 if family == "wan" and gpus % 2 == 0 and not few else 1
+    branches = 2 if "branches" in sharing and gpus % 2 == 0 and not few else 1
     ways = {"ulysses": gpus // branches, "branches": branches}
     way = ",".join(f"{name}={count}" for name, count in ways.items() if count > 1)
     notes = [f"Each GPU holds the whole pipeline ({page})."]

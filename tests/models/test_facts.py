@@ -3,7 +3,6 @@
 import pkgutil
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from dit_accel.models.families.family import Tokens
 from dit_accel.models.hooks import ATTENTION_HOOK, parameter_names, register_hook
 from dit_accel.models.interceptor import MISSED, OTHER_KEYS, OWN_TILES, WEIGHED, AttentionHook, Catching
 from dit_accel.models.kernel_limits import why_no_kernels
-from dit_accel.presets import Preset
-from dit_accel.presets.preset import FUSED_FAMILIES, ORDERED_FAMILIES, VIDEO_FAMILIES
 from dit_accel.sla.swap import restore_attention, swap_attention
 from dit_accel.tools.capture import AttentionTap
 from tests.models import tiny
@@ -104,16 +101,13 @@ def distance(a, b):
 def test_every_family_of_facts_has_a_sequence_here():
     """So that none is there which was not held to a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
-    assert held >= {family.name for family in FAMILIES} - {*FUSED_FAMILIES}
+    assert held >= {family.name for family in FAMILIES} - {family.name for family in FAMILIES if family.fused}
 
 
-def test_presets_know_every_family():
-    """By its name, whether it has hand-written blocks, and whether its tokens may run in another order."""
-    names = {family.name for family in FAMILIES}
-    assert set(get_args(Preset.model_fields["model"].annotation)) == {"any", *names}
+def test_fused_families_have_a_page_of_blocks():
+    """Of their name, and no other family has one."""
     pages = {page.name for page in pkgutil.iter_modules(fused.__path__)}
-    assert set(FUSED_FAMILIES) == pages & names and set(VIDEO_FAMILIES) < names
-    assert set(ORDERED_FAMILIES) == {family.name for family in FAMILIES if family.order is not None}
+    assert {family.name for family in FAMILIES if family.fused} == pages & {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,13 @@ GRIDS = {  # by what is given: family, transformer, arguments, tokens
         PRX,
         model(patch_size=2),
         {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_hidden_states": TEXT},
-        Tokens(5, 12, masks_text=True, text_asks=False),
+        Tokens(5, 12, padding="mask", text_asks=False),
     ),
     "lumina": (  # the longest prompt without padding
         LUMINA,
         model(patch_size=2),
         {"hidden_states": torch.zeros(2, 4, 8, 6), "encoder_attention_mask": MASK},
-        Tokens(4, 12, pads_end=True),
+        Tokens(4, 12, padding="all"),
     ),
     "hidream-square": (
         HIDREAM,
@@ -224,7 +224,7 @@ def test_heads_are_those_of_the_configuration():
 
 def test_an_attention_is_known_by_its_queries_and_keys():
     """Over all tokens, without padding where samples attend apart, or with text among the keys alone."""
-    joint, apart, keyed = Tokens(4, 10), Tokens(4, 10, samples_apart=True), Tokens(4, 10, text_asks=False)
+    joint, apart, keyed = Tokens(4, 10), Tokens(4, 10, padding="sample"), Tokens(4, 10, text_asks=False)
     assert joint.of_attention(14, 14) is joint and joint.of_attention(10, 14) is joint.of_attention(12, 12) is None
     assert apart.of_attention(14, 14) is apart and apart.of_attention(12, 12).text == 2
     assert apart.of_attention(10, 10).text == 0 and apart.of_attention(9, 9) is apart.of_attention(15, 15) is None

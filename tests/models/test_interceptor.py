@@ -64,7 +64,7 @@ def test_leading_padding_is_counted_by_what_the_picture_reads():
 )
 def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
     """Rows of text and picture are those of the masked attention, whatever lies where."""
-    tokens = Tokens(TEXT, VISION, masks_text=True)
+    tokens = Tokens(TEXT, VISION, padding="mask")
     counts = torch.cat([torch.tensor(valid).bool(), torch.ones(2, VISION, dtype=torch.bool)], dim=1)
     mask = counts[:, None, None, :].expand(2, 1, TEXT + VISION, -1)
     qkv = tuple(x.transpose(1, 2) for x in inputs(batch=2))

@@ -23,7 +23,7 @@ def test_z_image_has_prompts_first_where_they_take_turns_with_images(is_omni):
     arguments = {"x": [[image, image]], "cap_feats": [[prompt, prompt[:5]]]} if is_omni else {}
     arguments = arguments or {"x": [image], "cap_feats": [prompt]}
     tokens = z_image.tokens(None, arguments)
-    assert tokens.text_first == is_omni and tokens.pads_end
+    assert tokens.text_first == is_omni and tokens.padding == "all"
     assert (tokens.vision, tokens.text) == ((2 * 64, 64 + 32) if is_omni else (64, 64))
     if is_omni:
         read = z_image.tokens(None, arguments | {"siglip_feats": [[torch.zeros(3, 3, 8)]]})

@@ -1,6 +1,6 @@
 """docs/reference/transformers.md: what becomes of every transformer class of the diffusers that is installed.
 
-python -m tests.models.test_transformer_table      # writes the page anew
+python -m tests.models.test_transformer_table      # writes the page anew, and what other pages list of families
 """
 
 import inspect
@@ -22,10 +22,10 @@ from dit_accel.models import denoisers
 from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.hooks import parameter_names
 from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
-from dit_accel.presets import FUSED_FAMILIES
 from tests.models import tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformers.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "transformers.md"
 TINY = [
     *("flux", "sd3", "mochi", "ltx", "qwen-image", "wan", "hunyuan", "framepack", "hunyuan15"),
     *tiny.PIPELINES,
@@ -73,7 +73,7 @@ def inside(cls: type) -> str:
     family = known_family(cls.__new__(cls))
     if family is None:
         return "–"
-    return f"`{family.name}`: `layer`, `head`" if family.name in FUSED_FAMILIES else f"`{family.name}`: `layer`"
+    return f"`{family.name}`: `layer`, `head`" if family.fused else f"`{family.name}`: `layer`"
 
 
 def page() -> str:
@@ -100,22 +100,46 @@ def test_the_table_is_right():
     assert text == page()
 
 
-def test_pages_name_every_family():
-    """Pages have the registry's families in the rows that say what families have, and in no other."""
-    titles = {
-        hand: [each.title for each in FAMILIES if (each.name in FUSED_FAMILIES) == hand] for hand in (False, True)
+def rows() -> dict[str, list[tuple[str, str, str]]]:
+    """Cells of other pages that list families: by page, the text before each cell, the cell, and the text behind it."""
+    facts, own = (", ".join(each.title for each in FAMILIES if each.fused == fused) for fused in (False, True))
+    names = ", ".join(f"`{name}`" for name in ("any", *(each.name for each in FAMILIES)))
+    *heads, last = (f"`{each.name}`" for each in FAMILIES if each.fused)
+    return {
+        "docs/guide/using.md": [("| ", facts, " | ✓, and sparse tiles on computed steps | ✓ | – |")],
+        "docs/reference/adding_a_model.md": [("| families | ", f"{facts} | {own}", " |\n")],
+        "docs/reference/presets.md": [
+            ("| `model` | ", names, " | family that the preset is made for; "),
+            ("level `head` needs ", f"{', '.join(heads)} or {last}", " |\n"),
+        ],
     }
-    facts, own = (", ".join(titles[hand]) for hand in (False, True))
-    using, adding, presets = (
-        (PAGE.parents[2] / name).read_text(encoding="utf-8")
-        for name in ("docs/guide/using.md", "docs/reference/adding_a_model.md", "docs/reference/presets.md")
-    )
-    assert f"| {facts} | ✓, and sparse tiles on computed steps | ✓ | – |" in using
-    assert f"| families | {facts} | {own} |" in adding
-    assert f"| `model` | `any`, {', '.join(f'`{each.name}`' for each in FAMILIES)} |" in presets
-    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", using, flags=re.MULTILINE)
-    assert not {*others.split(", ")} & {*titles[False], *titles[True]}
+
+
+def with_rows(text: str, cells: list[tuple[str, str, str]]) -> str:
+    """A page's text with cells of today between what stands before and behind them."""
+    for before, cell, behind in cells:
+        pattern = f"({re.escape(before)})[^\n]*?({re.escape(behind)})"
+        pattern = f"^{pattern}" if before.startswith("|") else pattern
+        text, found = re.subn(pattern, rf"\g<1>{cell}\g<2>", text, flags=re.MULTILINE)
+        assert found == 1, (before, behind)
+    return text
+
+
+@pytest.mark.parametrize("page", rows())
+def test_pages_name_every_family(page):
+    """Pages have the table's families in the rows that say what families have."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert with_rows(text, rows()[page]) == text
+
+
+def test_no_family_is_among_other_models():
+    """The row of models whose blocks are not known names none."""
+    text = (ROOT / "docs/guide/using.md").read_text(encoding="utf-8")
+    (others,) = re.findall(r"^\| (.*), and \[other transformers\]", text, flags=re.MULTILINE)
+    assert {*others.split(", ")}.isdisjoint(each.title for each in FAMILIES)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    for name, cells in rows().items():
+        (ROOT / name).write_text(with_rows((ROOT / name).read_text(encoding="utf-8"), cells), encoding="utf-8")

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from dit_accel.errors import PresetError
-from dit_accel.presets import Preset, load_preset, preset_names, preset_path, preset_schema
+from dit_accel.models.presets import load_preset, preset_schema
+from dit_accel.presets import Preset, preset_names, preset_path
 
 COUNT = int(os.environ.get("FUZZED_PRESETS", "400"))
 BATCH = 100  # presets a test

@@ -15,11 +15,11 @@ import typer
 from dit_accel.cli import app
 from dit_accel.cli.presets import span
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.families import FAMILIES, family_of, known_family
+from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset, measured
 from dit_accel.tools.identify import identify
-from dit_accel.tools.recommend import CARDS, HAS_PLAN, PEAK_GIB, TIMED, Recommendation, recommend
+from dit_accel.tools.recommend import CARDS, PEAKS, TIMED, Recommendation, recommend
 from tests.models import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -133,9 +133,9 @@ def test_folders_are_told_by_their_index(name, tmp_path):
 
 def test_peaks_are_those_of_the_speed_files():
     """GiB of a transformer are the plain run's."""
-    for (family, part), (gib, page) in PEAK_GIB.items():
-        plain = next(row for row in rows(Path(page).stem) if row["run"] == "plain")
-        assert gib == round(plain["peak_gib"], 1), (family, part)
+    for peak in PEAKS:
+        plain = next(row for row in rows(peak.source) if row["run"] == "plain")
+        assert peak.gib == round(plain["peak_gib"], 1), peak
 
 
 @pytest.mark.parametrize("run", TIMED, ids=lambda run: f"{run.model}-{run.gpus}")
@@ -202,8 +202,9 @@ def test_plans_are_those_of_the_code():
     """Families that are said to share tokens have a plan, as far as tiny pipelines show."""
     for name in ("flux", "wan", "qwen-image", "hunyuan", "sd3", "mochi"):
         pipe = tiny.pipeline(name)
-        plan = split_plan(pipe.transformer, known_family(pipe.transformer))
-        assert (family_of(pipe) in HAS_PLAN) == (plan is not None), name
+        family = known_family(pipe.transformer)
+        plan = split_plan(pipe.transformer, family)
+        assert ("ulysses" in family.sharing) == (plan is not None), name
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,13 @@ def require_family(transformer: torch.nn.Module) -> Family:
     return family
 
 
+def pipeline_family(pipe: Any) -> Family | None:
+    """The family of a pipeline's transformers; None = no facts are known of them, or they are of several families."""
+    known = {known_family(transformer) for transformer in denoisers(pipe).values()}
+    return known.pop() if len(known) == 1 else None
+
+
 def family_of(pipe: Any) -> str:
     """Name of a pipeline's model family; ``any`` where no facts are known of it."""
-    known = {known_family(transformer) for transformer in denoisers(pipe).values()}
-    family = known.pop() if len(known) == 1 else None
+    family = pipeline_family(pipe)
     return "any" if family is None else family.name

@@ -14,7 +14,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, p
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    return replace(packed_tokens(transformer, arguments), masks_text=True)
+    return replace(packed_tokens(transformer, arguments), padding="mask")
 
 
 FAMILY = Family(
@@ -25,4 +25,5 @@ FAMILY = Family(
     tokens=tokens,
     parts=("attn", "ff", "ff_context", "proj_out"),
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
+    words=("chroma1",),
 )

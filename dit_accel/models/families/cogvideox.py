@@ -25,4 +25,7 @@ FAMILY = Family(
     tokens=tokens,
     attentions={"attn1": True},
     parts=("attn1", "ff"),
+    makes="videos",
+    frames_per_second=lambda _: 8.0,
+    words=("cogvideox",),
 )

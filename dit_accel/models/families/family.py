@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -34,9 +34,9 @@ class Tokens:
         vision: of image or video tokens.
         text_first: whether text comes before them.
         grid: of the video's tokens, (frames, height, width); None for images.
-        pads_end: whether padding follows all of them, which masks of the model's own tell; else it follows text.
-        samples_apart: whether attention runs over one sample after the other, each without its padding.
-        masks_text: whether masks of the model's own tell which text counts, wherever it lies.
+        padding: where it lies. `text`: behind the text, and the family's ``text_mask`` says how much. `all`: behind all
+            tokens, and the model's attention mask says how much. `mask`: anywhere in the text, and the model's
+            attention mask says where. `sample`: nowhere, since attention runs over one sample after the other.
         text_asks: whether text has queries too; else it is among the keys alone.
     """
 
@@ -44,9 +44,7 @@ class Tokens:
     vision: int
     text_first: bool = True
     grid: Grid | None = None
-    pads_end: bool = False
-    samples_apart: bool = False
-    masks_text: bool = False
+    padding: Literal["text", "all", "mask", "sample"] = "text"
     text_asks: bool = True
 
     def seen(self, text: bool) -> Tokens:
@@ -56,7 +54,7 @@ class Tokens:
     def of_attention(self, queries: int, keys: int) -> Tokens | None:
         """Those that an attention over so many queries and keys has; None = it attends to something else."""
         text = keys - self.vision
-        is_short = self.samples_apart and 0 <= text < self.text
+        is_short = self.padding == "sample" and 0 <= text < self.text
         if queries != (keys if self.text_asks else self.vision) or not (is_short or text == self.text):
             return None
         return replace(self, text=text) if is_short else self
@@ -179,6 +177,13 @@ class Family:
         first_frame_apart: whether the model tells the first frame's tokens by their place.
         names_transformer: whether names of blocks say whose they are, as a pipeline may have two transformers.
         split: where several devices split a call's tokens; None = as the transformer's class says, if it does.
+        makes: `videos` get the video form of a plain preset; models of a family that makes both are told by their call.
+        frames_per_second: of the videos that it was trained on, from a pipeline's configuration.
+        words: parts of its models' ids in small letters, without "-", "_" and "."; an id's longest word decides.
+        distilled: parts of ids, likewise, of its models that are distilled to few steps: the steps, where all have
+            the same.
+        sharing: how several GPUs share a call, as ``parallelize_pipeline`` names it, as far as tests hold it.
+        fused: whether it has hand-written blocks, on a page of its name in ``models/fused``, and so level ``head``.
     """
 
     name: str
@@ -203,6 +208,12 @@ class Family:
     first_frame_apart: Callable[[nn.Module], bool] = lambda _: False
     names_transformer: bool = False
     split: SplitFacts | None = None
+    makes: Literal["images", "videos", "both"] = "images"
+    frames_per_second: Callable[[Mapping[str, Any]], float] = lambda _: 24.0
+    words: tuple[str, ...] = ()
+    distilled: Mapping[str, int | None] = field(default_factory=dict)
+    sharing: tuple[str, ...] = ()
+    fused: bool = False
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
         """The transformer's blocks in order, by the names that reports give them.

@@ -25,4 +25,8 @@ FAMILY = Family(
     stacks=(Stack("transformer_blocks"), Stack("single_transformer_blocks", features=1, joint=True)),
     tokens=packed_tokens,
     used=used,
+    words=("flux",),
+    distilled={"schnell": 4},
+    sharing=("ulysses",),
+    fused=True,
 )

@@ -27,4 +27,8 @@ FAMILY = Family(
     tokens=packed_tokens,
     mlp=lambda transformer: 3 * transformer.config.mlp_ratio,  # gated: two matrices in, one out
     used=used,
+    words=("flux2",),
+    distilled={"klein4b": 4, "klein9b": 4},
+    sharing=("ulysses",),
+    fused=True,
 )

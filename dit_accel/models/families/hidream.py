@@ -43,4 +43,5 @@ FAMILY = Family(
     text_mlp=text_mlp,
     attentions={"block.attn1": True},
     parts=("block.attn1", "block.ff_i", "block.ff_t"),
+    words=("hidream",),
 )

@@ -46,4 +46,8 @@ FAMILY = Family(
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D], which image tokens alone have
     first_frame_apart=replaces_first_frame,
     split=SplitFacts("transformer_blocks.0", ("hidden_states", "encoder_hidden_states"), exit="proj_out"),
+    makes="videos",
+    words=("hunyuanvideo",),
+    sharing=("ulysses",),
+    fused=True,
 )

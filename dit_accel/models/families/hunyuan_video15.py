@@ -17,7 +17,7 @@ TEXT = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     text = sum(arguments[name].shape[1] for name in TEXT)
-    return replace(hunyuan_video.tokens(transformer, arguments), text=text, pads_end=True)
+    return replace(hunyuan_video.tokens(transformer, arguments), text=text, padding="all")
 
 
 FAMILY = Family(
@@ -28,4 +28,6 @@ FAMILY = Family(
     tokens=tokens,
     parts=("attn", "ff", "ff_context"),
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D]
+    makes="videos",
+    words=("hunyuanvideo15",),
 )

@@ -47,4 +47,6 @@ FAMILY = Family(
     attentions={"self_attention": False},
     parts=("self_attention", "cross_attention", "feed_forward"),
     used=used,
+    makes="both",
+    words=("kandinsky5",),
 )

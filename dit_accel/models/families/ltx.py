@@ -36,4 +36,7 @@ FAMILY = Family(
     attentions={"attn1": False},
     parts=("attn1", "attn2", "ff"),
     used=used,
+    makes="videos",
+    words=("ltxvideo",),
+    sharing=("ulysses",),
 )

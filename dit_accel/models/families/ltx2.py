@@ -35,4 +35,6 @@ FAMILY = replace(
         *("attn1", "attn2", "ff", "audio_attn1", "audio_attn2", "audio_ff"),
         *("audio_to_video_attn", "video_to_audio_attn"),
     ),
+    words=("ltx2",),
+    sharing=(),
 )

@@ -17,7 +17,7 @@ _masks = TextMasks()  # diffusers reads them in every call
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
     text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)
-    return Tokens(text, height * width, pads_end=True)
+    return Tokens(text, height * width, padding="all")
 
 
 def mlp(transformer: nn.Module) -> float:
@@ -38,4 +38,5 @@ FAMILY = Family(
     ),
     mlp=mlp,
     parts=("attn", "feed_forward"),
+    words=("luminaimage2",),
 )

@@ -20,7 +20,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     patch = transformer.config.patch_size
     grid = frames, height // patch, width // patch
     text = arguments["encoder_hidden_states"].shape[1]
-    return Tokens(text, math.prod(grid), text_first=False, grid=grid, samples_apart=True)
+    return Tokens(text, math.prod(grid), text_first=False, grid=grid, padding="sample")
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
@@ -49,4 +49,7 @@ FAMILY = Family(
     attentions={"attn1": True},
     parts=("attn1", "ff", "ff_context"),
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, H, D / 2]
+    makes="videos",
+    frames_per_second=lambda _: 30.0,
+    words=("mochi",),
 )

@@ -13,7 +13,7 @@ from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     height, width = (side // transformer.config.patch_size for side in arguments["hidden_states"].shape[2:])
     text = arguments["encoder_hidden_states"].shape[1]
-    return Tokens(text, height * width, masks_text=True, text_asks=False)
+    return Tokens(text, height * width, padding="mask", text_asks=False)
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
@@ -43,4 +43,5 @@ FAMILY = Family(
     attentions={"attention": True},
     parts=("attention", "down_proj"),
     feeds={"down_proj": ("gate_proj", "up_proj")},
+    words=("prx",),
 )

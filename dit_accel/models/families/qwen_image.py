@@ -32,4 +32,7 @@ FAMILY = Family(
     tokens=packed_tokens,
     text_mask="encoder_hidden_states_mask",
     used=used,
+    words=("qwenimage",),
+    sharing=("ulysses",),
+    fused=True,
 )

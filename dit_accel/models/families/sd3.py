@@ -22,4 +22,5 @@ FAMILY = Family(
     text_mlp=lambda _, block: -1 if block.ff_context is None else 8,
     attentions={"attn": True, "attn2": False},
     parts=("attn", "attn2", "ff", "ff_context"),
+    words=("stablediffusion3",),
 )

@@ -57,4 +57,10 @@ FAMILY = Family(
     # RoPE tables [1, S, 1, D], and the blocks' modulation [B, S, 6C] where each token has its own timestep.
     order=OrderFacts(tables={"rope": {0: 1, 1: 1}, "condition_embedder": {1: 1}}, exit="norm_out"),
     names_transformer=True,
+    makes="videos",
+    frames_per_second=lambda config: 24.0 if config.get("expand_timesteps") else 16.0,  # 2.2 TI2V 5B, and all others
+    words=("wan2",),
+    distilled={"fastwan": None},
+    sharing=("ulysses", "branches"),
+    fused=True,
 )

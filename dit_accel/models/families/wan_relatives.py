@@ -32,33 +32,34 @@ def skyreels_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     return replace(found, grid=None) if by_frames else found
 
 
+RELATIVE = replace(wan.FAMILY, parts=PARTS, order=None, distilled={}, sharing=(), fused=False)
 VACE = replace(
-    wan.FAMILY,
+    RELATIVE,
     name="wan_vace",
     title="Wan VACE",
     model="WanVACETransformer3DModel",
     stacks=(Stack("vace_blocks", features=4), Stack("blocks", features=3)),
     work=vace_work,
     parts=(*PARTS, "proj_in", "proj_out"),
-    order=None,
+    words=("vace",),
 )
 ANIMATE = replace(
-    wan.FAMILY,
+    RELATIVE,
     name="wan_animate",
     title="Wan Animate",
     model="WanAnimateTransformer3DModel",
-    parts=PARTS,
-    order=None,
     names_transformer=False,
+    words=("wan22animate", "wananimate"),
 )
 SKYREELS_V2 = replace(
-    wan.FAMILY,
+    RELATIVE,
     name="skyreels_v2",
     title="SkyReels-V2",
     model="SkyReelsV2Transformer3DModel",
     tokens=skyreels_tokens,
-    parts=PARTS,
     used=lambda _, output, __: output,  # diffusion forcing has timesteps of frames, and runs plainly
     order=replace(wan.FAMILY.order, tables={"rope": {0: 1, 1: 1}}),
     names_transformer=False,
+    frames_per_second=lambda _: 24.0,
+    words=("skyreelsv2",),
 )

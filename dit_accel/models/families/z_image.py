@@ -32,7 +32,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
         vision[place] += _filled(math.prod(each.shape[:2]) for each in _tensors(sample))
     longest = max(map(sum, zip(vision, text, strict=True)))
     is_omni = isinstance(arguments["x"][0], list)
-    return Tokens(longest - vision[0], vision[0], text_first=is_omni, pads_end=True)
+    return Tokens(longest - vision[0], vision[0], text_first=is_omni, padding="all")
 
 
 def _tensors(sample: list | torch.Tensor) -> list[torch.Tensor]:
@@ -52,4 +52,5 @@ FAMILY = Family(
     heads=lambda transformer: (transformer.config.n_heads, transformer.config.dim // transformer.config.n_heads),
     attentions={"attention": True},
     parts=("attention", "feed_forward"),
+    words=("zimage",),
 )

@@ -23,8 +23,9 @@ import torch
 from dit_accel import __version__
 from dit_accel.errors import TuningError
 from dit_accel.models import denoisers
+from dit_accel.models.presets import load_preset
 from dit_accel.pipeline import accelerate_pipeline, accelerated, makes_video, restore_pipeline
-from dit_accel.presets import Preset, default_preset, load_preset
+from dit_accel.presets import Preset, default_preset
 from dit_accel.tools.origin import describe_run
 from dit_accel.tools.tune import calibration
 from dit_accel.tools.tune.axes import BOUND, BOUND_RATIO, LINEAR_BOUND, Axis, Setting, axes_of, overrides_of

@@ -1,0 +1,69 @@
+"""Presets and the families that they are made for: names that exist, and what a preset asks of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from dit_accel import presets
+from dit_accel.errors import PresetError, shown
+from dit_accel.models.families import FAMILIES
+from dit_accel.presets import Preset, preset_names
+from dit_accel.presets.complaints import did_you_mean
+
+
+def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
+    """Load a preset, apply overrides, and check it against the model families.
+
+    Args:
+        preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
+        overrides: keys of any section, e.g. ``target_error=0.1, order=2``; whole sections, whose keys are merged, e.g.
+            ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
+
+    Raises:
+        PresetError: unknown preset, keyword, key, value or family; the message says what is valid.
+    """
+    loaded = presets.load_preset(preset, **overrides)
+    if (reason := _why_not_valid(loaded)) is not None:
+        raise PresetError(f"preset {shown(loaded.name)} is not valid: {reason}")
+    return loaded
+
+
+def preset_schema() -> dict[str, Any]:
+    """JSON schema of a preset file, with the names of the families."""
+    schema = presets.preset_schema()
+    schema["properties"]["model"]["enum"] = ["any", *(family.name for family in FAMILIES)]
+    return schema
+
+
+def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
+    """Names of the presets that a model family can run; plain names stand for their video forms too.
+
+    Args:
+        levels: that the family has.
+    """
+    named = {name: presets.load_preset(name) for name in preset_names() if not name.startswith("video-")}
+    return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
+
+
+def _why_not_valid(preset: Preset) -> str | None:
+    """Why no family can run a preset, or not its own, or None."""
+    family = next((family for family in FAMILIES if family.name == preset.model), None)
+    if family is None and preset.model != "any":
+        names = ["any", *(family.name for family in FAMILIES)]
+        *others, last = map(repr, names)
+        meant = did_you_mean(preset.model, names)
+        return f"model: Input should be {', '.join(others)} or {last}, got {shown(preset.model)}{meant}"
+    if preset.forecast.level == "head" and not (family and family.fused):
+        *names, last = sorted(family.name for family in FAMILIES if family.fused)
+        return (
+            f"level 'head' needs blocks of our own, and model is '{preset.model}': set model to {', '.join(names)} or "
+            f"{last}"
+        )
+    if preset.blocks.token_order != "raster" and not (family and family.order):
+        return (
+            f"blocks.token_order '{preset.blocks.token_order}' orders the tokens of clips, and model is "
+            f"'{preset.model}': set it to raster"
+        )
+    return None
