@@ -7,9 +7,9 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.failures import explained_failures
-from dit_accel.cli.pipelines import timed_call
 from dit_accel.cli.progress import progress_bar
+from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
 if TYPE_CHECKING:
