@@ -19,7 +19,6 @@ from dit_accel.errors import BatchError, OptionError, shortened, shown
 from dit_accel.serving.engine import Engine, Failure
 from dit_accel.serving.processes import leads
 from dit_accel.serving.prompts import Job, batches
-from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
 
 if TYPE_CHECKING:
@@ -29,55 +28,12 @@ MANIFEST = "manifest.jsonl"
 RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # of a line of the manifest; all else are settings
 
 
-def require_one_source(prompt: str | None, prompts: Path | None, folder: Path | None, alone: dict[str, Any]) -> None:
-    """Checks that there is one source of prompts, and that what serves one picture alone goes with that one."""
-    if prompt is None and prompts is None:
-        raise OptionError("--prompt", "needs a text; or name a file of prompts with --prompts")
-    if prompt is not None and prompts is not None:
-        raise OptionError("--prompts", "can't be given beside --prompt; give one of the two")
-    if prompts is not None and folder is None:
-        raise OptionError("--output-dir", "must name a folder for what --prompts makes")
-    if prompts is None and folder is not None:
-        raise OptionError("--output-dir", "is for --prompts; name the file of one --prompt with --output")
-    for option in (option for option, value in alone.items() if value and prompts is not None):
-        raise OptionError(option, "is for one --prompt; --prompts writes all into --output-dir")
-
-
 def make_folder(folder: Path) -> None:
     """Makes the folder of --output-dir, where there is none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
-
-
-def require_batches(size: int, prompts: Path | None, image: Path | None) -> None:
-    """Checks that there is something to share a call."""
-    if size > 1 and prompts is None:
-        raise OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
-    if (
-        size > 1 and image is not None
-    ):  # img2img of FLUX draws other noise, and FLUX.2 takes all pictures for each prompt
-        raise OptionError("--batch-size", "can't be used with --image: pipelines differ in what a batch makes of it")
-
-
-def require_engine(engine: str, actors: int | None, given: dict[str, Any]) -> None:
-    """Checks that Ray is there and goes with the other options.
-
-    Args:
-        given: of ``--prompts``, ``--parallel`` and ``--device``, what came; None = not given.
-    """
-    if engine != "ray":
-        if actors is not None:
-            raise OptionError("--actors", "goes with --engine ray")
-        return
-    require_extra("ray", "--engine ray")
-    if given["--prompts"] is None:
-        raise OptionError("--engine", "ray is for --prompts; one --prompt is made by this process")
-    if given["--parallel"] is not None:
-        raise OptionError("--parallel", "can't be used with --engine ray, which has each device make lines of its own")
-    if given["--device"] not in (None, "cuda", "cpu"):
-        raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given['--device']}")
 
 
 def run_jobs(

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dit_accel.cli.batch import make_folder, require_batches, require_engine, require_one_source, run_jobs
-from dit_accel.cli.comparison import Side, Sides, both_sides
+from dit_accel.cli.batch import make_folder, run_jobs
+from dit_accel.cli.comparison import Side, Sides, both_sides, print_summary, summary_of, write_results
 from dit_accel.cli.options import (
     MOST_IMAGES,
     REPEATS,
@@ -122,8 +122,8 @@ class Request:
 
     setup: Setup
     image: Image.Image | None
-    arguments: dict[str, Any]
-    jobs: list[Job]
+    arguments: dict[str, Any]  # of the call, by option; None = not given
+    jobs: list[Job]  # of --prompts
 
 
 @takes_options()
@@ -158,11 +158,38 @@ def command(given: Options) -> None:
 
 def _require_consistent(given: Options) -> None:
     """Checks which options were given together."""
-    alone = {"--output": given.output, "--json": given.json_path, "--plot": given.plot, "--compare": given.compare}
-    require_one_source(given.prompt, given.prompts, given.output_dir, alone | {"--num-images": given.num_images})
-    require_batches(given.batch_size, given.prompts, given.image)
-    others = {"--prompts": given.prompts, "--parallel": given.parallel, "--device": given.device}
-    require_engine(given.engine, given.actors, others)
+    many, on_ray = given.prompts is not None, given.engine == "ray"
+    single = {"--output": given.output, "--json": given.json_path, "--plot": given.plot, "--compare": given.compare}
+    if not many and given.prompt is None:
+        raise OptionError("--prompt", "needs a text; or name a file of prompts with --prompts")
+    if many and given.prompt is not None:
+        raise OptionError("--prompts", "can't be given beside --prompt; give one of the two")
+    if many and given.output_dir is None:
+        raise OptionError("--output-dir", "must name a folder for what --prompts makes")
+    if not many and given.output_dir is not None:
+        raise OptionError("--output-dir", "is for --prompts; name the file of one --prompt with --output")
+    for name in (each for each, value in {**single, "--num-images": given.num_images}.items() if value and many):
+        raise OptionError(name, "is for one --prompt; --prompts writes all into --output-dir")
+    if given.batch_size > 1 and not many:
+        raise OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
+    # img2img of FLUX draws other noise, and FLUX.2 takes all images for each prompt
+    if given.batch_size > 1 and given.image is not None:
+        raise OptionError("--batch-size", "can't be used with --image: pipelines differ in what a batch makes of it")
+    if not on_ray and given.actors is not None:
+        raise OptionError("--actors", "goes with --engine ray")
+    if on_ray:
+        _require_ray(given)
+
+
+def _require_ray(given: Options) -> None:
+    """Checks that Ray is there and goes with the other options."""
+    require_extra("ray", "--engine ray")
+    if given.prompts is None:
+        raise OptionError("--engine", "ray is for --prompts; one --prompt is made by this process")
+    if given.parallel is not None:
+        raise OptionError("--parallel", "can't be used with --engine ray, which has each device make lines of its own")
+    if given.device not in (None, "cuda", "cpu"):
+        raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given.device}")
 
 
 def _check(given: Options) -> Request:
@@ -236,9 +263,9 @@ def _write(
     console: Console,
 ) -> None:
     """Writes all files, and prints their names and a summary."""
-    for path in _write_results(medium, sides, files):
+    for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
-    summary = _summary(medium, sides)
+    summary = summary_of(medium, sides)
     if given.plot:
         from dit_accel.tools.figures import timeline_figure
 
@@ -247,7 +274,7 @@ def _write(
         facts = {"model": given.model, "preset": preset and preset.name, "prompt": given.prompt, "seed": given.seed}
         facts |= {"call": request.setup.call} if request.setup.call else {}
         write_whole(given.json_path, json.dumps({**facts, **summary}, indent=2) + "\n")
-    _print_summary(console, summary, preset, sides)
+    print_summary(console, summary, preset, sides)
 
 
 def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
@@ -256,69 +283,3 @@ def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
     if unknown:
         told = ", ".join(map(repr, unknown[:8])) + (", …" if len(unknown) > 8 else "")
         console.print(f"note: {model} does not know {told}. Its words: {', '.join(known)}", markup=False)
-
-
-def _write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
-    """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
-    written = []
-    plain, fast = sides.plain, sides.fast
-    made = fast or plain
-    for index, (result, file) in enumerate(zip(made.output.results, files, strict=True)):
-        medium.write(result, file)
-        written.append(file)
-        if plain and fast:
-            labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
-            written += medium.write_comparison(plain.output.results[index], result, labels, file)
-    return written
-
-
-def _summary(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
-    """What --json holds about the run."""
-    plain, fast, report = sides.plain, sides.fast, sides.report
-    quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
-    if plain and fast:
-        quality = medium.quality(plain.output.results, fast.output.results)
-    return {
-        "plain_seconds": plain and plain.seconds,
-        "plain_seconds_each": plain and plain.repeats,
-        "accelerated_seconds": fast and fast.seconds,
-        "accelerated_seconds_each": fast and fast.repeats,
-        "speedup": sides.speedup and sides.speedup.median,
-        "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
-        "plain_call_seconds": plain and plain.output.seconds,
-        "accelerated_call_seconds": fast and fast.output.seconds,
-        **quality,
-        "computed_fraction": report.computed_fraction if report else 1.0,
-        "report": report.to_json() if report else None,
-    }
-
-
-def _print_summary(console: Console, summary: dict[str, Any], preset: Preset | None, sides: Sides) -> None:
-    from rich.table import Table
-
-    titles = {"plain": "plain", "accelerated": preset.name if preset else ""}
-    shown = [side for side in titles if summary[f"{side}_seconds"] is not None]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for side in shown:
-        table.add_column(titles[side], justify="right")
-    rows = {
-        "denoising": [f"{summary[f'{side}_seconds']:.2f} s" for side in shown],
-        "whole call": [f"{summary[f'{side}_call_seconds']:.2f} s" for side in shown],
-    }
-    if preset:
-        rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
-    if sides.speedup is not None:
-        rows["speed-up"] = [str(sides.speedup)]
-        rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
-        rows["SSIM"] = [f"{summary['ssim']:.4f}"]
-    for label, values in rows.items():
-        table.add_row(label, *[""] * (len(shown) - len(values)), *values)
-    console.print(table)
-    report = summary["report"]
-    notes = [*report["notes"]] if report else []
-    # Where the run has notes of its own they say why.
-    if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
-        notes.append("every step was computed; a run of more --steps leaves more to skip")
-    for note in [*notes, *sides.remarks()]:
-        console.out(f"note: {note}", highlight=False)
