@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # what type checkers see of the names below
     from dit_accel.pipeline import restore_pipeline as restore_pipeline
     from dit_accel.presets import Preset as Preset
     from dit_accel.presets import preset_names as preset_names
-    from dit_accel.sla import SparseLinearAttention as SparseLinearAttention
 
 __version__ = "0.1.0"
 
@@ -44,7 +43,6 @@ _HOMES = {
     "load_preset": "models.presets",
     "preset_names": "presets",
     "RunReport": "loop.report",
-    "SparseLinearAttention": "sla",
 }
 
 __all__ = [*_HOMES, "__version__"]

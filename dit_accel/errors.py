@@ -15,6 +15,24 @@ class UnsupportedError(DitAccelError, ValueError):
     """A pipeline, module or device can't do what was asked of it."""
 
 
+class OptionError(DitAccelError, ValueError):
+    """An option can't be used as it was given; it is named as on the command line."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(option, message)
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
+
+
+class OutOfMemoryError(DitAccelError):
+    """A device's memory, or the host's, does not suffice."""
+
+
+class BatchError(DitAccelError, RuntimeError):
+    """Prompts of a batch could not be made."""
+
+
 class MemoryBudgetError(DitAccelError, ValueError):
     """The caches of a run do not fit into the preset's ``memory.budget_gib``, whatever is done."""
 

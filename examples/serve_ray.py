@@ -9,13 +9,11 @@ of the Ray cluster has a replica; a machine without GPUs has one on a CPU. Ctrl-
 
 import argparse
 import asyncio
-import io
 import logging
 import os
 import signal
 import threading
 import time
-from itertools import groupby
 from typing import Any
 
 import ray
@@ -51,18 +49,9 @@ class Images:
     """A pipeline, loaded and accelerated once."""
 
     def __init__(self, model: str, device: str) -> None:
-        import torch
-        from diffusers import DiffusionPipeline
+        from dit_accel.serving import Loading, Setup, Worker
 
-        from dit_accel import accelerate_pipeline
-        from dit_accel.tools.demo import demo_arguments, demo_path
-
-        folder = demo_path(model)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.pipe = DiffusionPipeline.from_pretrained(folder or model, dtype=dtype).to(device)
-        self.pipe.set_progress_bar_config(disable=True)
-        self.defaults = demo_arguments(folder) if folder else {}
-        accelerate_pipeline(self.pipe)
+        self.worker = Worker(Setup(model, overrides={"per_prompt": False}, loading=Loading(device), batch_size=BATCH))
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0.02)
     async def __call__(self, requests: list[Wanted]) -> list[tuple[bytes, float]]:
@@ -70,21 +59,14 @@ class Images:
 
     def make(self, requests: list[Wanted]) -> list[tuple[bytes, float]]:
         """A PNG file and the computed fraction for each, by one call of the pipeline for each shape."""
-        import torch
+        from dit_accel.serving import Job, batches
 
-        made: dict[int, tuple[bytes, float]] = {}
-        order = sorted(range(len(requests)), key=lambda index: requests[index].shape())
-        for (height, width, steps), group in groupby(order, lambda index: requests[index].shape()):
-            indices = list(group)
-            images = self.pipe(
-                **self.defaults | {"height": height, "width": width, "num_inference_steps": steps},
-                prompt=[requests[index].prompt for index in indices],
-                generator=[torch.Generator().manual_seed(requests[index].seed) for index in indices],
-            ).images
-            for index, image in zip(indices, images, strict=True):
-                file = io.BytesIO()
-                image.save(file, "png")
-                made[index] = file.getvalue(), self.pipe.dit_accel.report().computed_fraction
+        jobs = [Job(index, wanted.model_dump()) for index, wanted in enumerate(requests)]
+        jobs.sort(key=lambda job: requests[job.index].shape())
+        made = {}
+        for batch in batches(jobs, BATCH):
+            for job, image in zip(batch, self.worker.make(batch), strict=True):
+                made[job.index] = image.data, image.report["computed_fraction"]
         return [made[index] for index in range(len(requests))]
 
 

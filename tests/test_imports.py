@@ -26,11 +26,12 @@ LAYERS = [
     {"models"},
     {"sla", "pipeline"},
     {"tools"},
+    {"serving"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "tools"}
+MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "serving", "tools"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}
 

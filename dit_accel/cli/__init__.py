@@ -1,7 +1,13 @@
 """The command line: ``dit-accel recommend | generate | inspect | app | tune | compare | presets | env``.
 
-Exit codes: 0 success, 1 failure at run time, 2 a mistake in what was asked for. Commands import torch and diffusers
-when they run, so that help and completion are quick.
+Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest that
+runs a pipeline. Options that commands share are in :mod:`~dit_accel.cli.options`; pipelines are opened and called by
+:mod:`dit_accel.serving`, and the work is done by :mod:`dit_accel.tools`. ``generate`` has three more files: ``batch``
+(--prompts and its manifest), ``comparison`` (--compare) and ``parallel`` (--parallel).
+
+Exit codes: 0 = success, 1 = failure at run time, 2 = wrong options. Errors of :mod:`dit_accel.errors` are printed in
+one line; any other error is a defect and keeps its traceback. Commands import torch and diffusers when they run, so
+that help and completion are quick.
 """
 
 from __future__ import annotations
@@ -17,12 +23,12 @@ from typer.core import TyperGroup
 
 import dit_accel
 from dit_accel.cli import compare, env, generate, inspect, presets, recommend, tune, web_app
-from dit_accel.cli.options import OptionError
 from dit_accel.cli.parallel import run_to_end, tells
 from dit_accel.errors import (
     BackendError,
     ComparisonError,
     DitAccelError,
+    OptionError,
     PresetError,
     TuningError,
     UnsupportedError,

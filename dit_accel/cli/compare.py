@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dit_accel.cli import options
-from dit_accel.cli.failures import explained_failures
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.loras import parse_loras
-from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, read_image
+from dit_accel.cli.options import REPEATS, RepeatsOption, RunOptions, option, parse_call, takes_options
 from dit_accel.cli.progress import progress_bar
+from dit_accel.errors import OptionError
+from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.loading import load_pipeline
+from dit_accel.serving.outputs import require_writable
+from dit_accel.serving.pipelines import call_arguments, read_image
+from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import model_preset, tuning_prompts
 from dit_accel.tools.extras import require_extra
 
@@ -26,59 +26,35 @@ if TYPE_CHECKING:
 LEVELS = ("quality", "balanced", "turbo")
 
 
-def command(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What pictures show; this or --prompts.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File with one prompt a line; figures are means over them.")
-    ] = None,
-    model: options.ModelOption = options.DEFAULT_MODEL,
-    presets: Annotated[
-        str | None,
-        typer.Option(
-            "--presets",
-            help="Presets to compare: names or paths, separated by commas.",
-            show_default="quality, balanced and turbo, and other targets of balanced",
-        ),
-    ] = None,
-    peers: Annotated[
-        str,
-        typer.Option(
-            "--peers",
-            help="Other methods to compare with: `all`, `none`, or names, separated by commas; docs/guide/comparing.md "
-            "lists them.",
-        ),
-    ] = "all",
-    settings: Annotated[
-        int,
-        typer.Option(
-            "--settings",
-            min=1,
-            help="Most settings of each other method, and targets of the closed loop, spread over their range.",
-        ),
-    ] = 4,
-    call: options.CallOption = None,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Stem of NAME.json, from which an interrupted comparison goes on, NAME.md and two plots.",
-        ),
-    ] = Path("comparison"),
-    steps: options.StepsOption = None,
-    seed: options.SeedOption = 0,
-    height: options.HeightOption = None,
-    width: options.WidthOption = None,
-    num_frames: options.FramesOption = None,
-    image: options.ImageOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    lora: options.LoraOption = None,
-    quantize: options.QuantizeOption = None,
-    repeats: options.RepeatsOption = options.REPEATS,
-    force: ForceOption = False,
-    quiet: options.QuietOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """All options of the command."""
+
+    prompt: str | None = option("What pictures show; this or --prompts.", "--prompt", "-p")
+    prompts: Path | None = option("File with one prompt a line; figures are means over them.", "--prompts")
+    presets: str | None = option(
+        "Presets to compare: names or paths, separated by commas.",
+        show_default="quality, balanced and turbo, and other targets of balanced",
+    )
+    peers: str = option(
+        "Other methods to compare with: `all`, `none`, or names, separated by commas; docs/guide/comparing.md "
+        "lists them.",
+        default="all",
+    )
+    settings: int = option(
+        "Most settings of each other method, and targets of the closed loop, spread over their range.", default=4, min=1
+    )
+    output: Path = option(
+        "Stem of NAME.json, from which an interrupted comparison goes on, NAME.md and two plots.",
+        "--output",
+        "-o",
+        default=Path("comparison"),
+    )
+    repeats: RepeatsOption = REPEATS
+
+
+@takes_options(without=("preset", "overrides", "offload"))
+def command(given: Options) -> None:
     """Compare presets with other ways to make a pipeline faster: same pipeline, prompts and seeds.
 
     dit-accel compare --prompt "a red star over the sea"
@@ -87,45 +63,46 @@ def command(
     """
     from rich.console import Console
 
+    from dit_accel.models.presets import load_preset
     from dit_accel.tools.compare import Bench, Prompt, Sweep
     from dit_accel.tools.origin import describe_run
 
-    console = Console(quiet=quiet)
-    if (prompt is None) == (prompts is None):
-        both = "was given beside --prompts; give one of the two" if prompts else "needs a text, or --prompts a file"
-        raise options.OptionError("--prompt", both)
-    _require_output(output, force)
+    console = Console(quiet=given.quiet)
+    if (given.prompt is None) == (given.prompts is None):
+        both = (
+            "was given beside --prompts; give one of the two" if given.prompts else "needs a text, or --prompts a file"
+        )
+        raise OptionError("--prompt", both)
+    _require_output(given.output, given.force)
     require_extra("matplotlib", "dit-accel compare, which plots what it measures,")
-    named_peers = _peers(peers)
-    if presets is not None and not _names(presets):
-        raise options.OptionError("--presets", "names none; give names or paths, separated by commas, or leave it out")
-    for name in _names(presets):
-        options.choose_preset(name, {})  # a misspelt preset should not wait for the model to load
-    texts = [prompt] if prompts is None else options.read_prompts(prompts)
-    given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    loading = Loading(device, dtype, "none", parse_loras(lora), quantize)
-    picture, others = read_image(image), options.parse_call(call)
+    named_peers, presets = _peers(given.peers), _names(given.presets)
+    if given.presets is not None and not presets:
+        raise OptionError("--presets", "names none; give names or paths, separated by commas, or leave it out")
+    for name in presets:
+        load_preset(name)  # a misspelt preset should not wait for the model to load
+    texts = [given.prompt] if given.prompts is None else read_prompts(given.prompts)
+    loading, picture, others = given.loading(), read_image(given.image), parse_call(given.call)
 
     def load(console: Console) -> Any:
-        return load_pipeline(model, loading, console)
+        return load_pipeline(given.model, loading, console)
 
     pipe = load(console)
     loaded = [pipe]
-    arguments = call_arguments(pipe, model, {**given, "image": picture}, others)
-    facts = {**given, "image": image and str(image), "dtype": str(pipe.dtype), "model": model, "seed": seed}
-    facts |= ({"call": others} if others else {}) | loading.facts
-    sweep = Sweep(output, {**facts, "prompts": texts})
+    arguments = call_arguments(pipe, given.model, {**given.sizes, "image": picture}, others)
+    facts = {**given.sizes, "image": given.image and str(given.image), "dtype": str(pipe.dtype), "model": given.model}
+    facts |= {"seed": given.seed} | ({"call": others} if others else {}) | loading.facts
+    sweep = Sweep(given.output, {**facts, "prompts": texts})
     with progress_bar(console, "plain", "settings") as progress, explained_failures(type(pipe)):
         bench = Bench(
             lambda: progress.watch(loaded.pop() if loaded else load(Console(quiet=True))),
             arguments,
-            [Prompt(text, seed + index) for index, text in enumerate(texts)],
-            Prompt(next(text for text in tuning_prompts(model) if text not in texts), seed),
+            [Prompt(text, given.seed + index) for index, text in enumerate(texts)],
+            Prompt(next(text for text in tuning_prompts(given.model) if text not in texts), given.seed),
             progress.begin,
-            repeats,
+            given.repeats,
         )
         del pipe  # the bench drops it before it loads another
-        methods, left_out = _methods(bench, _names(presets), model, named_peers, settings)
+        methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
         for left, method in zip(range(len(missing), 0, -1), missing, strict=True):
@@ -139,7 +116,7 @@ def command(
 def _require_output(stem: Path, force: bool) -> None:
     """Checks that the files of a comparison can be written; one that goes on replaces its own."""
     if not stem.name:
-        raise options.OptionError("--output", f"{stem} is a folder; give the stem of files in it")
+        raise OptionError("--output", f"{stem} is a folder; give the stem of files in it")
     document, *others = (stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png"))
     goes_on = os.path.isfile(document)
     for path in (document, *others):
@@ -158,7 +135,7 @@ def _peers(listed: str) -> list[str] | None:
         return None if listed == "all" else []
     unknown = [name for name in _names(listed) if name not in PEERS]
     if unknown:
-        raise options.OptionError("--peers", f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}")
+        raise OptionError("--peers", f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}")
     return _names(listed)
 
 
@@ -166,11 +143,12 @@ def _methods(
     bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
 ) -> tuple[list[Method], dict[str, str]]:
     """What is compared, and why some peers are left out."""
+    from dit_accel.pipeline import preset_for
     from dit_accel.tools.compare import our_methods, peer_methods, spread
 
     targets: list[Method] = []
     if not presets:
-        base = options.choose_preset(model_preset(model), {}, bench.pipe).name
+        base = preset_for(bench.pipe, model_preset(model)).name
         presets = [f"{base.removesuffix('balanced')}{level}" for level in LEVELS]
         targets = spread(our_methods(bench.pipe, [], base), settings)
     others, left_out = peer_methods(bench.pipe, bench.subject.steps, peers, settings)

@@ -1,15 +1,17 @@
-"""``dit-accel generate --compare``: one picture or clip, plain and accelerated, timed in turn."""
+"""Results of ``dit-accel generate``: the plain side, the accelerated one or both, timed in turn, and their summary."""
 
 from __future__ import annotations
 
 import inspect
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.failures import explained_failures
-from dit_accel.cli.pipelines import timed_call
 from dit_accel.cli.progress import progress_bar
+from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.media import Clips, Pictures
+from dit_accel.serving.pipelines import timed_call
 from dit_accel.tools.repeats import DISTURBED, PLAIN_STEPS, Spread, disturbed, speedup
 
 if TYPE_CHECKING:
@@ -101,3 +103,69 @@ def both_sides(
             with accelerated(pipe, preset):
                 repeat(f"accelerated ({number} of {repeats})", fast)
     return Sides(plain, fast, report)
+
+
+def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
+    """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
+    written = []
+    plain, fast = sides.plain, sides.fast
+    made = fast or plain
+    for index, (result, file) in enumerate(zip(made.output.results, files, strict=True)):
+        medium.write(result, file)
+        written.append(file)
+        if plain and fast:
+            labels = f"plain, {plain.seconds:.1f} s", f"accelerated, {fast.seconds:.1f} s"
+            written += medium.write_comparison(plain.output.results[index], result, labels, file)
+    return written
+
+
+def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
+    """What --json holds about the run."""
+    plain, fast, report = sides.plain, sides.fast, sides.report
+    quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
+    if plain and fast:
+        quality = medium.quality(plain.output.results, fast.output.results)
+    return {
+        "plain_seconds": plain and plain.seconds,
+        "plain_seconds_each": plain and plain.repeats,
+        "accelerated_seconds": fast and fast.seconds,
+        "accelerated_seconds_each": fast and fast.repeats,
+        "speedup": sides.speedup and sides.speedup.median,
+        "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
+        "plain_call_seconds": plain and plain.output.seconds,
+        "accelerated_call_seconds": fast and fast.output.seconds,
+        **quality,
+        "computed_fraction": report.computed_fraction if report else 1.0,
+        "report": report.to_json() if report else None,
+    }
+
+
+def print_summary(console: Console, summary: dict[str, Any], preset: Preset | None, sides: Sides) -> None:
+    from rich.table import Table
+
+    titles = {"plain": "plain", "accelerated": preset.name if preset else ""}
+    shown = [side for side in titles if summary[f"{side}_seconds"] is not None]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for side in shown:
+        table.add_column(titles[side], justify="right")
+    rows = {
+        "denoising": [f"{summary[f'{side}_seconds']:.2f} s" for side in shown],
+        "whole call": [f"{summary[f'{side}_call_seconds']:.2f} s" for side in shown],
+    }
+    if preset:
+        rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
+    if sides.speedup is not None:
+        rows["speed-up"] = [str(sides.speedup)]
+        rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
+        rows["SSIM"] = [f"{summary['ssim']:.4f}"]
+    for label, values in rows.items():
+        table.add_row(label, *[""] * (len(shown) - len(values)), *values)
+    console.print(table)
+    report = summary["report"]
+    notes = [*report["notes"]] if report else []
+    # Where the run has notes of its own they say why.
+    if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
+        notes.append("every step was computed; a run of more --steps leaves more to skip")
+    for note in [*notes, *sides.remarks()]:
+        console.out(f"note: {note}", highlight=False)

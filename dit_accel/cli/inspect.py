@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dit_accel.cli import options
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.loras import parse_loras, with_projections
-from dit_accel.cli.media import Clips, medium_of
-from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, read_image, timed_call
-from dit_accel.errors import ShapeError, shortened, shown
+from dit_accel.cli.options import RunOptions, option, parse_call, takes_options
+from dit_accel.errors import OptionError, ShapeError, shortened, shown
+from dit_accel.serving.loading import load_pipeline
+from dit_accel.serving.media import Clips, medium_of
+from dit_accel.serving.outputs import require_writable
+from dit_accel.serving.pipelines import call_arguments, read_image, timed_call
 from dit_accel.tools.demo import model_fps
 from dit_accel.tools.extras import require_extra
 from dit_accel.tools.files import write_whole
@@ -25,35 +23,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def command(
-    prompt: options.PromptOption,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write into; made if it does not exist.")],
-    model: options.ModelOption = options.DEFAULT_MODEL,
-    preset: options.PresetOption = None,
-    settings: options.SetOption = None,
-    call: options.CallOption = None,
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            "--layer",
-            help="Block whose symbols, what it computes, are drawn over the picture; presets of level head.",
-            show_default="the middle one",
-        ),
-    ] = None,
-    steps: options.StepsOption = None,
-    seed: options.SeedOption = 0,
-    height: options.HeightOption = None,
-    width: options.WidthOption = None,
-    num_frames: options.FramesOption = None,
-    image: options.ImageOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    offload: options.OffloadOption = "none",
-    lora: options.LoraOption = None,
-    quantize: options.QuantizeOption = None,
-    force: ForceOption = False,
-    quiet: options.QuietOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """All options of the command."""
+
+    prompt: str = option("Text prompt of the image or video.", "--prompt", "-p", default=MISSING)
+    output: Path = option("Folder to write into; made if it does not exist.", "--output", "-o", default=MISSING)
+    layer: str | None = option(
+        "Block whose symbols, what it computes, are drawn over the image; presets of level head.",
+        show_default="the middle one",
+    )
+
+
+@takes_options()
+def command(given: Options) -> None:
     """Run once and draw what was computed.
 
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
@@ -62,36 +45,34 @@ def command(
     from rich.console import Console
 
     from dit_accel import accelerate_pipeline
+    from dit_accel.pipeline import preset_for
     from dit_accel.tools.figures import density_figure, timeline_figure
 
-    console = Console(quiet=quiet)
+    console = Console(quiet=given.quiet)
     require_extra("matplotlib", "dit-accel inspect, which draws figures,")
     plain = "a plain run has nothing to inspect; choose a preset"
-    preset, overrides = options.named_preset(preset, model, settings, plain)
-    loading = Loading(device, dtype, offload, parse_loras(lora), quantize)
-    overrides = with_projections(preset, overrides, loading.loras)
-    given = {"prompt": prompt, "steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    given["image"] = read_image(image)
-    others = options.parse_call(call)
+    preset, overrides, loading = given.preset_and_loading(plain)
+    output, named = given.output, {"prompt": given.prompt, **given.sizes, "image": read_image(given.image)}
+    others = parse_call(given.call)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise options.OptionError("--output", f"{shortened(str(output))} can't be made: {reason}") from None
+        raise OptionError("--output", f"{shortened(str(output))} can't be made: {reason}") from None
     figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
     for path in (*figures, *output.glob("symbols-*.png")):
-        require_writable(path, "--output", force=force)
+        require_writable(path, "--output", force=given.force)
 
-    pipe = load_pipeline(model, loading, console)
-    medium = medium_of(pipe, model_fps(model))
+    pipe = load_pipeline(given.model, loading, console)
+    medium = medium_of(pipe, model_fps(given.model))
     file = output / ("clip.mp4" if isinstance(medium, Clips) else "picture.png")
-    medium.require_output(file, compare=False, force=force)
-    arguments = call_arguments(pipe, model, given, others)
-    accelerate_pipeline(pipe, options.choose_preset(preset, overrides, pipe))
-    made = timed_call(pipe, arguments, seed).results[0]
+    medium.require_output(file, compare=False, force=given.force)
+    arguments = call_arguments(pipe, given.model, named, others)
+    accelerate_pipeline(pipe, preset_for(pipe, preset, **overrides))
+    made = timed_call(pipe, arguments, given.seed).results[0]
     report = pipe.dit_accel.report()
-    if layer is not None:
-        _require_symbols(pipe, layer)
+    if given.layer is not None:
+        _require_symbols(pipe, given.layer)
 
     with console.status("drawing"):
         medium.write(made, file)
@@ -99,7 +80,7 @@ def command(
         timeline_figure(report, timeline)
         density_figure(report, density)
         write_whole(facts, json.dumps(report.to_json(), indent=2) + "\n")
-        _draw_symbols(pipe, made, layer, output, console)
+        _draw_symbols(pipe, made, given.layer, output, console)
     console.out(str(report), highlight=False)
     console.out(f"wrote {file.name}, timeline.png, density.png and report.json to {output}", highlight=False)
 
@@ -112,7 +93,7 @@ def _require_symbols(pipe: Any, layer: str) -> None:
         fix = "run more --steps" if level == "head" else "use a preset of level head"
         none = f"a run of level {level} has no symbols here; {fix}"
         valid = f"layers: {', '.join(symbols)}" if symbols else none
-        raise options.OptionError("--layer", f"no symbols of layer {shown(layer)}; {valid}")
+        raise OptionError("--layer", f"no symbols of layer {shown(layer)}; {valid}")
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:

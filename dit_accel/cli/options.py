@@ -1,42 +1,33 @@
-"""Options that several commands share, with their help texts, and checks that raise an :class:`OptionError`."""
+"""Options that several commands share: each is one field of a dataclass here, and no command lists it again.
+
+A command has a dataclass ``Options``, derived from one of these, and is a function of it; :func:`takes_options` makes
+the function with an option for each field, which typer needs.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from dit_accel.errors import DitAccelError, PresetError, shortened, shown
-from dit_accel.tools.demo import DEFAULT_MODEL as DEFAULT_MODEL
-from dit_accel.tools.demo import model_preset
+from dit_accel.errors import OptionError, PresetError, shown
+from dit_accel.serving.loading import Loading
+from dit_accel.serving.loras import parse_loras, with_projections
+from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.repeats import REPEATS as REPEATS
 
-if TYPE_CHECKING:
-    from dit_accel.presets import Preset
-
-Dtype = Literal["bfloat16", "float16", "float32"]
-Offload = Literal["none", "model", "sequential"]
-Quantize = Literal["float8", "int8"]
-
-# Bounds beyond all reason, so that a slip of the finger is told before any work.
+# Bounds beyond all reason, so that a typing mistake is refused before any work.
 MOST_STEPS = 10_000
 FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 are one token of most models
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
-LONGEST_PROMPTS = 2**20  # bytes of a file
-
-
-class OptionError(DitAccelError, ValueError):
-    """A command line option can't be used as it was given."""
-
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(option, message)
-
-    def __str__(self) -> str:
-        return ": ".join(self.args)
 
 
 def require_finite(option: typer.CallbackParam, value: float | None) -> float | None:
@@ -45,124 +36,134 @@ def require_finite(option: typer.CallbackParam, value: float | None) -> float | 
     return value
 
 
-PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the picture or clip shows.")]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a demo model.",
-    ),
-]
-PresetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--preset",
-        help="Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="balanced, which for a pipeline that makes videos is video-balanced",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
-    ),
-]
-CallOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--call",
-        metavar="NAME=VALUE",
-        help="Any other argument of the pipeline's own call, its value in YAML, e.g. --call max_sequence_length=256. "
-        "Repeatable.",
-    ),
-]
+def _side(name: str) -> Any:
+    return typer.Option(name, min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's")
+
+
+def option(help: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass of options; ``more`` goes to ``typer.Option``, and so do names other than the field's."""
+    return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
+
+
+def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Make a command for typer of a function whose one parameter is a dataclass of options: its fields, own ones first.
+
+    Args:
+        without: fields of base classes that are no options of this command and keep their defaults.
+    """
+
+    def expand(command: Callable[[Any], None]) -> Callable[..., None]:
+        (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
+        types = get_type_hints(kind, include_extras=True)
+        own = {name: place for place, cls in enumerate(kind.__mro__) for name in vars(cls).get("__annotations__", ())}
+        parameters = []
+        for each in sorted(fields(kind), key=lambda field: own[field.name]):
+            if each.name in without:
+                continue
+            default = Parameter.empty if each.default is MISSING else each.default
+            given = each.metadata.get("option")
+            annotation = Annotated[types[each.name], given] if given else types[each.name]
+            parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(kind(**given))
+
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return expand
+
+
 StepsOption = Annotated[
-    int | None,
-    typer.Option("--steps", min=1, max=MOST_STEPS, help="Denoising steps.", show_default="the pipeline's"),
+    int | None, typer.Option("--steps", min=1, max=MOST_STEPS, help="Denoising steps.", show_default="the pipeline's")
 ]
-SeedOption = Annotated[
-    int, typer.Option("--seed", min=-(2**63), max=2**63 - 1, help="Seed of the starting noise, of 64 bits.")
-]
-HeightOption = Annotated[
-    int | None,
-    typer.Option("--height", min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's"),
-]
-WidthOption = Annotated[
-    int | None,
-    typer.Option("--width", min=FEWEST_PIXELS, max=MOST_PIXELS, help="In pixels.", show_default="the pipeline's"),
-]
-ImageOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--image",
-        help="Input picture, for pipelines that take one: Kontext, img2img, the first frame of image-to-video.",
-    ),
-]
-FramesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-frames",
-        min=1,
-        max=MOST_FRAMES,
-        help="Frames of the clip; video only.",
-        show_default="the pipeline's",
-    ),
-]
-FpsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--fps",
-        min=1,
-        max=100,
-        callback=require_finite,
-        help="Frames a second of the written clip.",
-        show_default="the model's",
-    ),
-]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(
-        "--dtype", help="Data type of weights and activations.", show_default="bfloat16 on CUDA, else float32"
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option("--device", help="cuda, cuda:1, mps or cpu.", show_default="cuda if there is one, else cpu"),
-]
-OffloadOption = Annotated[
-    Offload,
-    typer.Option("--offload", help="Keep weights in host memory: whole models at a time, or layer by layer (slow)."),
-]
-QuantizeOption = Annotated[
-    Quantize | None,
-    typer.Option(
-        "--quantize",
-        help="Quantise the layers of the transformer's blocks by torchao: int8 halves their memory; float8 is faster "
-        "too, on an RTX 4090, H100 or later. Pictures differ a little.",
-    ),
-]
-LoraOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora",
-        metavar="LORA[:WEIGHT]",
-        help="A LoRA to load, its weight 1 unless given: a folder, a file, or an id on the hub (OWNER/NAME or "
-        "OWNER/NAME/FILE). Repeatable. What SLA's fine-tuning wrote beside one is used where the preset runs SLA.",
-    ),
-]
+HeightOption = Annotated[int | None, _side("--height")]
+WidthOption = Annotated[int | None, _side("--width")]
 RepeatsOption = Annotated[
     int,
     typer.Option(
         "--repeats",
         min=1,
         max=MOST_REPEATS,
-        help="Speed-ups are medians of at least so many, plain and accelerated in turn.",
+        help="Speed-ups are medians of at least so many runs, plain and accelerated in turn.",
     ),
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions:
+    """The pipeline, its device and its weights."""
+
+    model: str = option(
+        "Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a demo model.",
+        "--model",
+        "-m",
+        default=DEFAULT_MODEL,
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        "Data type of weights and activations.", show_default="bfloat16 on CUDA, else float32"
+    )
+    device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if there is one, else cpu")
+    offload: Literal["none", "model", "sequential"] = option(
+        "Keep weights in host memory: whole models at a time, or layer by layer (slow).", default="none"
+    )
+    lora: list[str] | None = option(
+        "A LoRA to load, with weight 1 by default: a folder, a file, or an id on the hub (OWNER/NAME or "
+        "OWNER/NAME/FILE). Repeatable. A preset that runs SLA uses the projections that SLA's fine-tuning wrote "
+        "with the LoRA.",
+        metavar="LORA[:WEIGHT]",
+    )
+    quantize: Literal["float8", "int8"] | None = option(
+        "Quantise the layers of the transformer's blocks by torchao: int8 halves their memory; float8 is "
+        "faster too, on an RTX 4090, H100 or later. Images differ a little."
+    )
+
+    def loading(self) -> Loading:
+        return Loading(self.device, self.dtype, self.offload, parse_loras(self.lora), self.quantize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(LoadingOptions):
+    """A pipeline, its preset and the arguments of its call."""
+
+    preset: str | None = option(
+        "Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
+        show_default="balanced, which for a pipeline that makes videos is video-balanced",
+    )
+    overrides: list[str] | None = option(
+        "Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
+        "--set",
+        metavar="KEY=VALUE",
+    )
+    call: list[str] | None = option(
+        "Any other argument of the pipeline's own call, its value in YAML, e.g. --call "
+        "max_sequence_length=256. Repeatable.",
+        metavar="NAME=VALUE",
+    )
+    steps: StepsOption = None
+    seed: int = option("Seed of the starting noise, of 64 bits.", default=0, min=-(2**63), max=2**63 - 1)
+    height: HeightOption = None
+    width: WidthOption = None
+    num_frames: int | None = option("Frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's")
+    image: Path | None = option(
+        "Input image, for pipelines that take one: Kontext, img2img, the first frame of image-to-video."
+    )
+    force: ForceOption = False
+    quiet: bool = option("Print nothing but errors.", "--quiet", "-q", default=False)
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Options of the pipeline's call that are numbers, by name; None = not given."""
+        return {"steps": self.steps, "height": self.height, "width": self.width, "num-frames": self.num_frames}
+
+    def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
+        """The preset's name and overrides as :func:`named_preset` gives them, and how to load the pipeline."""
+        name, overrides = named_preset(self.preset, self.model, self.overrides, refusal)
+        loading = self.loading()
+        return name, with_projections(name, overrides, loading.loras), loading
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
@@ -200,43 +201,12 @@ def named_preset(
     Args:
         refusal: why the command can't run plain, with ``none``; empty = it can.
     """
+    from dit_accel.models.presets import load_preset
+    from dit_accel.presets import default_preset
+
     name, overrides = name or model_preset(model), parse_overrides(settings)
     if name == "none" and refusal:
         raise OptionError("--preset", refusal)
     if name != "none":
-        choose_preset(name, overrides)
+        load_preset(default_preset(name, is_video=False), **overrides)
     return name, overrides
-
-
-def choose_preset(name: str | None, overrides: dict[str, Any], pipe: Any = None) -> Preset:
-    """The preset of that name or path, with the overrides applied, as the pipeline gets it; without a name `balanced`.
-
-    Without a pipeline, the preset as such: for checking name, keys and values before one is loaded.
-
-    Raises:
-        PresetError: unknown preset, key or value.
-    """
-    from dit_accel.presets import default_preset
-
-    if pipe is None:
-        from dit_accel.models.presets import load_preset
-
-        return load_preset(default_preset(name, is_video=False), **overrides)
-    from dit_accel.pipeline import preset_for
-
-    return preset_for(pipe, name, **overrides)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The lines of a file that say something."""
-    from dit_accel.presets.reading import read_text
-
-    name = shortened(str(path))
-    try:
-        text = read_text(path, LONGEST_PROMPTS)
-    except (OSError, ValueError) as error:
-        raise OptionError("--prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise OptionError("--prompts", f"{name} holds no prompts; write one a line")
-    return prompts

@@ -11,35 +11,12 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from math import prod
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
-
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import shown
+from dit_accel.errors import OptionError, shown
+from dit_accel.serving.processes import leads, ranks
 
 WAYS = ("ulysses", "branches")  # keywords of parallelize_pipeline
-LONGEST_WAIT = timedelta(minutes=10)  # of one process for another, which may still load its weights
-
-ParallelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel",
-        metavar="WAY=COUNT,…",
-        help="Share the work among the processes of torchrun: ulysses=2 the tokens, branches=2 the two branches of "
-        "guidance, ulysses=2,branches=2 both. torchrun --nproc-per-node 2 -m dit_accel generate --parallel ulysses=2 …",
-    ),
-]
-
-
-def ranks() -> int:
-    """Processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def leads() -> bool:
-    """Whether this is the process that writes files and shows progress."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
@@ -68,28 +45,6 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
     for option in (option for option, given in used.items() if given):
         raise OptionError(option, f"can't be used with --parallel {text}")
     return degrees
-
-
-def join(degrees: dict[str, int], device: str | None) -> str | None:
-    """Has the processes know each other; this one's device."""
-    if not degrees:
-        return device
-    import torch
-    import torch.distributed as dist
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda":
-        place = int(os.environ.get("LOCAL_RANK", 0))
-        if place >= torch.cuda.device_count():
-            raise OptionError(
-                "--parallel", f"needs a GPU for each of {ranks()} processes, and there are {torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(place)
-        device = f"cuda:{place}"
-    elif device != "cpu":
-        raise OptionError("--device", f"must be cuda or cpu with --parallel, which counts GPUs itself, got {device}")
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=LONGEST_WAIT)
-    return device
 
 
 def tells() -> bool:

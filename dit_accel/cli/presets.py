@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.outputs import ForceOption, require_writable
+from dit_accel.cli.options import ForceOption
+from dit_accel.errors import OptionError
+from dit_accel.serving.outputs import require_writable
 from dit_accel.tools.files import write_whole
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")

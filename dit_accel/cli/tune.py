@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from dit_accel.cli import options
-from dit_accel.cli.failures import explained_failures
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.loras import parse_loras, with_projections
-from dit_accel.cli.outputs import ForceOption, require_writable
-from dit_accel.cli.pipelines import call_arguments, read_image
+from dit_accel.cli.options import RunOptions, option, parse_call, takes_options
 from dit_accel.cli.progress import progress_bar
+from dit_accel.errors import OptionError
+from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.loading import load_pipeline
+from dit_accel.serving.outputs import require_writable
+from dit_accel.serving.pipelines import call_arguments, read_image
+from dit_accel.serving.prompts import read_prompts
 from dit_accel.tools.demo import tuning_prompts
 from dit_accel.tools.extras import require_extra
 
@@ -24,56 +26,30 @@ if TYPE_CHECKING:
     from dit_accel.tools.tune import TuneResult
 
 
-def command(
-    target_psnr: Annotated[
-        float | None,
-        typer.Option("--target-psnr", help="dB: least mean PSNR against plain runs. Give this or --target-error."),
-    ] = None,
-    target_error: Annotated[
-        float | None, typer.Option("--target-error", help="Most mean relative error of the last latents, e.g. 0.05.")
-    ] = None,
-    model: options.ModelOption = options.DEFAULT_MODEL,
-    preset: options.PresetOption = None,
-    settings: options.SetOption = None,
-    call: options.CallOption = None,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Preset to write; NAME.png, a plot, and NAME-tuning, a folder by which an interrupted tuning goes on, "
-            "lie beside it.",
-        ),
-    ] = Path("tuned.yaml"),
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="File with one prompt a line; those behind the first --tuning-prompts are held out to confirm with.",
-            show_default="a demo model's own, else of all kinds",
-        ),
-    ] = None,
-    tuning_count: Annotated[int, typer.Option("--tuning-prompts", min=1, help="Prompts that settings run on.")] = 4,
-    held_out_count: Annotated[
-        int, typer.Option("--held-out-prompts", min=1, help="Prompts that confirm what was found.")
-    ] = 4,
-    evaluations: Annotated[
-        int, typer.Option("--evaluations", min=1, help="Most settings that are tried before each confirmation.")
-    ] = 24,
-    steps: options.StepsOption = None,
-    seed: options.SeedOption = 0,
-    height: options.HeightOption = None,
-    width: options.WidthOption = None,
-    num_frames: options.FramesOption = None,
-    image: options.ImageOption = None,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    offload: options.OffloadOption = "none",
-    lora: options.LoraOption = None,
-    quantize: options.QuantizeOption = None,
-    force: ForceOption = False,
-    quiet: options.QuietOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """All options of the command."""
+
+    target_psnr: float | None = option("dB: least mean PSNR against plain runs. Give this or --target-error.")
+    target_error: float | None = option("Most mean relative error of the last latents, e.g. 0.05.")
+    output: Path = option(
+        "Preset to write; NAME.png, a plot, and NAME-tuning, a folder by which an interrupted tuning goes on, "
+        "lie beside it.",
+        "--output",
+        "-o",
+        default=Path("tuned.yaml"),
+    )
+    prompts: Path | None = option(
+        "File with one prompt a line; those behind the first --tuning-prompts are held out to confirm with.",
+        show_default="a demo model's own, else of all kinds",
+    )
+    tuning_count: int = option("Prompts that settings run on.", "--tuning-prompts", default=4, min=1)
+    held_out_count: int = option("Prompts that confirm what was found.", "--held-out-prompts", default=4, min=1)
+    evaluations: int = option("Most settings that are tried before each confirmation.", default=24, min=1)
+
+
+@takes_options()
+def command(given: Options) -> None:
     """Search a preset's thresholds for a quality that you name, and confirm it on prompts that the search never saw.
 
     dit-accel tune --target-psnr 40
@@ -82,32 +58,30 @@ def command(
     """
     from rich.console import Console
 
+    from dit_accel.pipeline import preset_for
     from dit_accel.tools.tune import Target, split_prompts, tune
 
-    console = Console(quiet=quiet)
-    Target.of(target_psnr, target_error)
+    console = Console(quiet=given.quiet)
+    output = given.output
+    Target.of(given.target_psnr, given.target_error)
     if output.suffix not in (".yaml", ".yml"):
-        raise options.OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
-    if preset is not None and os.path.realpath(preset) == os.path.realpath(output):
-        raise options.OptionError("--output", f"{output} is the preset to start from, which it would replace")
+        raise OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
+    if given.preset is not None and os.path.realpath(given.preset) == os.path.realpath(output):
+        raise OptionError("--output", f"{output} is the preset to start from, which it would replace")
     plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
     goes_on = os.path.isdir(state)  # and replaces its own files
     for path in (output, plot):
-        require_writable(path, "--output", force=force or goes_on)
+        require_writable(path, "--output", force=given.force or goes_on)
     require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
     plain = "a plain run has no thresholds; choose a preset"
-    preset, overrides = options.named_preset(preset, model, settings, plain)
-    loading = Loading(device, dtype, offload, parse_loras(lora), quantize)
-    overrides = with_projections(preset, overrides, loading.loras)
-    listed = tuning_prompts(model) if prompts is None else options.read_prompts(prompts)
-    split_prompts(listed, tuning_count, held_out_count)
-    given = {"steps": steps, "height": height, "width": width, "num-frames": num_frames}
-    given["image"] = read_image(image)
-    others = options.parse_call(call)
+    preset, overrides, loading = given.preset_and_loading(plain)
+    listed = tuning_prompts(given.model) if given.prompts is None else read_prompts(given.prompts)
+    split_prompts(listed, given.tuning_count, given.held_out_count)
+    named, others = {**given.sizes, "image": read_image(given.image)}, parse_call(given.call)
 
-    pipe = load_pipeline(model, loading, console)
-    arguments = call_arguments(pipe, model, given, others)
-    base = preset or options.choose_preset(None, {}, pipe).name
+    pipe = load_pipeline(given.model, loading, console)
+    arguments = call_arguments(pipe, given.model, named, others)
+    base = preset or preset_for(pipe).name
     with explained_failures(type(pipe)), progress_bar(console, "tuning", "runs at most") as progress:
 
         def tell(what: str, made: int, expected: int) -> None:
@@ -118,13 +92,13 @@ def command(
             progress.watch(pipe),
             base,
             prompts=listed,
-            target_psnr=target_psnr,
-            target_error=target_error,
-            tuning_prompts=tuning_count,
-            held_out_prompts=held_out_count,
+            target_psnr=given.target_psnr,
+            target_error=given.target_error,
+            tuning_prompts=given.tuning_count,
+            held_out_prompts=given.held_out_count,
             arguments=arguments,
-            seed=seed,
-            evaluations=evaluations,
+            seed=given.seed,
+            evaluations=given.evaluations,
             state=state,
             progress=tell,
             **overrides,

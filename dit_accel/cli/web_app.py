@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dit_accel.cli import options
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.loras import parse_loras
-from dit_accel.cli.pipelines import call_arguments, timed_call
-from dit_accel.errors import shortened
+from dit_accel.cli.options import LoadingOptions, option, takes_options
+from dit_accel.errors import OptionError, shortened
+from dit_accel.serving.loading import load_pipeline
+from dit_accel.serving.pipelines import call_arguments, timed_call
 from dit_accel.tools.demo import demo_names, model_fps
 from dit_accel.tools.extras import require_extra
 
 if TYPE_CHECKING:
-    from dit_accel.cli.media import Pictures
+    from dit_accel.serving.media import Pictures
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def command(
-    model: options.ModelOption = options.DEFAULT_MODEL,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 lets other machines in.")
-    ] = LOOPBACK[0],
-    port: Annotated[int, typer.Option("--port", min=1, max=65_535, help="Port to listen on.")] = 7860,
-    share: Annotated[
-        bool, typer.Option("--share", help="Also open a public address for three days, by gradio's own service.")
-    ] = False,
-    dtype: options.DtypeOption = None,
-    device: options.DeviceOption = None,
-    offload: options.OffloadOption = "none",
-    lora: options.LoraOption = None,
-    quantize: options.QuantizeOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(LoadingOptions):
+    """All options of the command."""
+
+    host: str = option("Address to listen on; 0.0.0.0 lets other machines in.", default=LOOPBACK[0])
+    port: int = option("Port to listen on.", default=7860, min=1, max=65_535)
+    share: bool = option(
+        "Also open a public address for three days, by gradio's own service.", "--share", default=False
+    )
+
+
+@takes_options()
+def command(given: Options) -> None:
     """Open a page to play with: a prompt, the plain picture beside the accelerated one, and each step as it runs.
 
     dit-accel app
@@ -47,11 +42,11 @@ def command(
 
     require_extra("gradio", "dit-accel app")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read by gradio: no telemetry, no look for newer versions
-    from dit_accel.cli.media import Clips, medium_of
     from dit_accel.cli.web_page import build_page
+    from dit_accel.serving.media import Clips, medium_of
     from dit_accel.tools.playground import Playground
 
-    console, loading = Console(), Loading(device, dtype, offload, parse_loras(lora), quantize)
+    console, loading, model = Console(), given.loading(), given.model
     media: dict[str, Pictures | Clips] = {}
 
     def load(name: str) -> Any:
@@ -67,14 +62,19 @@ def command(
     try:
         playground.load(model)
         offered = list(dict.fromkeys([model, *demo_names()]))
-        page = build_page(playground, media, model, offered, any_model=host in LOOPBACK and not share)
+        page = build_page(playground, media, model, offered, any_model=given.host in LOOPBACK and not given.share)
         try:
             _, local, public = page.launch(
-                server_name=host, server_port=port, share=share, quiet=True, ssr_mode=False, prevent_thread_lock=True
+                server_name=given.host,
+                server_port=given.port,
+                share=given.share,
+                quiet=True,
+                ssr_mode=False,
+                prevent_thread_lock=True,
             )
         except OSError:
-            raise options.OptionError(
-                "--port", f"can't listen on {host}:{port}; give another --host or --port"
+            raise OptionError(
+                "--port", f"can't listen on {given.host}:{given.port}; give another --host or --port"
             ) from None
         console.out(f"open {public or local} (stop with Ctrl-C)", highlight=False)
         page.block_thread()

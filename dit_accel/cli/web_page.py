@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.media import Clips, Pictures
 from dit_accel.errors import DitAccelError
 from dit_accel.presets import preset_names
+from dit_accel.serving.media import Clips, Pictures
 from dit_accel.tools.demo import tuning_prompts, unknown_words
 from dit_accel.tools.playground import (
     LONGEST_PROMPT,

@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and which interrupted work can go on from."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -15,3 +16,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     part = path.with_name(f"part-{path.name}")
     part.write_bytes(data)
     os.replace(part, path)
+
+
+def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
+    """The keys in which what was done differs from what is asked for, with both values of the first; None = in none."""
+    differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
+    if not differing:
+        return None
+    key = differing[0]
+    return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"

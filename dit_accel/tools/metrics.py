@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     Picture = Image.Image | np.ndarray | torch.Tensor
 
+IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
 SSIM_WINDOW = 11
 SSIM_SIGMA = 1.5

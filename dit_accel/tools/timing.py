@@ -52,6 +52,26 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
     return Output(results, seconds, clock.loop_seconds, clock.calls)
 
 
+def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
+    """What one call makes, float32 on the CPU: its last ``latents``, and ``frames`` ``[frames, 3, height, width]``.
+
+    Args:
+        pipe: the pipeline; of a batch the first picture or clip counts, and a picture is one frame in 0..1.
+        arguments: of its call, without prompt and generator.
+        seed: of the noise, which is drawn on the CPU.
+    """
+    latents: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        latents[:] = [tensors["latents"]]
+        return tensors
+
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)[0][0]
+    frames = made.float().cpu()
+    return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
+
+
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:
     """Latents after the first steps of a call; nothing is decoded.
 

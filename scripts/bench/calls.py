@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from dit_accel import accelerate_pipeline
-from dit_accel.cli.jobs import batches, read_jobs
-from dit_accel.cli.loading import Loading, load_pipeline
+from dit_accel.serving.loading import Loading, load_pipeline
+from dit_accel.serving.prompts import batches, read_jobs
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.metrics import psnr
 from dit_accel.tools.origin import describe_run

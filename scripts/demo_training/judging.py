@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dit_accel.tools.metrics import clip_ssim, psnr
-from dit_accel.tools.tune.runs import IDENTICAL
+from dit_accel.tools.metrics import IDENTICAL, clip_ssim, psnr
 
 from . import clip_reading, reading
 from .clip_prompts import ClipScene

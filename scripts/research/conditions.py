@@ -38,9 +38,8 @@ from dit_accel.tools.compare.methods import Subject
 from dit_accel.tools.compare.solvers import SOLVERS
 from dit_accel.tools.compare.work import WorkCounter
 from dit_accel.tools.demo import demo_path
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
-from dit_accel.tools.tune.runs import IDENTICAL
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
 

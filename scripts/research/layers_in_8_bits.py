@@ -22,9 +22,8 @@ from dit_accel import load_preset
 from dit_accel.kernels.quantize import QK_DTYPES
 from dit_accel.kernels.quantized_linear import LINEAR_DTYPES
 from dit_accel.tools.demo import demo_arguments
-from dit_accel.tools.metrics import psnr
+from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
-from dit_accel.tools.tune.runs import IDENTICAL
 from scripts.demo_training import clips, prompts
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, load_demo

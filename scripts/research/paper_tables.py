@@ -21,9 +21,8 @@ from typing import Any
 from dit_accel.presets import Preset
 from dit_accel.tools.capture import AttentionTap
 from dit_accel.tools.demo import demo_arguments
-from dit_accel.tools.metrics import clip_ssim, lpips_distance, psnr
+from dit_accel.tools.metrics import IDENTICAL, clip_ssim, lpips_distance, psnr
 from dit_accel.tools.origin import describe_run
-from dit_accel.tools.tune.runs import IDENTICAL
 from scripts.demo_training import clips, prompts
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, load_demo, run_prompts, study_parser

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 import dit_accel
-from dit_accel.cli import compare, generate, inspect, pipelines, tune, web_app, web_page
+from dit_accel.cli import compare, generate, inspect, tune, web_app, web_page
 from dit_accel.cli.comparison import Side, Sides
+from dit_accel.serving import pipelines
 from dit_accel.tools import compare as comparing
 from dit_accel.tools import figures, playground, recommend, video
 from dit_accel.tools import tune as tuning

@@ -13,9 +13,10 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import batch
-from dit_accel.cli.failures import OutOfMemoryError
-from dit_accel.cli.media import Pictures
-from dit_accel.errors import UnsupportedError
+from dit_accel.errors import OutOfMemoryError, UnsupportedError
+from dit_accel.serving import worker
+from dit_accel.serving.media import Pictures
+from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output, timed_output
 from tests.tiny import tiny_inputs, tiny_pipeline
 
@@ -25,9 +26,10 @@ DIES = """
 import os
 import signal
 
-from dit_accel.cli import batch, main
+from dit_accel.cli import main
+from dit_accel.serving import worker
 
-call, made = batch.timed_call, []
+call, made = worker.timed_call, []
 
 
 def killed(*given):
@@ -37,7 +39,7 @@ def killed(*given):
     return call(*given)
 
 
-batch.timed_call = killed
+worker.timed_call = killed
 main()
 """
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--output-dir", "out", "--quiet")
@@ -92,8 +94,8 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
     cut = broken[: broken.rindex('"sha256"')]
     (folder / "manifest.jsonl").write_text("".join([first, f"{cut}\n", "[]\n", *others, cut]))
     made = []
-    call = batch.timed_call
-    monkeypatch.setattr(batch, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
+    call = worker.timed_call
+    monkeypatch.setattr(worker, "timed_call", lambda *given: made.append(given[1]["prompt"]) or call(*given))
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
     assert made == ["b", "c", "d"]
     for row in before:
@@ -111,7 +113,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
     whole = [row["file"] for row in manifest(tmp_path)]
     assert whole == ["0000.png", "0001.png", "0002.png"]
     stamps = {file: (tmp_path / "out" / file).stat().st_mtime_ns for file in whole}
-    call, made, stopped = batch.timed_call, [], []
+    call, made, stopped = worker.timed_call, [], []
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let commands behind & ignore it
 
@@ -122,7 +124,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
         made.append(arguments["prompt"])
         return call(pipe, arguments, seed)
 
-    monkeypatch.setattr(batch, "timed_call", interrupted)
+    monkeypatch.setattr(worker, "timed_call", interrupted)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 130
     signal.signal(signal.SIGINT, handler)
     assert generate(tmp_path, "prompts.txt", prompts).exit_code == 0
@@ -138,7 +140,7 @@ def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monke
 @pytest.fixture
 def calls(monkeypatch):
     """Prompts of each call of the pipeline; one that contains "bad" raises, and so does a batch with "large"."""
-    call, made = batch.timed_call, []
+    call, made = worker.timed_call, []
 
     def watched(pipe, arguments, seed):
         made.append(arguments["prompt"])
@@ -148,7 +150,7 @@ def calls(monkeypatch):
             raise OutOfMemoryError("out of memory")
         return call(pipe, arguments, seed)
 
-    monkeypatch.setattr(batch, "timed_call", watched)
+    monkeypatch.setattr(worker, "timed_call", watched)
     return made
 
 
@@ -225,13 +227,13 @@ def test_each_prompt_of_a_batch_has_the_noise_that_it_has_alone():
 def test_guidance_of_a_line_is_its_own(monkeypatch):
     """Also where it is a component of the pipeline, which stays from call to call."""
     pipe, scales = tiny_pipeline("hunyuan15"), []
-    jobs = [batch.Job(0, {"prompt": "a", "seed": 0, "guidance": 3.0}), batch.Job(1, {"prompt": "b", "seed": 0})]
+    jobs = [Job(0, {"prompt": "a", "seed": 0, "guidance": 3.0}), Job(1, {"prompt": "b", "seed": 0})]
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
-    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), None))
-    monkeypatch.setattr(batch, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
-    worker = batch.Worker(SimpleNamespace(model="model", call={}), None, jobs, Console(quiet=True))
+    monkeypatch.setattr(worker, "open_pipeline", lambda *_: (pipe, Pictures(), None))
+    monkeypatch.setattr(worker, "timed_call", lambda pipe, *_: scales.append(pipe.guider.guidance_scale) or made)
+    engine = worker.Worker(SimpleNamespace(model="model", call={}), None, jobs, Console(quiet=True))
     for job in jobs:
-        worker.make([job])
+        engine.make([job])
     assert scales == [3.0, 6.0]
 
 

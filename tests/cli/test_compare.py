@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dit_accel.cli import compare
-from dit_accel.cli.loading import load_pipeline
 from dit_accel.errors import UnsupportedError
+from dit_accel.serving.loading import load_pipeline
 from dit_accel.tools.compare import Method
 from dit_accel.tools.demo import tuning_prompts
 from tests.tiny import tiny_pipeline

@@ -8,8 +8,7 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import inspect
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import ShapeError
+from dit_accel.errors import OptionError, ShapeError
 from dit_accel.tools import figures
 
 
@@ -22,6 +21,18 @@ def test_the_middle_frame_of_a_clip_is_that_of_its_latents(frames, latents, late
     picture, place, count = inspect._middle(SimpleNamespace(vae_scale_factor_temporal=4), clip)
     assert (place, count) == (latent, latents) and picture.getpixel((0, 0))[0] == 4 * latent
     assert 4 * (latents - 1) + 1 == frames
+
+
+@pytest.mark.parametrize("factor", [4, 8])
+@pytest.mark.parametrize("latent", [1, 2, 3, 6])
+def test_symbols_are_drawn_over_the_frame_that_they_are_of(latent, factor):
+    """The first latent frame is one frame of the clip and each other ``factor``; the middle one is shown."""
+    frames = 1 + (latent - 1) * factor
+    clip = np.zeros((frames, 2, 2, 3), np.uint8) + np.arange(frames, dtype=np.uint8)[:, None, None, None]
+    picture, place, count = inspect._middle(SimpleNamespace(vae_scale_factor_temporal=factor), clip)
+    assert (place, count) == (latent // 2, latent)
+    shown = int(np.asarray(picture)[0, 0, 0])
+    assert (shown == 0) if place == 0 else (shown - 1) // factor + 1 == place
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from PIL import Image
 from rich.console import Console
 
 from dit_accel.cli import batch
-from dit_accel.cli.batch import Failure, Made, run_jobs
-from dit_accel.cli.jobs import Job
-from dit_accel.cli.media import Pictures
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import UnsupportedError
+from dit_accel.cli.batch import run_jobs
+from dit_accel.errors import BatchError, OptionError, UnsupportedError
 from dit_accel.presets import load_preset
+from dit_accel.serving import worker as working
+from dit_accel.serving.engine import Failure, Made
+from dit_accel.serving.media import Pictures
+from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output
 
 FACTS = {"model": "some/model", "lora": {"owner/name": 0.5}, "call": {"sigmas": [1.0, 0.5]}}
@@ -149,7 +150,7 @@ def test_a_setting_that_changes_is_noticed(make, tmp_path, name, first, second):
 
 def test_a_line_that_failed_holds_nothing_against_other_settings(make, tmp_path):
     """It has no file, so it is made with whatever is asked for now; those that have one stay."""
-    with pytest.raises(batch.BatchError, match=r"1 of 2 lines failed \(2\)"):
+    with pytest.raises(BatchError, match=r"1 of 2 lines failed \(2\)"):
         make({"prompt": "a"}, {"prompt": "bad"})
     assert make({"prompt": "a"}, {"prompt": "b", "steps": 5}) == [1]
     assert [row.get("error") for row in rows(tmp_path)] == [None, "no such words", None]
@@ -187,10 +188,10 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
     preset, started = load_preset("balanced", **settings), []
     pipe = SimpleNamespace()
     monkeypatch.setattr(
-        batch, "open_pipeline", lambda *_: (pipe, SimpleNamespace(default_output=batch.Path("a.png")), preset)
+        working, "open_pipeline", lambda *_: (pipe, SimpleNamespace(default_output=batch.Path("a.png")), preset)
     )
-    monkeypatch.setattr(batch, "start_pipeline", lambda _, preset, __: started.append(preset))
-    worker = batch.Worker(SimpleNamespace(batch_size=size), None, [], Console(quiet=True))
+    monkeypatch.setattr(working, "start_pipeline", lambda _, preset, __: started.append(preset))
+    worker = working.Worker(SimpleNamespace(batch_size=size), None, [], Console(quiet=True))
     assert worker.preset == preset.effective()
     assert started[0].schedule.per_prompt == apart
 
@@ -200,20 +201,20 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
     pictures = [Image.new("RGB", (2, 2), (level,) * 3) for level in (0, 99)]
     report = SimpleNamespace(of_prompt=lambda place: SimpleNamespace(to_json=lambda: {"prompt": place}))
     pipe, seeds = SimpleNamespace(dit_accel=SimpleNamespace(report=lambda: report)), []
-    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), load_preset("balanced")))
-    monkeypatch.setattr(batch, "start_pipeline", lambda *_: None)
-    monkeypatch.setattr(batch, "call_arguments", lambda _, __, options, others: options | others)
+    monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), load_preset("balanced")))
+    monkeypatch.setattr(working, "start_pipeline", lambda *_: None)
+    monkeypatch.setattr(working, "call_arguments", lambda _, __, options, others: options | others)
     arguments = []
 
     def call(pipe, given, seed):
         arguments.append(given), seeds.append(seed)
         return Output(pictures[: len(seed) if isinstance(seed, list) else 1], 9.0, 5.0, 1)
 
-    monkeypatch.setattr(batch, "timed_call", call)
+    monkeypatch.setattr(working, "timed_call", call)
     setup = SimpleNamespace(batch_size=2, model="some/model", call={"sigmas": [1.0]})
     jobs = [Job(3, {"prompt": "a", "negative-prompt": "x", "seed": 7, "steps": 2}), Job(4, {"prompt": "b", "seed": 8})]
     jobs[1].settings.update({"negative-prompt": "y", "steps": 2})
-    worker = batch.Worker(setup, "picture", [], Console(quiet=True))
+    worker = working.Worker(setup, "picture", [], Console(quiet=True))
     made = worker.make(jobs)
     assert [Image.open(BytesIO(each.data)).getpixel((0, 0))[0] for each in made] == [0, 99]
     assert [(each.report, each.seconds, each.batch) for each in made] == [
@@ -228,7 +229,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
         common | {"prompt": "a", "negative-prompt": "x"},
     ]
     assert seeds == [[7, 8], 7]
-    monkeypatch.setattr(batch, "timed_call", lambda *_: Output(pictures[:1], 9.0, 5.0, 1))
+    monkeypatch.setattr(working, "timed_call", lambda *_: Output(pictures[:1], 9.0, 5.0, 1))
     with pytest.raises(UnsupportedError, match="SimpleNamespace made 1 of 2 prompts"):
         worker.make(jobs)
 
@@ -236,17 +237,17 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
 def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
     """The last one's mistake is told before the first one's hours."""
     pipe, looked = SimpleNamespace(), []
-    monkeypatch.setattr(batch, "open_pipeline", lambda *_: (pipe, Pictures(), None))
-    monkeypatch.setattr(batch, "start_pipeline", lambda *_: looked.append("started"))
-    monkeypatch.setattr(batch, "call_arguments", lambda _, __, options, ___: looked.append(options["prompt"]))
+    monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), None))
+    monkeypatch.setattr(working, "start_pipeline", lambda *_: looked.append("started"))
+    monkeypatch.setattr(working, "call_arguments", lambda _, __, options, ___: looked.append(options["prompt"]))
     setup = SimpleNamespace(batch_size=1, model="some/model", call={})
-    batch.Worker(setup, None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True))
+    working.Worker(setup, None, [Job(index, {"prompt": index}) for index in range(3)], Console(quiet=True))
     assert looked == [0, 1, 2, "started"]
 
 
 def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(monkeypatch):
     """Alone, the other lines are made first; one process of several can't know what the others do, and leaves."""
-    worker = object.__new__(batch.Worker)
+    worker = object.__new__(working.Worker)
     worker._pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
 
     def make(batch):

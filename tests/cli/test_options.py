@@ -107,8 +107,8 @@ OPTIONS: dict[str, dict[str, Acts | str]] = {
         "--prompts": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
         "--output-dir": f"{BATCH}every_line_gets_a_file_and_a_line_of_the_manifest",
         "--batch-size": f"{BATCH}neighbours_share_a_call_and_get_what_they_get_alone",
-        "--engine": "tests/cli/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
-        "--actors": "tests/cli/test_ray.py::test_gpus_are_taken_where_there_are_some",
+        "--engine": "tests/serving/test_ray.py::test_a_line_that_fails_every_time_is_given_up",
+        "--actors": "tests/serving/test_ray.py::test_gpus_are_taken_where_there_are_some",
     },
     "inspect": shared("call.")
     | {
@@ -248,3 +248,20 @@ def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_pat
     names = {name for name in facts[0] | facts[1] if facts[0].get(name) != facts[1].get(name)}
     assert names == {option.removeprefix("--")}
     assert facts[0]["dtype"] == "torch.float32" and facts[0]["prompts"] == ["a fox"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        (("generate", "-p", "a"), "target_error", 0.77),
+        (("inspect", "-p", "a", "-o", "run"), "target_error", 0.77),
+        (("tune", "--target-psnr", 30), "order", 2),
+    ],
+    ids=["generate", "inspect", "tune"],
+)
+def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monkeypatch, command, name, value):
+    """Where their preset runs SLA."""
+    asked = []
+    monkeypatch.setattr("dit_accel.cli.options.with_projections", lambda *given: asked.append(given) or {name: value})
+    seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")
+    assert asked == [(None, {}, {"owner/name": 0.5})] and seen[name] == value

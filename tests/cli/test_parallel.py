@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 
 import dit_accel
-from dit_accel.cli import parallel, pipelines
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.parallel import join, parse_degrees, run_to_end
+from dit_accel.cli import parallel
+from dit_accel.cli.parallel import parse_degrees, run_to_end
+from dit_accel.errors import OptionError
+from dit_accel.serving import pipelines
+from dit_accel.serving.processes import join
 
 REPOSITORY = Path(__file__).parents[2]
 FAILING = """
 import os, sys
 import torch.distributed as dist
 from dit_accel.cli import _told
-from dit_accel.cli.parallel import join, run_to_end
+from dit_accel.cli.parallel import run_to_end
 from dit_accel.errors import UnsupportedError
+from dit_accel.serving.processes import join
 
 def app():
     with _told():

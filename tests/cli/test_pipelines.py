@@ -9,12 +9,14 @@ import typer
 from PIL import Image
 
 from dit_accel import cli, errors
-from dit_accel.cli import TALKATIVE, env, options, pipelines
-from dit_accel.cli.failures import OutOfMemoryError, explained_failures, explained_loading
-from dit_accel.cli.jobs import Job, batches, read_jobs
-from dit_accel.cli.options import OptionError, named_preset, parse_overrides, read_prompts
-from dit_accel.cli.pipelines import call_arguments, read_image, start_pipeline
-from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.cli import TALKATIVE, env, options
+from dit_accel.cli.options import named_preset, parse_overrides
+from dit_accel.errors import DitAccelError, OptionError, UnsupportedError
+from dit_accel.pipeline import preset_for
+from dit_accel.serving import pipelines
+from dit_accel.serving.failures import OutOfMemoryError, explained_failures, explained_loading
+from dit_accel.serving.pipelines import call_arguments, read_image, start_pipeline
+from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools.demo import demo_arguments, demo_path
 from tests.tiny import tiny_pipeline
 
@@ -113,9 +115,7 @@ MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "T
 @pytest.mark.parametrize("name", [*MISTAKES, "ShapeError", "OutOfMemoryError", "BatchError"])
 def test_exit_codes_tell_mistakes_from_failures(capsys, name):
     """2 where something else has to be asked for, 1 where it may go well another time; one line either way."""
-    from dit_accel.cli import batch, failures
-
-    kind = next(getattr(module, name) for module in (errors, options, failures, batch) if hasattr(module, name))
+    kind = getattr(errors, name)
     error = kind("--option", "no") if kind is OptionError else kind("no")
     with pytest.raises(typer.Exit) as end, cli._told():
         raise error
@@ -176,7 +176,7 @@ def test_a_demo_models_own_preset_is_the_default():
 def test_overrides_reach_the_preset_of_a_pipeline():
     """Those of --set, also where the plain name stands for a video's form."""
     for name in ("flux", "wan"):
-        preset = options.choose_preset(None, {"target_error": 0.5}, tiny_pipeline(name))
+        preset = preset_for(tiny_pipeline(name), target_error=0.5)
         assert preset.schedule.target_error == 0.5 and preset.name.endswith("balanced")
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dit_accel.cli import options
-from dit_accel.cli.media import medium_of
-from dit_accel.cli.pipelines import call_arguments
 from dit_accel.errors import UnsupportedError
+from dit_accel.pipeline import preset_for
+from dit_accel.serving.media import medium_of
+from dit_accel.serving.pipelines import call_arguments
 from dit_accel.tools import demo
 from dit_accel.tools.metrics import clip_ssim, psnr
 from dit_accel.tools.video import as_clip, read_clip
@@ -190,10 +190,10 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
 def test_plain_names_follow_what_the_pipeline_makes(name, preset):
     """Without a name it is balanced, whose video form serves videos; a name of its own stays what it is."""
     pipe = tiny_pipeline(name)
-    assert options.choose_preset(None, {}, pipe).name == options.choose_preset("balanced", {}, pipe).name == preset
-    assert options.choose_preset("turbo", {}, pipe).name == preset.replace("balanced", "turbo")
-    assert options.choose_preset("exact", {}, pipe).name == "exact"
-    assert options.choose_preset("any-balanced", {}, pipe).name == "balanced"
+    assert preset_for(pipe).name == preset_for(pipe, "balanced").name == preset
+    assert preset_for(pipe, "turbo").name == preset.replace("balanced", "turbo")
+    assert preset_for(pipe, "exact").name == "exact"
+    assert preset_for(pipe, "any-balanced").name == "balanced"
 
 
 def test_inspect_draws_a_clip_and_its_symbols(run, models, tmp_path):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_accel.cli.media import medium_of
-from dit_accel.cli.pipelines import call_arguments, timed_call
 from dit_accel.loop.report import RunReport
 from dit_accel.presets import load_preset
+from dit_accel.serving.media import medium_of
+from dit_accel.serving.pipelines import call_arguments, timed_call
 from dit_accel.tools.playground import Compared, Made, Playground, Wish
 from dit_accel.tools.timing import Output
 from tests.tiny import tiny_pipeline

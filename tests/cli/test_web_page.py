@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from dit_accel.cli import web_app, web_page
-from dit_accel.cli.media import Clips, Pictures
 from dit_accel.errors import UnsupportedError
 from dit_accel.presets import load_preset
+from dit_accel.serving.media import Clips, Pictures
 from dit_accel.tools import playground
 from dit_accel.tools.playground import Compared, Made, Step, Wish
 from dit_accel.tools.timing import Output

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dit_accel.cli import generate
+from dit_accel.cli import comparison, generate
 from dit_accel.cli.comparison import Side, Sides
 from dit_accel.presets import load_preset
 from dit_accel.tools.timing import Output
@@ -148,7 +148,7 @@ def test_figures_of_a_comparison_are_over_everything_made():
     plain, fast = (
         Side(Output([f"{name} {index}" for index in range(3)], 9.0, 8.0, 4), [8.0, 6.0, 7.0]) for name in "pf"
     )
-    summary = generate._summary(medium, Sides(plain, fast, None))
+    summary = comparison.summary_of(medium, Sides(plain, fast, None))
     assert compared == [(plain.output.results, fast.output.results)] and summary["psnr_db"] == 40.0
     assert (summary["plain_seconds"], summary["plain_call_seconds"], summary["plain_seconds_each"]) == (
         7.0,
@@ -162,8 +162,8 @@ def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
     medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
     for seconds, told in (([8.0, 8.0, 8.0], False), ([8.0, 80.0, 8.0], True)):
         sides = Sides(*(Side(Output([], 9.0, 8.0, 4), each) for each in ([8.0] * 3, seconds)), None)
-        summary = generate._summary(medium, sides)
-        generate._print_summary(Console(width=200), summary, load_preset("balanced"), sides)
+        summary = comparison.summary_of(medium, sides)
+        comparison.print_summary(Console(width=200), summary, load_preset("balanced"), sides)
         assert ("raise --repeats" in capsys.readouterr().out) == told
 
 
@@ -184,6 +184,6 @@ def test_a_run_that_says_why_it_computed_every_step_gets_no_other_advice(capsys,
     fast = Side(Output([], 9.0, 8.0, 4), [8.0])
     report = SimpleNamespace(computed_fraction=1.0, to_json=lambda: {"notes": notes, "steps_by_mode": modes})
     sides = Sides(None, fast, report)
-    generate._print_summary(Console(width=200), generate._summary(None, sides), load_preset("balanced"), sides)
+    comparison.print_summary(Console(width=200), comparison.summary_of(None, sides), load_preset("balanced"), sides)
     out = capsys.readouterr().out
     assert ("a run of more --steps" in out) == advised and all(f"note: {note}" in out for note in notes)

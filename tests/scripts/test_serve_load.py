@@ -11,6 +11,7 @@ from PIL import Image
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
+from dit_accel.serving import worker
 from scripts.checks import serving
 
 ROOT = Path(__file__).parents[2]
@@ -76,27 +77,20 @@ def test_a_server_that_closes_accepts_no_more():
     assert answer(front, GOOD).status_code == 503
 
 
-def test_a_call_holds_one_shape():
+def test_a_call_holds_one_shape(monkeypatch):
     """Images of two shapes come back in the order of their requests, those of a shape by one call."""
     images = serve_ray.Images.func_or_class("demo-flux", "cpu")
-    calls, call = [], type(images.pipe).__call__
-    images.pipe = CountedCalls(images.pipe, calls, call)
+    calls, call = [], worker.timed_call
+
+    def counted(pipe, arguments, seeds):
+        calls.append(1 if isinstance(arguments["prompt"], str) else len(arguments["prompt"]))
+        return call(pipe, arguments, seeds)
+
+    monkeypatch.setattr(worker, "timed_call", counted)
     heights = [64, 128, 64]
     made = images.make([serve_ray.Wanted(**GOOD | {"height": height, "seed": height}) for height in heights])
     assert [Image.open(io.BytesIO(file)).size for file, _ in made] == [(64, height) for height in heights]
     assert calls == [2, 1] and made[0][0] == made[2][0]
-
-
-class CountedCalls:
-    """A pipeline whose calls are noted with how many prompts each has."""
-
-    def __init__(self, pipe, calls, call):
-        self.pipe, self.calls, self.call = pipe, calls, call
-        self.dit_accel = pipe.dit_accel
-
-    def __call__(self, **arguments):
-        self.calls.append(len(arguments["prompt"]))
-        return self.call(self.pipe, **arguments)
 
 
 def test_too_much_load_is_refused_and_nothing_is_lost(tmp_path):

@@ -30,8 +30,8 @@ def test_every_module_imports_without_extras():
     code = """
 import pkgutil, sys
 sys.modules |= {"matplotlib": None, "imageio_ffmpeg": None, "gradio": None}
-import dit_accel.cli, dit_accel.tools
-for package in (dit_accel.cli, dit_accel.tools):
+import dit_accel.cli, dit_accel.serving, dit_accel.tools
+for package in (dit_accel.cli, dit_accel.serving, dit_accel.tools):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         __import__(module.name)
 """

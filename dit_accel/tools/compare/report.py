@@ -10,8 +10,8 @@ import numpy as np
 
 from dit_accel.tools.compare.methods import OURS
 from dit_accel.tools.figures import best_settings, frontier_plot
+from dit_accel.tools.metrics import IDENTICAL
 from dit_accel.tools.repeats import DISTURBED, Spread, disturbed, speedup
-from dit_accel.tools.tune.runs import IDENTICAL
 
 Row = dict[str, Any]
 

@@ -18,10 +18,9 @@ from dit_accel.models import denoisers
 from dit_accel.tools.compare.methods import Method, Subject
 from dit_accel.tools.compare.snapshot import Snapshot
 from dit_accel.tools.compare.work import WorkCounter
-from dit_accel.tools.metrics import clip_ssim, latent_error, lpips_distance, psnr
+from dit_accel.tools.metrics import IDENTICAL, clip_ssim, latent_error, lpips_distance, psnr
 from dit_accel.tools.repeats import PLAIN_STEPS, REPEATS
-from dit_accel.tools.timing import denoise, transformer_clock
-from dit_accel.tools.tune.runs import IDENTICAL, run_pipeline
+from dit_accel.tools.timing import denoise, run_pipeline, transformer_clock
 
 
 @dataclass(frozen=True)

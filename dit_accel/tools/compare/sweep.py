@@ -12,8 +12,7 @@ from dit_accel.presets import name_of_today
 from dit_accel.tools.compare.methods import Method
 from dit_accel.tools.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.compare.runs import Bench
-from dit_accel.tools.files import write_whole
-from dit_accel.tools.tune.runs import difference_of
+from dit_accel.tools.files import difference_of, write_whole
 
 
 class Sweep:

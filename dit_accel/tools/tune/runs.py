@@ -18,10 +18,9 @@ from dit_accel.kernels import lower
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.pipeline import accelerated
 from dit_accel.presets import Preset
-from dit_accel.tools.files import write_whole
-from dit_accel.tools.metrics import latent_error, psnr
-
-IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
+from dit_accel.tools.files import difference_of, write_whole
+from dit_accel.tools.metrics import IDENTICAL, latent_error, psnr
+from dit_accel.tools.timing import run_pipeline
 
 
 @dataclass(frozen=True)
@@ -151,26 +150,6 @@ class Runs:
         return {"latents": made["latents"], "frames": frames}
 
 
-def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
-    """What one call makes, float32 on the CPU: its last ``latents``, and ``frames`` ``[frames, 3, height, width]``.
-
-    Args:
-        pipe: the pipeline; of a batch the first picture or clip counts, and a picture is one frame in 0..1.
-        arguments: of its call, without prompt and generator.
-        seed: of the noise, which is drawn on the CPU.
-    """
-    latents: list[torch.Tensor] = []
-
-    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        latents[:] = [tensors["latents"]]
-        return tensors
-
-    generator = torch.Generator("cpu").manual_seed(seed)
-    made = pipe(**arguments, prompt=prompt, generator=generator, output_type="pt", callback_on_step_end=keep)[0][0]
-    frames = made.float().cpu()
-    return {"latents": latents[0].float().cpu(), "frames": frames.view(-1, *frames.shape[-3:])}
-
-
 def left_out(plan: AttentionPlan) -> float:
     """Share of the rows that compute which a plan leaves out: tiles, less the single keys that are kept of them."""
     rows = plan.work_count.sum().clamp(min=1)
@@ -178,12 +157,3 @@ def left_out(plan: AttentionPlan) -> float:
     if plan.slices is not None:
         kept = kept + plan.slices.count.sum() / (rows * plan.tokens)
     return 1 - kept.item()
-
-
-def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
-    """The keys in which what was done differs from what is asked for, with both values of the first; None = in none."""
-    differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
-    if not differing:
-        return None
-    key = differing[0]
-    return f"{', '.join(differing)} ({key}: {found.get(key)!r} there, {request.get(key)!r} now)"

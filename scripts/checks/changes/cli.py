@@ -1,11 +1,13 @@
-"""Slips in `dit_accel/cli`: what commands do."""
+"""Slips in `dit_accel/cli` and `dit_accel/serving`: what commands do."""
 
 from __future__ import annotations
 
 from scripts.checks.changes.mutant import Mutant
 
 CLI = "dit_accel/cli"
+SERVING = "dit_accel/serving"
 TEST_CLI = "tests/cli"
+TEST_SERVING = "tests/serving"
 
 MUTANTS = [
     Mutant(
@@ -26,7 +28,7 @@ MUTANTS = [
     ),
     Mutant(
         "any-neighbours-together",
-        f"{CLI}/jobs.py",
+        f"{SERVING}/prompts.py",
         "and together[-1][0].shared == job.shared",
         "",
         "lines of other settings run in other calls",
@@ -34,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "flags-are-numbers",
-        f"{CLI}/jobs.py",
+        f"{SERVING}/prompts.py",
         "not isinstance(value, kinds) or isinstance(value, bool)",
         "not isinstance(value, kinds)",
         "a seed of true is a mistake",
@@ -42,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "options-over-lines",
-        f"{CLI}/jobs.py",
+        f"{SERVING}/prompts.py",
         "Job(index, given | own)",
         "Job(index, own | given)",
         "what a line says goes before the options",
@@ -58,7 +60,7 @@ MUTANTS = [
     ),
     Mutant(
         "host-memory-is-any-error",
-        f"{CLI}/failures.py",
+        f"{SERVING}/failures.py",
         "return told or isinstance(error, MemoryError | torch.OutOfMemoryError)",
         "return isinstance(error, MemoryError | torch.OutOfMemoryError)",
         "host memory that does not suffice is told with advice",
@@ -66,39 +68,39 @@ MUTANTS = [
     ),
     Mutant(
         "whole-models-are-refused",
-        f"{CLI}/loading.py",
+        f"{SERVING}/loading.py",
         'if self.offload == "sequential":',
         'if self.offload != "none":',
         "quantised models may be offloaded whole",
-        f"{TEST_CLI}/test_loading.py",
+        f"{TEST_SERVING}/test_loading.py",
     ),
     Mutant(
         "weight-of-nothing",
-        f"{CLI}/loras.py",
+        f"{SERVING}/loras.py",
         "1.0 if weight is None else weight",
         "weight or 1.0",
         "a LoRA of weight 0 changes nothing",
-        f"{TEST_CLI}/test_loras.py",
+        f"{TEST_SERVING}/test_loras.py",
     ),
     Mutant(
         "training-over-options",
-        f"{CLI}/loras.py",
+        f"{SERVING}/loras.py",
         '{"skip.projection": str(files[0]), **trained, **overrides}',
         '{"skip.projection": str(files[0]), **overrides, **trained}',
         "what --set says goes before what a fine-tuning was given",
-        f"{TEST_CLI}/test_loras.py",
+        f"{TEST_SERVING}/test_loras.py",
     ),
     Mutant(
         "some-names-are-free",
-        f"{CLI}/media.py",
+        f"{SERVING}/media.py",
         "if not any(file.exists() for path in each for file in files(path)))",
         "if not all(file.exists() for path in each for file in files(path)))",
         "no file of an earlier run is replaced without --force",
-        f"{TEST_CLI}/test_media.py",
+        f"{TEST_SERVING}/test_media.py",
     ),
     Mutant(
         "model-rate-over-option",
-        f"{CLI}/media.py",
+        f"{SERVING}/media.py",
         "Clips(fps or model_fps or",
         "Clips(model_fps or fps or",
         "--fps goes before the model's rate",
@@ -131,7 +133,7 @@ MUTANTS = [
     Mutant(
         "preset-is-checked-late",
         f"{CLI}/options.py",
-        '    if name != "none":\n        choose_preset(name, overrides)\n',
+        '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n',
         "",
         "a misspelt preset is told before a model is loaded",
         f"{TEST_CLI}/test_cli.py {TEST_CLI}/test_hostile.py",
@@ -142,7 +144,7 @@ MUTANTS = [
         "frames = (len(made) - 1) // factor + 1",
         "frames = len(made) // factor",
         "symbols are drawn over the frame that they belong to",
-        f"{TEST_CLI}/test_media.py",
+        f"{TEST_CLI}/test_inspect.py",
     ),
     Mutant(
         "always-the-middle-layer",
@@ -170,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "tried-files-stay",
-        f"{CLI}/outputs.py",
+        f"{SERVING}/outputs.py",
         "    if not existed:\n        target.unlink()\n",
         "",
         "checking whether a file can be written leaves none behind",
@@ -178,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "guidance-of-the-first-kind",
-        f"{CLI}/pipelines.py",
+        f"{SERVING}/pipelines.py",
         'and ("negative-prompt" in given or "true_cfg_scale" in arguments)',
         "",
         "--guidance alone is FLUX's distilled guidance",
@@ -186,7 +188,7 @@ MUTANTS = [
     ),
     Mutant(
         "options-twice",
-        f"{CLI}/pipelines.py",
+        f"{SERVING}/pipelines.py",
         "if name in given or name in SET_BY_US:",
         "if name in SET_BY_US:",
         "--call steps beside --steps is a mistake",
@@ -195,16 +197,16 @@ MUTANTS = [
     Mutant(
         "each-prompt-same-seed",
         f"{CLI}/compare.py",
-        "Prompt(text, seed + index)",
-        "Prompt(text, seed)",
+        "Prompt(text, given.seed + index)",
+        "Prompt(text, given.seed)",
         "every prompt of a comparison begins with noise of its own",
         f"{TEST_CLI}/test_compare.py",
     ),
     Mutant(
         "tune-replaces-its-base",
         f"{CLI}/tune.py",
-        "os.path.realpath(preset) == os.path.realpath(output)",
-        "preset == output",
+        "os.path.realpath(given.preset) == os.path.realpath(output)",
+        "given.preset == output",
         "tune never replaces the preset that it starts from",
         f"{TEST_CLI}/test_tune.py",
     ),

@@ -22,8 +22,8 @@ from dit_accel.tools.compare import (
     spread,
 )
 from dit_accel.tools.compare.report import speedup_of
+from dit_accel.tools.metrics import IDENTICAL
 from dit_accel.tools.timing import transformer_clock
-from dit_accel.tools.tune.runs import IDENTICAL
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6

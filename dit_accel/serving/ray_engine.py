@@ -1,8 +1,7 @@
-"""``--engine ray``: the lines of a file shared among the devices of a Ray cluster.
+"""An engine on a Ray cluster, whose devices share the jobs.
 
-An actor on each device loads the pipeline once, and makes a batch of lines at a time. Files and manifest are written
-where the command runs. Where an actor dies, or raises what is no refusal, another takes its place and the line goes to
-the end of the queue, those of a batch each alone.
+An actor on each device loads the pipeline once, and makes a batch of jobs at a time. Where an actor dies, or raises
+what is no refusal, another takes its place and the job goes to the end of the queue, those of a batch each alone.
 """
 
 from __future__ import annotations
@@ -14,61 +13,19 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dit_accel.cli.batch import BatchError, Failure, Made, Worker, made_alone, reason_of
-from dit_accel.cli.failures import OutOfMemoryError
-from dit_accel.cli.jobs import Job
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.pipelines import Setup
-from dit_accel.cli.progress import Progress
-from dit_accel.errors import DitAccelError, UnsupportedError, shortened
-from dit_accel.tools.extras import require_extra
+from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError, shortened
+from dit_accel.serving.engine import Failure, Made, Progress, made_alone, reason_of
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import Job
+from dit_accel.serving.worker import Worker
 
 if TYPE_CHECKING:
     from PIL import Image
     from rich.console import Console
 
 ATTEMPTS = 3  # at a line, and in a row at loading the pipeline on a device
-
-EngineOption = Annotated[
-    Literal["process", "ray"],
-    typer.Option(
-        "--engine",
-        help="What makes the lines of --prompts: this process, or all GPUs of a Ray cluster, that of RAY_ADDRESS or "
-        "one started here; extra `ray`.",
-    ),
-]
-ActorsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--actors",
-        min=1,
-        help="With --engine ray: how many load the pipeline, a GPU each, or a CPU where there is none.",
-        show_default="the number of GPUs",
-    ),
-]
-
-
-def require_engine(engine: str, actors: int | None, given: dict[str, Any]) -> None:
-    """Checks that Ray is there and goes with the other options.
-
-    Args:
-        given: of ``--prompts``, ``--parallel`` and ``--device``, what came; None = not given.
-    """
-    if engine != "ray":
-        if actors is not None:
-            raise OptionError("--actors", "goes with --engine ray")
-        return
-    require_extra("ray", "--engine ray")
-    if given["--prompts"] is None:
-        raise OptionError("--engine", "ray is for --prompts; one --prompt is made by this process")
-    if given["--parallel"] is not None:
-        raise OptionError("--parallel", "can't be used with --engine ray, which has each device make lines of its own")
-    if given["--device"] not in (None, "cuda", "cpu"):
-        raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given['--device']}")
 
 
 @contextmanager
@@ -241,11 +198,9 @@ class _Actor:
     """A :class:`Worker` in a process of its own, in the folder of the command where the machine has it."""
 
     def open(self, what: tuple[Setup, Image.Image | None, Sequence[Job]], folder: str) -> tuple[str, Any]:
-        from rich.console import Console
-
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._worker = Worker(*what, Console(quiet=True))
+        self._worker = Worker(*what)
         return self._worker.suffix, self._worker.preset
 
     def make(self, batch: Sequence[Job]) -> list[Made]:

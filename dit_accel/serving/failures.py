@@ -6,14 +6,9 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import DitAccelError, UnsupportedError, shortened
+from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, shortened
 
 CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
-
-
-class OutOfMemoryError(DitAccelError):
-    """A device's memory, or the host's, does not suffice."""
 
 
 @contextlib.contextmanager

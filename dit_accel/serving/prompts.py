@@ -1,4 +1,4 @@
-"""The lines of ``generate --prompts FILE``: what each asks for, and which can be made by one call."""
+"""Files of prompts: what each line asks for, and which lines one call can make."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_accel.cli.options import OptionError, read_prompts
-from dit_accel.errors import shown
+from dit_accel.errors import OptionError, shortened, shown
+
+LONGEST_PROMPTS = 2**20  # bytes of a file
 
 KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
     "prompt": (str,),
@@ -38,6 +39,21 @@ class Job:
 
     def name(self, suffix: str) -> str:
         return f"{self.index:04}{suffix}"
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that say something."""
+    from dit_accel.presets.reading import read_text
+
+    name = shortened(str(path))
+    try:
+        text = read_text(path, LONGEST_PROMPTS)
+    except (OSError, ValueError) as error:
+        raise OptionError("--prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise OptionError("--prompts", f"{name} holds no prompts; write one a line")
+    return prompts
 
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from dit_accel.cli import loading
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.options import OptionError
+from dit_accel.errors import OptionError
+from dit_accel.serving import loading
+from dit_accel.serving.loading import Loading, load_pipeline
 from tests.tiny import tiny_flux_lora, tiny_output, tiny_pipeline
 
 SMALL = ("-p", "a fox", "--steps", "6", "--height", "64", "--width", "64", "--quiet")
@@ -75,7 +75,7 @@ def test_what_cannot_be_quantised_is_told(folder, console):
 
 def test_float8_is_of_bfloat16(folder, console, monkeypatch):
     """Its products give no other type."""
-    monkeypatch.setattr("dit_accel.cli.loading._resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("dit_accel.serving.loading._resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (9, 0))
     with pytest.raises(OptionError, match=r"float8 needs --dtype bfloat16, got torch.float16"):
         load_pipeline(str(folder), Loading(dtype="float16", quantize="float8"), console)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dit_accel.cli.failures import explained_loading
-from dit_accel.cli.options import OptionError, choose_preset
-from dit_accel.errors import shortened, shown
+from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.serving.failures import explained_loading
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.extras import require_extra
 
@@ -65,12 +64,14 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
 
 def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
     """The overrides, and where the preset runs SLA what its fine-tuning wrote beside a LoRA: projections and shares."""
+    from dit_accel.models.presets import load_preset
+    from dit_accel.presets import default_preset
     from dit_accel.sparse.projections import PROJECTIONS, trained_with
 
     files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
     if not files:
         return overrides
-    skip = choose_preset(preset, overrides).skip
+    skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
     if skip.policy != "sla" or skip.projection is not None:
         return overrides
     trained = {KEYS[name]: value for name, value in trained_with(files[0]).items()}

@@ -1,4 +1,4 @@
-"""Pipelines as the commands load them: found, with the weights and in the place that the options ask for."""
+"""Load a pipeline: find it, add LoRAs, quantise it, and put it on its device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.failures import explained_loading, explained_memory
-from dit_accel.cli.loras import load_loras
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import shortened, shown
+from dit_accel.errors import OptionError, shortened, shown
 from dit_accel.models import dtype_argument
+from dit_accel.serving.failures import explained_loading, explained_memory
+from dit_accel.serving.loras import load_loras
 from dit_accel.tools.demo import demo_names, demo_path
 from dit_accel.tools.extras import require_extra
 

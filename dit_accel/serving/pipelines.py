@@ -1,23 +1,22 @@
-"""Pipelines as the commands need them: opened, called with what the user gave, and timed.
+"""Open a pipeline, call it with the options that were given, and time the call.
 
-What an option can't do here raises an ``OptionError``.
+Options that the pipeline does not take raise an ``OptionError``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.failures import explained_failures
-from dit_accel.cli.loading import Loading, load_pipeline
-from dit_accel.cli.media import Clips, Pictures, medium_of
-from dit_accel.cli.options import OptionError, choose_preset
-from dit_accel.cli.parallel import join
-from dit_accel.errors import shortened, shown
+from dit_accel.errors import OptionError, shortened, shown
+from dit_accel.serving.failures import explained_failures
+from dit_accel.serving.loading import Loading, load_pipeline
+from dit_accel.serving.media import Clips, Pictures, medium_of
+from dit_accel.serving.processes import join
 from dit_accel.tools.demo import demo_arguments, demo_path, model_fps
 
 if TYPE_CHECKING:
@@ -30,25 +29,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What to load, and how it is to run: options of a command, in a form that other processes can take.
+    """A pipeline to load and how to run it, in a form that other processes can take.
 
     Args:
-        preset: a name or path; "none" runs plain.
+        model: a folder, an id on the hub, or the name of a demo model.
+        preset: a name or path; None = the usual one, "none" = plain.
         overrides: keys of the preset.
-        loading: where it goes, and with which weights.
+        fps: frames a second of videos; None = the model's.
+        loading: its device, dtype and further weights.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
         call: further arguments of the pipeline's call, by its own names.
         batch_size: most prompts of one call.
     """
 
     model: str
-    preset: str | None
-    overrides: dict[str, Any]
-    fps: float | None
-    loading: Loading
-    degrees: dict[str, int]
-    call: dict[str, Any]
-    batch_size: int
+    preset: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    fps: float | None = None
+    loading: Loading = field(default_factory=Loading)
+    degrees: dict[str, int] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 1
 
 
 SET_BY_US = {  # arguments of a pipeline's call, and what sets them
@@ -65,13 +66,14 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
     """The pipeline, plain as yet, what it makes, and the preset that it is to run with, None = none."""
     from dit_accel import parallelize_pipeline
+    from dit_accel.pipeline import preset_for
 
     place = join(setup.degrees, setup.loading.device)
     pipe = load_pipeline(setup.model, replace(setup.loading, device=place), console)
     if setup.degrees:
         parallelize_pipeline(pipe, **setup.degrees)
     medium = medium_of(pipe, model_fps(setup.model), setup.fps)
-    return pipe, medium, None if setup.preset == "none" else choose_preset(setup.preset, setup.overrides, pipe)
+    return pipe, medium, None if setup.preset == "none" else preset_for(pipe, setup.preset, **setup.overrides)
 
 
 def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:

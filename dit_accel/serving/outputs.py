@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from dit_accel.cli.options import OptionError
-from dit_accel.errors import shortened
+from dit_accel.errors import OptionError, shortened
 
 PLOT_SUFFIXES = (".png", ".jpg", ".webp", ".pdf", ".svg")
-
-ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")]
 
 
 def require_writable(path: Path, option: str, *, force: bool) -> None:

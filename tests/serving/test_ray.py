@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from dit_accel.cli import ray_engine
-from dit_accel.cli.batch import Made
-from dit_accel.cli.failures import OutOfMemoryError
-from dit_accel.cli.jobs import Job
-from dit_accel.cli.loading import Loading
-from dit_accel.cli.pipelines import Setup
-from dit_accel.errors import DitAccelError, UnsupportedError
+from dit_accel.errors import BatchError, DitAccelError, OptionError, OutOfMemoryError, UnsupportedError
+from dit_accel.serving import ray_engine
+from dit_accel.serving.engine import Made
+from dit_accel.serving.loading import Loading
+from dit_accel.serving.pipelines import Setup
+from dit_accel.serving.prompts import Job
 from tests.tiny import tiny_pipeline
 
 ray = pytest.importorskip("ray")
@@ -172,7 +171,7 @@ def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
 
 def test_errors_that_come_of_every_attempt_are_tried_once():
     """What was asked for can't be; memory and devices may do another time."""
-    refused = [UnsupportedError("no"), ray_engine.OptionError("--steps", "no")]
+    refused = [UnsupportedError("no"), OptionError("--steps", "no")]
     assert all(map(ray_engine._refuses, refused))
     assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
 
@@ -223,7 +222,7 @@ def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
     monkeypatch.setattr(ray_engine.RayEngine, "_next", lambda self: next(iter(self._opening)))
     monkeypatch.setattr(ray_engine.RayEngine, "_result", lambda self, done: error)
     engine._open()
-    with pytest.raises(UnsupportedError if loads == 1 else ray_engine.BatchError):
+    with pytest.raises(UnsupportedError if loads == 1 else BatchError):
         engine.wait_for_one()
     assert len(opened) == len(killed) == loads
 
@@ -327,7 +326,5 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
 
 def test_what_an_actor_raises_arrives_whole():
     """Errors of the command line survive the way between processes."""
-    from dit_accel.cli.options import OptionError
-
     error = ray.cloudpickle.loads(ray.cloudpickle.dumps(OptionError("--model", "is not there")))
     assert isinstance(error, DitAccelError) and str(error) == "--model: is not there"

@@ -2,13 +2,10 @@
 
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from dit_accel.cli.inspect import _middle
-from dit_accel.cli.media import Clips, Pictures, numbered, unused
+from dit_accel.serving.media import Clips, Pictures, numbered, unused
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
@@ -31,18 +28,6 @@ def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_pa
         assert not any(file.exists() for path in names for file in files(path))
         for file in there:
             file.unlink()
-
-
-@pytest.mark.parametrize("factor", [4, 8])
-@pytest.mark.parametrize("latent", [1, 2, 3, 6])
-def test_symbols_are_drawn_over_the_frame_that_they_are_of(latent, factor):
-    """The first latent frame is one frame of the clip and each other ``factor``; the middle one is shown."""
-    frames = 1 + (latent - 1) * factor
-    clip = np.zeros((frames, 2, 2, 3), np.uint8) + np.arange(frames, dtype=np.uint8)[:, None, None, None]
-    picture, place, count = _middle(SimpleNamespace(vae_scale_factor_temporal=factor), clip)
-    assert (place, count) == (latent // 2, latent)
-    shown = int(np.asarray(picture)[0, 0, 0])
-    assert (shown == 0) if place == 0 else (shown - 1) // factor + 1 == place
 
 
 def test_several_pictures_are_numbered_from_0():

@@ -11,9 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_accel import accelerate_pipeline
-from dit_accel.cli import generate, inspect, tune
-from dit_accel.cli.loras import load_loras, parse_loras, with_projections
-from dit_accel.cli.options import OptionError
+from dit_accel.errors import OptionError
+from dit_accel.serving.loras import load_loras, parse_loras, with_projections
 from dit_accel.tools.demo import demo_path
 from tests.tiny import tiny_flux_lora, tiny_pipeline
 
@@ -177,21 +176,3 @@ def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
     with pytest.raises(OptionError, match="is neither"):
         parse_loras(["~/nothing"])
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "value"),
-    [
-        (("generate", "-p", "a"), "target_error", 0.77),
-        (("inspect", "-p", "a", "-o", "run"), "target_error", 0.77),
-        (("tune", "--target-psnr", 30), "order", 2),
-    ],
-    ids=["generate", "inspect", "tune"],
-)
-def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monkeypatch, command, name, value):
-    """Where their preset runs SLA."""
-    asked = []
-    for module in (generate, inspect, tune):
-        monkeypatch.setattr(module, "with_projections", lambda *given: asked.append(given) or {name: value})
-    seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")
-    assert asked == [(None, {}, {"owner/name": 0.5})] and seen[name] == value

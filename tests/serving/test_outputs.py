@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dit_accel.cli.media import Clips, Pictures, medium_of, require_plausible_output, unused
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
+from dit_accel.errors import OptionError
+from dit_accel.serving.media import Clips, Pictures, medium_of, require_plausible_output, unused
+from dit_accel.serving.outputs import PLOT_SUFFIXES, require_distinct, require_plot, require_writable
 from dit_accel.tools import video
 from dit_accel.tools.metrics import psnr
 from tests.tiny import tiny_pipeline

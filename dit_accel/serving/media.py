@@ -13,9 +13,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit_accel.cli.options import OptionError
-from dit_accel.cli.outputs import require_writable
-from dit_accel.errors import shortened
+from dit_accel.errors import OptionError, shortened
+from dit_accel.serving.outputs import require_writable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,0 +1,42 @@
+"""Processes that torchrun starts to share one pipeline: which of them this is, and how they join."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from dit_accel.errors import OptionError
+
+LONGEST_WAIT = timedelta(minutes=10)  # of one process for another, which may still load its weights
+
+
+def ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def leads() -> bool:
+    """Whether this is the process that writes files and shows progress."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def join(degrees: dict[str, int], device: str | None) -> str | None:
+    """Has the processes know each other; this one's device."""
+    if not degrees:
+        return device
+    import torch
+    import torch.distributed as dist
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda":
+        place = int(os.environ.get("LOCAL_RANK", 0))
+        if place >= torch.cuda.device_count():
+            raise OptionError(
+                "--parallel", f"needs a GPU for each of {ranks()} processes, and there are {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(place)
+        device = f"cuda:{place}"
+    elif device != "cpu":
+        raise OptionError("--device", f"must be cuda or cpu with --parallel, which counts GPUs itself, got {device}")
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=LONGEST_WAIT)
+    return device

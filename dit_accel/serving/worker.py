@@ -1,0 +1,121 @@
+"""A pipeline that is loaded and accelerated once, and makes many jobs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dit_accel.errors import PresetError, UnsupportedError
+from dit_accel.serving.engine import Made, Progress, made_alone
+from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
+from dit_accel.serving.processes import ranks
+from dit_accel.serving.prompts import OWN, Job
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from dit_accel.presets import Preset
+
+
+class Worker:
+    """A pipeline that is loaded and accelerated once, for many jobs: the engine of one process.
+
+    Args:
+        picture: the input image of every job; None = none.
+        jobs: checked before the first is made.
+        console: shows notes and progress; None = silent.
+
+    Raises:
+        OptionError: a job asks for what this pipeline can't do.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        picture: Image.Image | None = None,
+        jobs: Sequence[Job] = (),
+        console: Console | None = None,
+    ) -> None:
+        console = console or Console(quiet=True)
+        self._pipe, self._medium, preset = open_pipeline(setup, console)
+        self._setup, self._picture, self._console = setup, picture, console
+        self._guider = getattr(self._pipe, "guider", None)
+        self.suffix = self._medium.default_output.suffix
+        self.preset = preset and preset.effective()
+        for job in jobs:
+            self._arguments([job])
+        if preset and setup.batch_size > 1:
+            preset = _decided_apart(preset, console)
+        start_pipeline(self._pipe, preset, console.quiet)
+
+    def make(self, batch: Sequence[Job]) -> list[Made]:
+        """Makes jobs that share their settings by one call of the pipeline."""
+        seeds = [job.settings["seed"] for job in batch]
+        output = timed_call(self._pipe, self._arguments(batch), seeds if len(batch) > 1 else seeds[0])
+        if len(output.results) != len(batch):
+            raise UnsupportedError(f"{type(self._pipe).__name__} made {len(output.results)} of {len(batch)} prompts")
+        report = self._pipe.dit_accel.report() if self.preset else None
+        indices, made = [job.index for job in batch], []
+        with TemporaryDirectory() as folder:
+            for place, (job, result) in enumerate(zip(batch, output.results, strict=True)):
+                file = Path(folder) / job.name(self.suffix)
+                self._medium.write(result, file)
+                own = report and report.of_prompt(place).to_json()
+                made.append(Made(file.read_bytes(), output.denoising_seconds, own, indices))
+        return made
+
+    def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        """Raises the first error of a single job, of a batch once its other jobs are made."""
+        progress.watch(self._pipe)
+        for batch in batches:
+            more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            progress.begin(batch[0].name(self.suffix) + more, len(batch))
+            try:
+                together = self.make(batch)
+            except Exception as error:
+                if len(batch) == 1 or ranks() > 1:  # of several processes the others may have no error, and would wait
+                    raise
+                self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
+            else:
+                yield from zip(batch, together, strict=True)
+                continue
+            yield from self._make_alone(batch, progress)
+
+    def _make_alone(self, batch: Sequence[Job], progress: Progress) -> Iterator[tuple[Job, Made]]:
+        errors = []
+        for job in batch:
+            progress.begin(job.name(self.suffix), 1.0)
+            try:
+                (made,) = self.make([job])
+            except Exception as error:
+                errors.append(error)
+            else:
+                yield job, made
+        if errors:
+            raise errors[0]
+
+    def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
+        """Of the pipeline's call, whose guider the jobs' guidance replaces for this call alone."""
+        if self._guider is not None:
+            self._pipe.guider = self._guider
+        own = {key: value for key, value in batch[0].settings.items() if key != "seed"}
+        if len(batch) > 1:
+            own |= {key: [job.settings[key] for job in batch] for key in OWN if key in own}
+        return call_arguments(self._pipe, self._setup.model, {**own, "image": self._picture}, self._setup.call)
+
+
+def _decided_apart(preset: Preset, console: Console) -> Preset:
+    """The preset with steps decided for each prompt of a batch apart, unless it says otherwise or can't do so."""
+    from dit_accel.models.presets import load_preset
+
+    if preset.schedule.control != "adaptive" or "per_prompt" in preset.schedule.model_fields_set:
+        return preset
+    try:
+        return load_preset(preset, per_prompt=True)
+    except PresetError as error:
+        console.out(f"note: the prompt of a batch that needs most steps decides for all: {error}", highlight=False)
+        return preset
