@@ -7,13 +7,12 @@ valid.
 
 from dit_accel.presets.loading import fitting_presets, load_preset, preset_names, preset_path, preset_schema
 from dit_accel.presets.measured import Run, measured
-from dit_accel.presets.names import ALIASES, default_preset, name_of_today
+from dit_accel.presets.names import default_preset
 from dit_accel.presets.preset import FUSED_FAMILIES, VIDEO_FAMILIES, Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule
 from dit_accel.presets.skip import Skip
 
 __all__ = [
-    "ALIASES",
     "FUSED_FAMILIES",
     "VIDEO_FAMILIES",
     "Blocks",
@@ -30,7 +29,6 @@ __all__ = [
     "fitting_presets",
     "load_preset",
     "measured",
-    "name_of_today",
     "preset_names",
     "preset_path",
     "preset_schema",

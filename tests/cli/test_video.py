@@ -193,7 +193,6 @@ def test_plain_names_follow_what_the_pipeline_makes(name, preset):
     assert options.choose_preset(None, {}, pipe).name == options.choose_preset("balanced", {}, pipe).name == preset
     assert options.choose_preset("turbo", {}, pipe).name == preset.replace("balanced", "turbo")
     assert options.choose_preset("exact", {}, pipe).name == "exact"
-    assert options.choose_preset("any-balanced", {}, pipe).name == "balanced"
 
 
 def test_inspect_draws_a_clip_and_its_symbols(run, models, tmp_path):
