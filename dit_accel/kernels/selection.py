@@ -63,9 +63,6 @@ def select_tiles(
     Returns:
         ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
         uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     given = [name for name, value in (("tau", tau), ("top_k", top_k), ("shares", shares)) if value is not None]
     if len(given) != 1:
@@ -117,9 +114,6 @@ def select_rows(
     Returns:
         ``cache_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
         uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape

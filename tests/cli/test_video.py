@@ -12,7 +12,8 @@ from dit_accel.cli.pipelines import call_arguments
 from dit_accel.errors import UnsupportedError
 from dit_accel.tools import demo
 from dit_accel.tools.metrics import clip_ssim, psnr
-from dit_accel.tools.video import as_clip, read_clip
+from dit_accel.tools.video import as_clip
+from tests.clips import read_clip
 from tests.tiny import tiny_output, tiny_pipeline
 
 FRAMES = 5
