@@ -10,7 +10,7 @@ import torch
 import typer
 
 from dit_accel.cli import app
-from dit_accel.presets import ALIASES, preset_names
+from dit_accel.presets import preset_names
 from dit_accel.tools import demo
 
 ROOT = Path(__file__).parents[1]
@@ -108,10 +108,3 @@ def test_every_preset_is_documented():
     text = (ROOT / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
     missing = [n for n in preset_names() if n not in text and f"`-{n.rsplit('-', 1)[-1]}`" not in text]
     assert missing == []
-
-
-def test_every_former_name_of_a_preset_is_in_the_table():
-    """docs/reference/presets.md has a row for each name of today, with all its former ones."""
-    text = (ROOT / "docs" / "reference" / "presets.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| preset (.*?) \| `([\w-]+)` \|$", text, flags=re.MULTILINE))
-    assert {former: today for names, today in rows.items() for former in re.findall(r"`([\w-]+)`", names)} == ALIASES

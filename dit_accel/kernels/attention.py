@@ -74,9 +74,6 @@ def attention(
     Returns:
         ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A query that computes but has no
         valid key is 0, with lse -inf. The lse of a reused row is -inf.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     lse = None
     if return_lse:

@@ -53,9 +53,6 @@ def classify_tiles(
     Returns:
         ``skip_bits`` (critical) and ``linear_bits`` (marginal) as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
         uint8 ``[B, H, T, ceil(T / 8)]`` each.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_shape("probabilities", probabilities, ("B", "H", "T", "T"))
     batch, _, blocks, _ = probabilities.shape

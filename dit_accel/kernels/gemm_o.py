@@ -72,9 +72,6 @@ def gemm_o_update(
     Returns:
         ``out`` ``[B, S, N]``, the dense linear, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
         entry per history entry.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     checks.require_like("bias", bias, (weight.shape[0],), "o", o)

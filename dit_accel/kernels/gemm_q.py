@@ -54,9 +54,6 @@ def gemm_q(
 
     Returns:
         ``out``; rows that do not compute keep what it held.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
     batch, length, _ = x.shape

@@ -52,9 +52,6 @@ def select_keys(
     Returns:
         uint8 ``[B, H, ceil(Q / group), ceil(S / block) * block / 8]``, packed along keys: ``slice_bits`` as in
         :class:`~dit_accel.kernels.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_floats("q", q, ("B", "Q", "H", "D"))
     batch, _, heads, head_dim = q.shape

@@ -56,9 +56,6 @@ def linear_attention_backward(
     Returns:
         dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous. Rows that do not compute, or meet no feature, give dq 0
         and add nothing to dk and dv; keys that are marginal to no row have dk and dv 0.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as linear_attention.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     checks.require_like("do", do, tuple(q.shape), "q", q)

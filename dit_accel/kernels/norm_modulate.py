@@ -33,9 +33,6 @@ def norm_modulate(
 
     Returns:
         ``[B, S, C]`` like x.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     return _rows(x, None, None, scale, shift, eps, backend)[1]
 

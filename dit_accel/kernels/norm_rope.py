@@ -37,9 +37,6 @@ def norm_rope(
 
     Returns:
         ``out``.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     _require_rows(x, weight, out)
     _require_tables(x, rope)

@@ -37,9 +37,6 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
 
     Returns:
         uint8 ``[..., ceil(n / 8)]``.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_dtype("mask", mask, (torch.bool,))
     if mask.dim() == 0 or mask.shape[-1] == 0:
@@ -62,9 +59,6 @@ def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.T
 
     Returns:
         bool ``[..., n]``.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_dtype("bits", bits, (torch.uint8,))
     if n < 1 or bits.dim() == 0 or bits.shape[-1] != block_count(n, 8):

@@ -62,9 +62,6 @@ def pooled_map(
         block: tokens in a block, 64 or 128.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all. Queries are all valid.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_floats("q", q, ("B", "S", "H", "D"))
     checks.require_like("k", k, tuple(q.shape), "q", q)

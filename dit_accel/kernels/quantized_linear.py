@@ -57,9 +57,6 @@ def quantize_rows(
 
     Returns:
         Values ``[..., C + M]``, and the scales ``[...]``, float32, that they are multiplied by.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     if dtype not in LINEAR_DTYPES:
         raise ShapeError(f"dtype must be one of {tuple(LINEAR_DTYPES)}, got {dtype!r}")
@@ -129,9 +126,6 @@ def quantized_linear(
 
     Returns:
         ``[..., N]``.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_dtype("values", values, tuple(LARGEST))
     checks.require_unit_stride("values", values)

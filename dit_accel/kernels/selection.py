@@ -61,9 +61,6 @@ def select_tiles(
     Returns:
         ``skip_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
         uint8 ``[B, H, T, ceil(T / 8)]``, 1 = compute.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     if (tau is None) == (top_k is None):
         raise ShapeError(f"one of tau and top_k must be given, got {'none' if tau is None else 'both'}")
@@ -110,9 +107,6 @@ def select_rows(
     Returns:
         ``cache_bits`` as in :class:`~dit_accel.kernels.symbols.SparseSymbols`:
         uint8 ``[B, T, ceil(H / 8)]``, 1 = compute.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     backend = _resolve(probabilities, tau, backend)
     batch, heads, blocks, _ = probabilities.shape

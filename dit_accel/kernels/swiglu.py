@@ -31,9 +31,6 @@ def swiglu(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "
 
     Returns:
         ``out``.
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     checks.require_floats("x", x, ("B", "S", "2 * M"))
     batch, tokens, features = x.shape

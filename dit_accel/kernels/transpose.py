@@ -25,9 +25,6 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
         plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
         order: of the work list, as in :func:`~dit_accel.kernels.lowering.lower`.
         backend: "auto", "reference" or "triton".
-
-    Raises:
-        ShapeError, UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
     """
     chosen = resolve_backend(backend, plan.kv_index)
     if chosen == "triton":

@@ -7,13 +7,12 @@ valid.
 
 from dit_accel.presets.loading import load_preset, preset_names, preset_path, preset_schema
 from dit_accel.presets.measured import Run, measured
-from dit_accel.presets.names import ALIASES, default_preset, name_of_today
+from dit_accel.presets.names import default_preset
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule
 from dit_accel.presets.skip import Skip
 
 __all__ = [
-    "ALIASES",
     "Blocks",
     "Forecast",
     "Kernels",
@@ -27,7 +26,6 @@ __all__ = [
     "default_preset",
     "load_preset",
     "measured",
-    "name_of_today",
     "preset_names",
     "preset_path",
     "preset_schema",

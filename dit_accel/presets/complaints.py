@@ -11,41 +11,25 @@ from pydantic import BaseModel, ValidationError
 from dit_accel.errors import shortened, shown
 from dit_accel.presets.section import Formed, formed, section_in
 
-RENAMED = {  # keys, and values of keys, that were called otherwise once
-    "schedule.control: error": "adaptive",
-    "schedule.control: fixed": "interval",
-    "schedule.final_full": "schedule.cooldown",
-    "forecast.scope": "forecast.level",
-    "forecast.level: stack": "output",
-    "skip.guard_rows": "skip.probe_blocks",
-    "skip.guard_error": "skip.probe_error",
-}
-
-DROPPED = {"schedule.error_in": "errors always count by what they do to the result now; leave it out"}
-
 MOST_COMPLAINTS = 8  # that one message makes
 
 Model = type[BaseModel] | None
 
 
-def explained(failure: ValidationError, model: type[BaseModel], within: str = "") -> str:
-    """The validation errors of ``model`` in words: each with the dotted key, what came, what is valid.
-
-    Args:
-        within: where the model stands in the preset: empty, or its section with a dot, ``"skip."``.
-    """
+def explained(failure: ValidationError, model: type[BaseModel]) -> str:
+    """The validation errors of ``model`` in words: each with the dotted key, what came, what is valid."""
     errors = failure.errors()
-    told = [_explain(error, model, within) for error in errors[:MOST_COMPLAINTS]]
+    told = [_explain(error, model) for error in errors[:MOST_COMPLAINTS]]
     more = len(errors) - len(told)
     return "; ".join([*told, *([f"and {more:,} more"] if more else [])])
 
 
-def _explain(error: Mapping[str, Any], model: type[BaseModel], within: str) -> str:
+def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
     path, place, inside = _find(error["loc"], model)
     key = ".".join(path)
     match error["type"]:
         case "extra_forbidden":
-            return _unknown(path, place, within)
+            return _unknown(path, place)
         case "value_error":
             return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
         case "missing":
@@ -56,8 +40,8 @@ def _explain(error: Mapping[str, Any], model: type[BaseModel], within: str) -> s
             section = cast("type[Formed]", inside)
             *others, last = (repr(name) for name in section.forms)
             message, given = f"Input should be {', '.join(others)} or {last}", error["input"][section.chooser]
-            return _wrong_value([*path, section.chooser], message, given, within)
-    return _wrong_value(path, error["msg"], error["input"], within)
+            return _wrong_value([*path, section.chooser], message, given)
+    return _wrong_value(path, error["msg"], error["input"])
 
 
 def _find(location: tuple[Any, ...], model: type[BaseModel]) -> tuple[list[str], Model, Model]:
@@ -86,21 +70,13 @@ def _missing(path: list[str], place: Model) -> str:
     )
 
 
-def _unknown(path: list[str], place: Model, within: str) -> str:
-    key = ".".join(path)
-    if (renamed := RENAMED.get(f"{within}{key}")) is not None:
-        return f"unknown key {key!r}: it is called {renamed.removeprefix(within)!r} now"
-    if (why := DROPPED.get(f"{within}{key}")) is not None:
-        return f"unknown key {key!r}: {why}"
+def _unknown(path: list[str], place: Model) -> str:
     valid = [field for field in (place.model_fields if place is not None else ()) if field != "name"]
-    return f"unknown key {key!r}{did_you_mean(path[-1], valid)}; valid keys here: {', '.join(valid)}"
+    return f"unknown key {'.'.join(path)!r}{did_you_mean(path[-1], valid)}; valid keys here: {', '.join(valid)}"
 
 
-def _wrong_value(path: list[str], message: str, given: Any, within: str) -> str:
-    key = ".".join(path)
-    if isinstance(given, str) and (renamed := RENAMED.get(f"{within}{key}: {given}")) is not None:
-        return f"{key}: {given!r} is called {renamed!r} now"
-    return f"{key}: {message}, got {shown(given)}"
+def _wrong_value(path: list[str], message: str, given: Any) -> str:
+    return f"{'.'.join(path)}: {message}, got {shown(given)}"
 
 
 def _before(path: list[str]) -> str:
@@ -112,8 +88,7 @@ def _name(form: type[BaseModel], section: type[Formed]) -> str:
     return next(name for name, each in section.forms.items() if each is form)
 
 
-def did_you_mean(word: str, valid: Iterable[str], former: Mapping[str, str] | None = None) -> str:
-    """The nearest of what is valid, in parentheses, or nothing; ``former`` names are told as those of today."""
-    former = former or {}
-    close = difflib.get_close_matches(word, [*valid, *former], n=1)
-    return f" (did you mean {former.get(close[0], close[0])!r}?)" if close else ""
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """The nearest of what is valid, in parentheses, or nothing."""
+    close = difflib.get_close_matches(word, list(valid), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

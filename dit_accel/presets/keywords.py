@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from dit_accel.errors import PresetError, shown
-from dit_accel.presets.complaints import RENAMED, did_you_mean
+from dit_accel.presets.complaints import did_you_mean
 from dit_accel.presets.preset import Preset
 from dit_accel.presets.reading import MOST_LEVELS
 from dit_accel.presets.section import Formed, section_in
@@ -68,9 +68,6 @@ def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
     if meanings:
         section, key = meanings[-1].split(".")
         return f"keyword {shown(keyword)} may mean {' or '.join(meanings)}: write e.g. {section}={{{key!r}: …}}"
-    for former, today in RENAMED.items():
-        if former.rpartition(".")[-1] == keyword:
-            return f"unknown keyword {keyword!r}: it is called {today.rpartition('.')[-1]!r} now"
     sections = [name for name in Preset.model_fields if name != "name"]
     meant = did_you_mean(keyword, [*keywords(), *sections])
     return (

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dit_accel.errors import PresetError, shortened, shown
 from dit_accel.presets.complaints import did_you_mean, explained
 from dit_accel.presets.keywords import merge, nested
-from dit_accel.presets.names import ALIASES, name_of_today
+from dit_accel.presets.names import PLAIN
 from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.skip import drop_foreign_keys
@@ -31,16 +31,18 @@ def preset_names() -> list[str]:
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of a shipped preset, by its name or a former one.
+    """The YAML file of a shipped preset.
 
     Raises:
         PresetError: no such preset; the message lists those that exist.
     """
     known = preset_names()
-    if (today := name_of_today(name)) not in known:
-        meant = did_you_mean(name, known, ALIASES)
+    if name not in known:
+        family, _, word = name.partition("-")
+        has_own = family == "video" or "-" in word  # for flux-balanced, as no family has its own, balanced is meant
+        meant = (not has_own and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
         raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
-    return _config_directory() / f"{today}.yaml"
+    return _config_directory() / f"{name}.yaml"
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:

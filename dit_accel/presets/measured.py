@@ -1,29 +1,31 @@
-"""What shipped presets measured, as the comments at the head of their files say it."""
+"""What shipped presets measured, from ``configs/measured.json``."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import json
+from typing import NamedTuple
 
 from dit_accel.presets.loading import preset_path
 
-_NUMBERS = r"([\d.]+)(?: to ([\d.]+))?"
-_RUN = re.compile(rf"#   of (\d+) steps {_NUMBERS} of the work, {_NUMBERS} dB")
 
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Runs of some number of steps, over the models and schedules that were measured.
 
     Args:
         steps: of the schedule.
         computed: least and most share of the plain run's FLOPs.
         psnr: least and most mean over prompts, in dB, against all steps computed.
+        models: names of the demo models.
+        dtype: of the models' weights.
+        source: file in docs/results that the figures come from.
     """
 
     steps: int
     computed: tuple[float, float]
     psnr: tuple[float, float]
+    models: tuple[str, ...]
+    dtype: str
+    source: str
 
 
 def measured(name: str) -> tuple[Run, ...]:
@@ -32,8 +34,6 @@ def measured(name: str) -> tuple[Run, ...]:
     Raises:
         PresetError: no such preset.
     """
-    text = preset_path(name).read_text(encoding="utf-8")
-    return tuple(
-        Run(int(steps), (float(least), float(most or least)), (float(worst), float(best or worst)))
-        for steps, least, most, worst, best in _RUN.findall(text)
-    )
+    runs = json.loads(preset_path(name).with_name("measured.json").read_text(encoding="utf-8")).get(name, [])
+    ranges = ("computed", "psnr", "models")
+    return tuple(Run(**{**run, **{key: tuple(run[key]) for key in ranges}}) for run in runs)

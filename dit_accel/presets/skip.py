@@ -96,7 +96,7 @@ class Skip(Formed):
         try:
             return form.model_validate(values)
         except ValidationError as failure:
-            complaints = explained(failure, form, within="skip.")
+            complaints = explained(failure, form)
             raise ValueError(f"layers.{shortened(name)}: {complaints}") from None
 
 

@@ -87,22 +87,6 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
         raise ShapeError(f"path must end in {' or '.join(FILE_SUFFIXES)} or be a folder, got {path}")
 
 
-def read_clip(path: Path) -> np.ndarray:
-    """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``.
-
-    Raises:
-        UnsupportedError: the file needs imageio-ffmpeg, and it is not installed.
-    """
-    if path.is_dir():
-        return np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in _frames(path)])
-    require_codec(path, "path")
-    import imageio.v3 as imageio
-
-    if path.suffix.lower() == ".gif":
-        return imageio.imread(path, plugin="pillow", mode="RGB", index=...)
-    return imageio.imread(path, plugin="FFMPEG")
-
-
 def as_clip(frames: np.ndarray) -> np.ndarray:
     """A pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, as a clip."""
     return np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8)

@@ -31,13 +31,14 @@ import diffusers
 import torch
 
 from dit_accel import preset_names
-from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, fixed_schedules, our_methods, peer_methods
+from dit_accel.tools.compare import PEERS, Bench, Method, Prompt, Sweep, our_methods, peer_methods
 from dit_accel.tools.demo import demo_arguments, demo_path
 from dit_accel.tools.origin import describe_run
 from dit_accel.tools.repeats import REPEATS
 from scripts.demo_training import clips
 from scripts.demo_training import prompts as pictures
 from scripts.demo_training.loading import load_demo
+from scripts.research.fixed_schedules import fixed_schedules
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}

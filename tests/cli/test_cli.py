@@ -292,7 +292,7 @@ def test_presets_list_names_every_preset(run):
     assert {load_preset(name).schedule.control for name in short} == {"adaptive"}
 
 
-def test_presets_list_shows_what_headers_measured(run):
+def test_presets_list_shows_what_was_measured(run):
     """Computed fraction and PSNR stand in a preset's row, and a preset without figures says so."""
     rows = {line.split()[0]: line for line in run("presets", "list", "--all").stdout.splitlines()[1:]}
     assert "0.24 to 0.33" in rows["balanced"] and "39 to 55" in rows["balanced"]

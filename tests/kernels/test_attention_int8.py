@@ -233,7 +233,7 @@ def test_negligible_tiles_are_left_out(kv_len, qk_dtype, device, make_tensor):
 
 
 def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, make_sparsity):
-    """The portable kernel loads tiles by descriptor from Hopper on."""
+    """The kernel loads tiles by descriptor from Hopper on."""
     from dit_accel.kernels._triton.attention_int8 import attend, values_as_matrix
     from dit_accel.kernels._triton.quantize import quantize
 
@@ -247,28 +247,6 @@ def test_loading_by_descriptor_equals_loading_by_pointer(qk_dtype, make_tensor, 
         results.append(torch.full_like(q, math.nan))
         attend(plan, quantized, matrix, config, results[-1], None)
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kv_len", [None, (300, 0)], ids=["all-keys", "kv_len"])
-def test_the_hopper_kernel_equals_the_portable_one(head_dim, kv_len, qk_dtype, device, make_tensor, make_sparsity):
-    from dit_accel.kernels._triton import attention_int8 as portable
-
-    sparsity = make_sparsity(2, 6, 700, block=128, tiles=0.6)
-    q = make_tensor(2, 700, 6, head_dim, dtype=torch.bfloat16)
-    k, v = (make_tensor(2, 700, 2, head_dim, dtype=torch.bfloat16) + 1 for _ in range(2))
-    if not portable.runs_on_gluon(q, sparsity.plan, qk_dtype):
-        pytest.skip("needs a Hopper GPU and the Triton release that the kernel is written for")
-    lengths = None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=device)
-    computed = sparsity.tokens_computed()
-    check(q, k, v, sparsity.plan, computed, qk_dtype, kv_len=lengths)
-    out = attention(q, k, v, sparsity.plan, kv_len=lengths, qk_dtype=qk_dtype, backend="triton")
-    quantized = portable.quantize(q, k, v, sparsity.plan, head_dim**-0.5, lengths, qk_dtype, has_lse=False)
-    matrix = portable.values_as_matrix(v, sparsity.plan, lengths, quantized, zero_fills=True)
-    expected = torch.empty_like(out)
-    config = portable.config_of(q, 128, qk_dtype == "int8+fp8")
-    portable.attend(sparsity.plan, quantized, matrix, config, expected, None)
-    assert relative_error(out[computed], expected[computed]) <= 5e-3
 
 
 def test_the_sample_is_a_quarter_and_no_period():

@@ -1,4 +1,4 @@
-"""Headers of presets say what the JSON files of docs/results hold."""
+"""Figures of presets are what the JSON files of docs/results hold, and headers repeat those of 50 steps."""
 
 import json
 import re
@@ -8,14 +8,13 @@ from statistics import fmean
 
 import pytest
 
+from dit_accel.cli.presets import span
 from dit_accel.presets import measured, preset_names, preset_path
-from dit_accel.presets.measured import Run
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LOOP = ("quality", "balanced", "turbo")
 VIDEO_MODELS = ("demo-wan", "demo-hunyuan")
 UNTRAINED_GUIDANCE = 5.0
-TILES = {"wan21-sparge-balanced": "demo-wan-long-loop", "hunyuan-sparge-balanced": "demo-hunyuan-means"}
 TILES_ROW = "residual, means, tokens in tiles"
 TIMES = {
     "FLUX.1-dev at": "speed-flux",
@@ -34,68 +33,90 @@ def header(name: str) -> str:
 
 
 @cache
-def document(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def document(file: str) -> dict:
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
 
 
-def summary(steps: int, rows: list[tuple[float, float]]) -> Run:
-    """Rows of computed fraction and PSNR, rounded as headers are."""
+def figures(rows: list[tuple[float, float]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Ranges of computed fraction and PSNR, rounded as the figures on file are."""
     computed, psnr = zip(*rows, strict=True)
-    return Run(
-        steps,
-        (round(min(computed), 2), round(max(computed), 2)),
-        (float(f"{min(psnr):.0f}"), float(f"{max(psnr):.0f}")),
-    )
+    rounded = [round(min(computed), 2), round(max(computed), 2)]
+    return tuple(rounded), (float(f"{min(psnr):.0f}"), float(f"{max(psnr):.0f}"))
 
 
-def loop_rows(name: str, steps: int, *, video: bool) -> list[tuple[float, float]]:
-    """Of a closed-loop preset, as docs/results/conditions.json and the study of few steps have them."""
-    cells = [row for row in document("conditions")["rows"] if row["name"] == name]
+def test_every_preset_on_file_ships_and_every_source_exists():
+    on_file = json.loads(preset_path("balanced").with_name("measured.json").read_text(encoding="utf-8"))
+    assert set(on_file) <= set(preset_names()) and {"exact", "flux-fgattn"}.isdisjoint(on_file)
+    sources = {run["source"] for runs in on_file.values() for run in runs}
+    assert len(sources) > 4 and [source for source in sources if not (RESULTS / source).exists()] == []
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if measured(name)])
+def test_headers_repeat_the_figures_of_50_steps(name):
+    """With the models that they are of, where it is one; a preset without figures claims none."""
+    (run,) = (run for run in measured(name) if run.steps == 50)
+    text = re.sub(r"\n# *", " ", header(name))
+    assert f"50 steps: {span(run.computed, 2)} of the work, {span(run.psnr, 0)} dB" in text
+    if len(run.models) == 1:
+        assert f"Measured on {run.models[0]}" in text
+    assert run.dtype.replace("bfloat", "bf") in text
+
+
+def test_presets_without_figures_claim_none():
+    assert [name for name in preset_names() if not measured(name) and "Measured on" in header(name)] == []
+
+
+def loop_rows(name: str, steps: int, *, video: bool) -> list[tuple[str, str, float, float]]:
+    """Source, model, computed fraction and PSNR of a closed-loop preset, in the study of conditions or of few steps."""
     rows = [
-        row
-        for row in cells
-        if (row["cell"]["model"] in VIDEO_MODELS) == video
+        ("conditions.json", row["cell"]["model"], row["computed"], fmean(row["psnr"]))
+        for row in document("conditions.json")["rows"]
+        if row["name"] == name
+        and (row["cell"]["model"] in VIDEO_MODELS) == video
         and (row["cell"]["steps"] or 50) == steps
         and row["cell"]["dtype"] == "bfloat16"
         and row["cell"]["guidance"] != UNTRAINED_GUIDANCE
+        and row["computed"] is not None
     ]
-    if not video:
-        rows += [row for row in document("few-steps-demo-flux")["rows"] if (row["name"], row["steps"]) == (name, steps)]
-    return [(row["computed"], fmean(row["psnr"])) for row in rows if row["computed"] is not None]
+    few = "few-steps-demo-flux.json"
+    found = [row for row in document(few)["rows"] if (row["name"], row["steps"]) == (name, steps) and not video]
+    return rows + [(few, row["model"], row["computed"], fmean(row["psnr"])) for row in found]
 
 
 @pytest.mark.parametrize("video", [False, True], ids=["images", "videos"])
 @pytest.mark.parametrize("name", LOOP)
-def test_closed_loop_headers_are_the_measured_cells(name, video):
-    """Every number of steps that was measured has its line, with the range over models and schedules."""
-    counts = (100, 50, 28, 20, 12, 8, 4)
-    rows = {steps: loop_rows(name, steps, video=video) for steps in counts}
-    expected = tuple(summary(steps, found) for steps, found in rows.items() if found)
-    assert measured(f"video-{name}" if video else name) == expected
+def test_closed_loop_figures_are_the_measured_cells(name, video):
+    """Every number of steps that was measured has its entry, with the range over models and schedules."""
+    expected = []
+    for steps in (100, 50, 28, 20, 12, 8, 4):
+        if rows := loop_rows(name, steps, video=video):
+            sources, models, computed, psnr = zip(*rows, strict=True)
+            (source,) = set(sources)
+            found = figures(list(zip(computed, psnr, strict=True)))
+            expected.append((steps, *found, tuple(sorted(set(models))), "bfloat16", source))
+    assert list(measured(f"video-{name}" if video else name)) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if "/pareto-" in header(name)])
-def test_other_headers_are_rows_of_the_sweep(name):
-    """A preset that was measured on one demo model has the figures of its row."""
-    model = "demo-wan" if name.startswith("wan21") else "demo-flux"
-    (row,) = (each for each in document(f"pareto-{model}")["results"] if each["name"] == name)
-    assert measured(name) == (summary(50, [(row["computed_fraction"], row["psnr_db"])]),)
-
-
-@pytest.mark.parametrize("name", TILES)
-def test_headers_of_tiles_are_rows_of_their_study(name):
-    """The presets for long clips have a row of masks by tiles, residual and means, as they are."""
-    rows = document(f"tile-sparsity-{TILES[name]}")["results"]
-    rows = [row for row in rows if (row["schedule"], row["series"]) == ("loop", TILES_ROW)]
-    found = [(summary(50, [(row["computed_fraction"], row["psnr_db"])]),) for row in rows]
-    assert measured(name) in found
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.removeprefix("video-") not in LOOP])
+def test_other_figures_are_rows_of_their_source(name):
+    """A preset that was measured on one demo model has the figures, the model and the dtype of its row."""
+    for run in measured(name):
+        settings, rows = document(run.source)["settings"], document(run.source)["results"]
+        if run.source.startswith("tile-sparsity"):  # masks by tiles, residual and means, as they are
+            rows = [row for row in rows if (row["schedule"], row["series"]) == ("loop", TILES_ROW)]
+        else:
+            named = name.replace("hunyuan", "flux") if run.source.startswith("flashomni-presets") else name
+            rows = [row for row in rows if row["name"] == named]
+        assert (run.models, run.dtype) == ((settings["model"],), settings["dtype"])
+        psnr = "psnr" if run.source.startswith("flashomni-presets") else "psnr_db"
+        assert (run.computed, run.psnr) in [figures([(row["computed_fraction"], row[psnr])]) for row in rows]
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if STEP.search(header(name))])
 def test_step_times_are_those_of_the_speed_files(name):
     """Milliseconds of a step are rows of the files of whole steps, on the GPU that these name."""
     for what, gpu, plain, computed, tiles, forecast in STEP.findall(header(name)):
-        timed = document(next(file for start, file in TIMES.items() if what.startswith(start)))
+        timed = document(next(file for start, file in TIMES.items() if what.startswith(start)) + ".json")
         ms = {row["run"]: row["ms"] for row in timed["rows"] if "ms" in row}
         assert timed["device"].endswith(gpu)
         assert int(plain) == round(ms["plain"])

@@ -9,11 +9,9 @@ from pydantic import ValidationError
 
 from dit_accel.errors import PresetError
 from dit_accel.presets import (
-    ALIASES,
     Preset,
     default_preset,
     load_preset,
-    name_of_today,
     preset_names,
     preset_path,
     preset_schema,
@@ -128,39 +126,43 @@ def test_qualities_are_ordered(media):
     assert methods[0] == methods[1] == methods[2]
 
 
-# What every preset said when the closed loop had names of its own for each family; of description and model nothing.
-FORMER_VALUES = json.loads(Path(__file__).with_name("values_by_former_name.json").read_text(encoding="utf-8"))
+# What presets say; of description and model nothing.
+VALUES = json.loads(Path(__file__).with_name("values_by_name.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name, values", FORMER_VALUES.items(), ids=FORMER_VALUES)
-def test_every_name_that_ever_shipped_has_the_values_it_had(name, values):
-    """Former names are aliases of names of today, and nothing but description and model differs.
-
-    But for `-quality`, plain and `-turbo` of FlashOmni, which promised an order that the paper's settings don't have.
-    """
+@pytest.mark.parametrize("name, values", VALUES.items(), ids=VALUES)
+def test_presets_keep_their_values(name, values):
+    """Nothing but description and model differs from the values on file."""
     preset = load_preset(name)
     effective = {key: value for key, value in preset.effective().items() if key not in ("description", "model")}
     for blocks in (each["blocks"] for each in (effective, values) if "blocks" in each):
         blocks.setdefault("token_order", "raster")  # which is not shown, as it orders nothing
     assert effective == values
-    assert preset.name == ALIASES.get(name, name)
-    assert preset_path(name).stem == preset.name in preset_names()
+    assert preset_path(name).stem == preset.name == name in preset_names()
 
 
-def test_aliases_stand_for_presets_of_any_family():
-    """Each leads to a preset that ships, in one step, and none hides one."""
-    assert set(ALIASES.values()) <= set(preset_names()) and set(ALIASES).isdisjoint(preset_names())
-    assert {load_preset(name).model for name, today in ALIASES.items() if "paper" not in today} == {"any"}
-    assert name_of_today("flux-turbo target_error=0.5") == "turbo target_error=0.5"
-    assert name_of_today("stack W=3") == "stack W=3"
+@pytest.mark.parametrize(
+    "unknown, near",
+    [
+        ("any-balanced", "balanced"),
+        ("wan21-turbo", "turbo"),
+        ("flux-quality", "quality"),
+        ("any-video-turbo", "video-turbo"),
+        ("hunyuan-flashomni-balanced", "hunyuan-flashomni-paper"),
+        ("flux-flashomny", "flux-flashomni"),
+    ],
+)
+def test_an_unknown_preset_is_an_error_that_suggests_a_near_one(unknown, near):
+    with pytest.raises(PresetError, match=rf"^unknown preset '{unknown}' \(did you mean '{near}'\?\); available: "):
+        load_preset(unknown)
 
 
 def test_a_plain_name_means_the_video_form_for_videos():
-    """So does no name at all; other names, former ones among them, files and presets mean what they always mean."""
+    """So does no name at all; other names, files and presets mean what they always mean."""
     mine = load_preset("balanced")
     assert [default_preset(name, is_video=False) for name in (None, "turbo")] == ["balanced", "turbo"]
     assert [default_preset(name, is_video=True) for name in (None, "turbo")] == ["video-balanced", "video-turbo"]
-    for same in ("exact", "any-balanced", "video-turbo", Path("balanced"), mine):
+    for same in ("exact", "flux-fora", "video-turbo", Path("balanced"), mine):
         assert default_preset(same, is_video=True) is same
 
 
@@ -186,30 +188,6 @@ def test_unknown_key_is_an_error_that_helps(key, suggestion, sibling):
     """An unknown key is refused with the nearest valid one and the list of all."""
     with pytest.raises(PresetError, match=rf"unknown key .*did you mean '{suggestion}'.*valid keys here: .*{sibling}"):
         load_preset("flux-flashomni-paper", **{key: 1})
-
-
-FORMER_NAMES = {
-    "schedule.control: error": "schedule.control: 'error' is called 'adaptive' now",
-    "schedule.control: fixed": "schedule.control: 'fixed' is called 'interval' now",
-    "schedule.final_full: 1": "unknown key 'schedule.final_full': it is called 'schedule.cooldown' now",
-    "forecast.scope: stack": "unknown key 'forecast.scope': it is called 'forecast.level' now",
-    "forecast.level: stack": "forecast.level: 'stack' is called 'output' now",
-    "skip.guard_rows: 4": "unknown key 'skip.guard_rows': it is called 'skip.probe_blocks' now",
-    "skip.guard_error: 0.1": "unknown key 'skip.guard_error': it is called 'skip.probe_error' now",
-}
-
-
-@pytest.mark.parametrize("given", ["override", "file"])
-@pytest.mark.parametrize("former, told", FORMER_NAMES.items(), ids=FORMER_NAMES)
-def test_a_former_name_is_an_error_that_tells_the_name_of_today(former, told, given, write):
-    """Keys and values that were called otherwise once are refused with what they are called now, and nothing else."""
-    key, value = former.split(": ")
-    section, name = key.split(".")
-    with pytest.raises(PresetError, match=f"is not valid: {told}$"):
-        if given == "override":
-            load_preset("wan21-sparge-balanced", **{key: yaml.safe_load(value)})
-        else:
-            load_preset(write(f"base: wan21-sparge-balanced\n{section}: {{{name}: {value}}}\n"))
 
 
 @pytest.mark.parametrize("given", ["override", "file"])
@@ -307,7 +285,6 @@ def test_keys_are_plain_keywords():
             {"policy": "sparge"},
             r"^keyword 'policy' may mean reuse.policy or skip.policy: write e.g. skip={'policy': …}$",
         ),
-        ({"final_full": 1}, r"^unknown keyword 'final_full': it is called 'cooldown' now$"),
         ({"order": 9}, r"forecast.order: .* got 9"),
         ({"interval": 5}, "interval belongs to control 'interval', and control is 'adaptive'"),
         ({"base": "exact"}, "unknown keyword 'base'"),
@@ -315,7 +292,7 @@ def test_keys_are_plain_keywords():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_wrong_keyword_is_an_error_that_tells_the_right_one(overrides, complaint):
-    """Misspelt, ambiguous, former, out of range, or of another control."""
+    """Misspelt, ambiguous, out of range, or of another control."""
     with pytest.raises(PresetError, match=complaint):
         load_preset("balanced", **overrides)
 

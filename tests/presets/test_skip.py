@@ -205,10 +205,10 @@ def test_blocks_of_a_base_merge_and_switch_policy():
     assert load_preset(changed) == changed
 
 
-def test_a_former_name_inside_layers_is_told():
-    """What single blocks change goes by the names of today too."""
-    with pytest.raises(PresetError, match=r"layers\.a: unknown key 'guard_error': it is called 'probe_error' now$"):
-        wan(policy="sparge", probe_blocks=4, layers={"a": {"guard_error": 0.2}})
+def test_an_unknown_key_inside_layers_is_told():
+    """What single blocks change is checked like the section."""
+    with pytest.raises(PresetError, match=r"layers\.a: unknown key 'prob_error' \(did you mean 'probe_error'\?\)"):
+        wan(policy="sparge", probe_blocks=4, layers={"a": {"prob_error": 0.2}})
 
 
 def test_a_probe_serves_all_blocks_that_leave_something_out():

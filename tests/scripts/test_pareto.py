@@ -43,8 +43,8 @@ def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
     assert "mine: not timed" in capsys.readouterr().out
 
 
-def test_rows_have_the_names_of_today(tmp_path):
-    """Those under former names too; of two names of one preset the first stays. What was edited is measured again."""
+def test_a_comparison_on_file_goes_on(tmp_path):
+    """A name has one row, and what was edited is measured again."""
     file = tmp_path / "all.json"
     for model, measured in (("demo-flux", "balanced"), ("demo-wan", "video-balanced")):
         document = json.loads((ROOT / "docs" / "results" / f"pareto-{model}.json").read_text())

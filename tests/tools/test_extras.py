@@ -11,7 +11,8 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.tools.extras import EXTRAS, require_extra
 from dit_accel.tools.figures import frontier_plot
 from dit_accel.tools.strips import comparison_clip, comparison_strip
-from dit_accel.tools.video import read_clip, write_clip
+from dit_accel.tools.video import write_clip
+from tests.clips import read_clip
 
 MATPLOTLIB = r"needs matplotlib, which is not installed: pip install 'dit-accel\[plots\]'"
 FFMPEG = r"needs imageio-ffmpeg, which is not installed: pip install 'dit-accel\[video\]'"
@@ -52,14 +53,11 @@ def test_figures_name_their_extra(bare, tmp_path):
 
 
 def test_mp4_names_its_extra(bare, tmp_path):
-    """Writing and reading say the same."""
+    """Nothing is written."""
     path = tmp_path / "clip.mp4"
     with pytest.raises(UnsupportedError, match=rf"path \S+clip.mp4 {FFMPEG}"):
         write_clip(CLIP, path, 8)
     assert not path.exists()
-    path.touch()
-    with pytest.raises(UnsupportedError, match=FFMPEG):
-        read_clip(path)
 
 
 def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):

@@ -10,7 +10,8 @@ from PIL import Image
 
 from dit_accel.errors import ShapeError
 from dit_accel.tools.metrics import psnr
-from dit_accel.tools.video import as_clip, foreign_files, is_folder_of_frames, read_clip, write_clip
+from dit_accel.tools.video import as_clip, foreign_files, is_folder_of_frames, write_clip
+from tests.clips import read_clip
 
 
 def moving_square(frames: int = 5, height: int = 48, width: int = 64) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Attention over int8 queries and keys, and over float8 values where asked: the kernel for every device.
+"""Attention over int8 queries and keys, and over float8 values where asked.
 
 A score is ``c * (int8 product + float16 product)``, with c the product of a query's scale (which holds the scale of
 the scores and log2(e)) and a key block's: the int8 product is turned to float32 and the float16 product of the 16 exact
@@ -21,14 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dit_accel.kernels._triton.attention_steps import LN_2, is_negligible, visits_of_row
 from dit_accel.kernels._triton.launch import is_hopper_or_later, on_device, precision
 from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, copy_values, quantize
-from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
 LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
 TMA_ALIGNMENT = 16  # bytes
-GLUON_TRITON = "3.6."  # Gluon is experimental in Triton: other releases spell it differently
 
 
 @triton.jit
@@ -195,23 +193,6 @@ def values_as_matrix(
 
 def attention_int8_into(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
     quantized = quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse=lse is not None)
-    if pv_threshold is None and runs_on_gluon(q, plan, qk_dtype):
-        from dit_accel.kernels._triton.attention_int8_hopper import attend_on_hopper
-
-        attend_on_hopper(plan, quantized, values_as_matrix(v, plan, kv_len, quantized, zero_fills=True), out, lse)
-    else:
-        config = config_of(q, plan.block, quantized.values is not None, by_tile=pv_threshold is not None)
-        matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=config["BY_DESCRIPTOR"])
-        attend(plan, quantized, matrix, config, out, lse, kv_len, pv_threshold)
-
-
-def runs_on_gluon(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str) -> bool:
-    """Whether the kernel of ``attention_int8_hopper`` takes the call."""
-    return (
-        q.is_cuda
-        and hopper_limit(q) is None
-        and triton.__version__.startswith(GLUON_TRITON)
-        and plan.block == 128
-        and q.shape[-1] in (64, 128)
-        and (qk_dtype == "int8+fp8" or q.dtype != torch.float32)
-    )
+    config = config_of(q, plan.block, quantized.values is not None, by_tile=pv_threshold is not None)
+    matrix = values_as_matrix(v, plan, kv_len, quantized, zero_fills=config["BY_DESCRIPTOR"])
+    attend(plan, quantized, matrix, config, out, lse, kv_len, pv_threshold)

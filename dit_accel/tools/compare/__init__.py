@@ -16,7 +16,7 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.tools.compare.caches import CACHES
 from dit_accel.tools.compare.dbcache import DBCACHES
 from dit_accel.tools.compare.forecasters import FORECASTERS
-from dit_accel.tools.compare.methods import Method, Subject, fixed_schedules, our_methods
+from dit_accel.tools.compare.methods import Method, Subject, of_preset, our_methods
 from dit_accel.tools.compare.runs import Bench, Prompt
 from dit_accel.tools.compare.solvers import FEWER_STEPS
 from dit_accel.tools.compare.sweep import Sweep
@@ -28,7 +28,7 @@ __all__ = [
     "Prompt",
     "Subject",
     "Sweep",
-    "fixed_schedules",
+    "of_preset",
     "our_methods",
     "peer_methods",
     "spread",

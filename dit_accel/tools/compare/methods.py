@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dit_accel.models.families import family_of
 from dit_accel.pipeline import accelerated, preset_for
 from dit_accel.presets import Preset, load_preset
 
@@ -76,39 +74,17 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
         UnsupportedError: one does not fit the pipeline.
     """
     loaded = [preset_for(pipe, preset) for preset in presets]
-    methods = [_of_preset(_series(preset), preset.name, preset) for preset in loaded]
+    methods = [of_preset(_series(preset), preset.name, preset) for preset in loaded]
     if target_of is not None:
         base = preset_for(pipe, target_of)
         for factor in TARGETS:
             target = round(factor * base.schedule.target_error, 5)
             if factor != 1.0 and target < 1.0:
                 swept = load_preset(base, **{"schedule.target_error": target})
-                methods.append(_of_preset(OURS, f"{base.name} target_error={target:g}", swept))
+                methods.append(of_preset(OURS, f"{base.name} target_error={target:g}", swept))
     for preset in loaded:
         with accelerated(pipe, preset):
             pass  # raises now, and not after runs of minutes
-    return methods
-
-
-def fixed_schedules(pipe: Any) -> list[Method]:
-    """Schedules of the papers on our engine: TaylorSeer and FORA per layer, a fixed interval at level ``output``."""
-    methods = []
-    family = family_of(pipe)
-    settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]
-    for warmup, order, interval in settings:
-        schedule = {"warmup": warmup, "interval": interval, "cooldown": 1}
-        changes = {"schedule": schedule, "forecast": {"order": order}}
-        label = f"W={warmup} N={interval} D={order}"
-        stack = load_preset("exact", **changes)
-        methods.append(_of_preset("fixed interval, whole stack", f"stack {label}", stack))
-        if family != "any":
-            layers = load_preset("flux-taylorseer", model=family, **changes)
-            methods.append(_of_preset("TaylorSeer, our engine", f"layers {label}", layers))
-    if family != "any":
-        for warmup, interval in itertools.product((3, 8), (3, 4, 6)):
-            changes = {"schedule": {"warmup": warmup, "interval": interval, "cooldown": 1}}
-            reuse = load_preset("flux-taylorseer", model=family, **changes, forecast={"method": "reuse", "order": 0})
-            methods.append(_of_preset("FORA, our engine", f"FORA W={warmup} N={interval}", reuse))
     return methods
 
 
@@ -119,7 +95,9 @@ def _series(preset: Preset) -> str:
     return {"layer": "TaylorSeer, our engine", "head": "FlashOmni, our engine"}.get(preset.forecast.level, whole)
 
 
-def _of_preset(series: str, name: str, preset: Preset) -> Method:
+def of_preset(series: str, name: str, preset: Preset) -> Method:
+    """A preset as a method."""
+
     @contextmanager
     def put_on(subject: Subject) -> Iterator[dict[str, Any]]:
         with accelerated(subject.pipe, preset):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dit_accel.errors import ComparisonError
-from dit_accel.presets import name_of_today
 from dit_accel.tools.compare.methods import Method
 from dit_accel.tools.compare.report import approximations, figures, frontier_table, margins, table
 from dit_accel.tools.compare.runs import Bench
@@ -103,8 +102,4 @@ def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
             f"{file} holds a comparison that differs in {difference}: ask for the same again to go on, name another "
             "output, or remove the file"
         )
-    rows: dict[str, dict[str, Any]] = {}
-    for row in document["results"]:  # of several former names of one preset the first counts
-        rows.setdefault(name := name_of_today(row["name"]), row | {"name": name})
-    document["results"] = list(rows.values())
     return document

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dit_accel.pipeline import preset_for
-from dit_accel.tools.compare import PEERS, Method, fixed_schedules, our_methods, spread
+from dit_accel.tools.compare import PEERS, Method, our_methods, spread
 from dit_accel.tools.compare.methods import OURS
+from scripts.research.fixed_schedules import fixed_schedules
 
 # They decide by values of the whole batch, so that a prompt of it would not get what it gets alone.
 ALONE = (

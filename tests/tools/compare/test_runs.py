@@ -15,7 +15,6 @@ from dit_accel.tools.compare import (
     Bench,
     Method,
     Prompt,
-    fixed_schedules,
     our_methods,
     peer_methods,
     runs,
@@ -24,6 +23,7 @@ from dit_accel.tools.compare import (
 from dit_accel.tools.compare.report import speedup_of
 from dit_accel.tools.metrics import IDENTICAL
 from dit_accel.tools.timing import transformer_clock
+from scripts.research.fixed_schedules import fixed_schedules
 from tests.tiny import tiny_inputs, tiny_pipeline
 
 STEPS = 6
