@@ -15,7 +15,7 @@ from dit_accel.tools.identify import Identity, identify
 
 SPARGE = {"hunyuan_video": "hunyuan-sparge-balanced", "wan": "wan21-sparge-balanced"}
 LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
-NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.md)
+NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
 FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
 QUANTIZED = 0.65  # of the peak, at most, since weights are most of it and halve
@@ -39,14 +39,14 @@ CARDS = {
     "h200": Card("H200", 141, (9, 0)),
 }
 PEAK_GIB = {  # of the plain transformer in bf16, which decides on --offload: (family, part of the id): GiB, file
-    ("flux", "flux.1-dev"): (22.7, "docs/results/speed-flux.md"),
-    ("flux", "flux.1-schnell"): (22.7, "docs/results/speed-flux.md"),
-    ("qwen_image", "qwen-image"): (38.5, "docs/results/speed-qwen-image.md"),
-    ("flux2", "klein-4b"): (7.8, "docs/results/speed-flux2-klein-4b.md"),
-    ("flux2", "flux.2-dev"): (61.2, "docs/results/speed-flux2.md"),
-    ("hunyuan_video", "hunyuanvideo"): (27.4, "docs/results/speed-hunyuan.md"),
-    ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.md"),
-    ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.md"),
+    ("flux", "flux.1-dev"): (22.7, "docs/results/speed-flux.json"),
+    ("flux", "flux.1-schnell"): (22.7, "docs/results/speed-flux.json"),
+    ("qwen_image", "qwen-image"): (38.5, "docs/results/speed-qwen-image.json"),
+    ("flux2", "klein-4b"): (7.8, "docs/results/speed-flux2-klein-4b.json"),
+    ("flux2", "flux.2-dev"): (61.2, "docs/results/speed-flux2.json"),
+    ("hunyuan_video", "hunyuanvideo"): (27.4, "docs/results/speed-hunyuan.json"),
+    ("wan", "1.3b"): (4.2, "docs/results/speed-wan-1.3b.json"),
+    ("wan", "14b"): (34.2, "docs/results/speed-wan-i2v-14b.json"),
 }
 HAS_PLAN = ("flux", "wan", "qwen_image", "hunyuan_video", "ltx", "flux2")  # docs/guide/scaling.md
 
@@ -87,7 +87,7 @@ class Timed(NamedTuple):
         return (
             f"With 14 of {self.steps} steps computed the transformer is {self.times:.2f} times as fast as {than}: "
             f"{self.gpus} x {CARDS[self.card].title}, {what}, called {calls} a step, bf16, random weights "
-            f"(docs/results/{self.source}.md). A preset decides in each run how many steps it computes."
+            f"(docs/results/{self.source}.json). A preset decides in each run how many steps it computes."
         )
 
 
