@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from scripts import tables
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -38,6 +40,30 @@ def test_the_reference_has_docstrings(site):
     """The page on Python shows what docstrings say, arguments and errors too."""
     text = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
     assert "Makes a diffusers pipeline faster, in place." in text and "UnsupportedError" in text
+
+
+def test_results_have_pages_of_tables(site):
+    """The tables of each JSON file whose script makes some are a page, and links to the JSON lead there."""
+    paths = [
+        path
+        for path in (ROOT / "docs" / "results").glob("*.json")
+        if any(re.fullmatch(stem, path.stem) for stem in tables.RENDERERS)
+    ]
+    assert len(paths) > 50
+    assert [path for path in paths if not (site / "results" / path.stem / "index.html").is_file()] == []
+    text = (site / "results" / "speed-flux" / "index.html").read_text(encoding="utf-8")
+    assert "14 of 50 steps computed" in text and 'href="../speed-flux.json"' in text
+    notes = (site / "notes" / "results" / "index.html").read_text(encoding="utf-8")
+    assert 'href="../../results/speed-flux/"' in notes and 'href="../../results/soak.json"' in notes
+
+
+def test_tables_of_other_files_are_refused(capsys, monkeypatch):
+    """The command says which files have tables, where one does not exist or has none."""
+    for name, told in (("nothing.json", "file must exist"), ("multistep.json", "file must have the name of")):
+        monkeypatch.setattr(sys, "argv", ["tables", str(ROOT / "docs" / "results" / name)])
+        with pytest.raises(SystemExit):
+            tables.main()
+        assert told in capsys.readouterr().err
 
 
 def test_links_out_of_docs_lead_to_the_repository():

@@ -17,7 +17,7 @@ from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.identify import Identity, identify
 
 LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
-NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.md)
+NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
 FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
 QUANTIZED = 0.65  # of the peak, at most, since weights are most of it and halve
@@ -78,7 +78,7 @@ class Timed(NamedTuple):
         return (
             f"With 14 of {self.steps} steps computed the transformer is {self.times:.2f} times as fast as {than}: "
             f"{self.gpus} x {CARDS[self.card].title}, {what}, called {calls} a step, bf16, random weights "
-            f"(docs/results/{self.source}.md). A preset decides in each run how many steps it computes."
+            f"(docs/results/{self.source}.json). A preset decides in each run how many steps it computes."
         )
 
 

@@ -50,6 +50,8 @@ def main() -> int:
         for row in RUNS[name](bench):
             add(row)
     print(markdown(results))
+    if options.output:
+        print(f"wrote {options.output}.json and {options.output.name}.md")
     return 0
 
 

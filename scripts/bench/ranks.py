@@ -59,7 +59,9 @@ def main() -> int:
         for name in options.models:
             measure(name, options.smoke, table)
         if rank == 0:
-            print(table.markdown())
+            print(markdown(table.document))
+            if options.output is not None:
+                print(f"wrote {options.output}.json and {options.output.name}.md")
     return 0
 
 
@@ -217,25 +219,30 @@ class Table:
         self._compare()
         print(json.dumps({key: value for key, value in row.items() if key != "notes"}), flush=True)
         if self._options.output is not None:
-            results = self._facts | {"seconds": time.perf_counter() - self._started, "rows": self._rows}
             stem = self._options.output
             stem.parent.mkdir(parents=True, exist_ok=True)
-            stem.with_name(f"{stem.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            stem.with_name(f"{stem.name}.md").write_text(self.markdown(), encoding="utf-8")
+            written = {"json": json.dumps(self.document, indent=1) + "\n", "md": markdown(self.document)}
+            for kind, text in written.items():
+                stem.with_name(f"{stem.name}.{kind}").write_text(text, encoding="utf-8")
 
-    def markdown(self) -> str:
-        facts = self._facts
-        lines = [
-            f"# Parallel speed, {self.ranks} × {facts['device']}",
-            "",
-            f"torch {facts['torch']}, diffusers {facts['diffusers']}, random weights: `{facts['command']}`",
-            "",
-            HEADER,
-        ]
-        for row in self._rows:
-            cells = (form.format(row[key]) if key in row else "" for key, form in COLUMNS.items())
-            lines.append(f"| {row['of']} | {row['run']} | {row.get('error') or ' | '.join(cells)} |")
-        return "\n".join([*lines, "", MEANING]) + "\n"
+    @property
+    def document(self) -> dict[str, Any]:
+        return self._facts | {"seconds": time.perf_counter() - self._started, "rows": self._rows}
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The rows as a table, below where they were measured."""
+    lines = [
+        f"# Parallel speed, {document['devices']} × {document['device']}",
+        "",
+        f"torch {document['torch']}, diffusers {document['diffusers']}, random weights: `{document['command']}`",
+        "",
+        HEADER,
+    ]
+    for row in document["rows"]:
+        cells = (form.format(row[key]) if key in row else "" for key, form in COLUMNS.items())
+        lines.append(f"| {row['of']} | {row['run']} | {row.get('error') or ' | '.join(cells)} |")
+    return "\n".join([*lines, "", MEANING]) + "\n"
 
 
 def _options() -> argparse.Namespace:

@@ -26,6 +26,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.checks.compile_study.compiling import GPUS, compiled
 from scripts.checks.compile_study.ops import OPS, SINCE
 from scripts.checks.compile_study.report import fits, table
+from scripts.tables import write_table
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def main() -> int:
             print(f"{name}, {op}: {sum(row['gpu'] == name and row['op'] == op for row in rows)} kernels", flush=True)
     document = {**describe_run("cpu"), "kernels": rows}
     options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(table(rows), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(rows))
     print(table(rows))
     return 0 if all(map(fits, rows)) else 1
 

@@ -31,6 +31,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.checks.conformance_study import stand_ins
 from scripts.checks.conformance_study.kinds import FAILURES, KINDS
 from scripts.checks.conformance_study.report import Test, markdown, read, summary
+from scripts.tables import write_table
 
 ROOT = Path(__file__).parents[2]
 PIPELINES = "tests/pipelines"
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
             told = {"run": describe_run("cpu"), "tests": options.tests}
             document = {**told, "families": dict(sorted(families.items()))}
             written.write_text(json.dumps(document, indent=1) + "\n")
-            options.output.with_suffix(".md").write_text(markdown(document))
+            write_table(options.output.with_suffix(".md"), markdown(document))
     failures = [each for family in families.values() for each in family["only"] if each["class"] in FAILURES]
     print(f"{len(failures)} failures only when accelerated")
 

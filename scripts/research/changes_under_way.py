@@ -26,6 +26,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.demo_training import clips
 from scripts.demo_training import prompts as pictures
 from scripts.demo_training.loading import load_demo, study_parser
+from scripts.tables import write_table
 
 EMBEDS = "prompt_embeds"
 
@@ -48,7 +49,7 @@ def main() -> None:
     settings = {key: getattr(options, key) for key in ("prompts", "dtype", "preset", "side")}
     result = describe_run(options.device) | settings | {"rows": rows}
     options.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(table(rows), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(rows))
 
 
 def measured(

@@ -42,6 +42,7 @@ from dit_accel.tools.metrics import IDENTICAL, psnr
 from dit_accel.tools.origin import describe_run
 from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
+from scripts.tables import write_table
 
 TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
@@ -172,7 +173,7 @@ def main() -> None:
     else:
         found = measure(options)
     options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
-    options.output.with_suffix(".md").write_text(tables(found["rows"]))
+    write_table(options.output.with_suffix(".md"), tables(found["rows"]))
     draw(found["rows"], options.output.with_suffix(".png"))
     print(tables(found["rows"]))
 

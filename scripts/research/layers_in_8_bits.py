@@ -27,6 +27,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.demo_training import clips, prompts
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, load_demo
+from scripts.tables import write_table
 
 BALANCED = {"demo-flux": "balanced", "demo-wan": "video-balanced", "demo-hunyuan": "video-balanced"}
 ALL_TILES = {"policy": "sparge", "tau_kv": 0.0, "steps": "all"}
@@ -76,7 +77,7 @@ def main() -> None:
             document["results"].append({"model": model, **measured(study, preset, case)})
             options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             print(table(document["results"]).splitlines()[-1], flush=True)
-    options.output.with_suffix(".md").write_text(table(document["results"]), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(document["results"]))
 
 
 if __name__ == "__main__":

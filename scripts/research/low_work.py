@@ -35,6 +35,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.research.conditions import key_value, pool_of
 from scripts.research.low_work_study.report import Row, failed, figure, runs_in, sheet, tables
 from scripts.research.low_work_study.runs import Case, begin, measure
+from scripts.tables import write_table
 
 FRACTIONS = (0.1, 0.12, 0.16, 0.2)  # 5, 6, 8 and 10 of 50 steps
 FEW_STEPS = (4, 8, 12)
@@ -156,7 +157,7 @@ def _line(row: Row) -> str:
 
 def publish(rows: list[Row], left_out: dict[str, str], options: argparse.Namespace) -> None:
     """Writes the tables, and for each model and number of steps the figure and the sheet."""
-    options.output.with_suffix(".md").write_text(tables(rows, left_out))
+    write_table(options.output.with_suffix(".md"), tables(rows, left_out))
     few = options.few_steps is not None
     for (model, steps), own in runs_in(rows).items():
         stem = f"{options.output.name}-{model}" + (f"-{steps}-steps" if few else "")

@@ -29,6 +29,7 @@ from scripts.demo_training.loading import demo_folder, load_demo, run_prompts, s
 from scripts.research.paper_study import settings, tuned
 from scripts.research.paper_study.flips import Flips
 from scripts.research.paper_study.report import density_plot, tables
+from scripts.tables import write_table
 
 FLIPS = ("demo-flux", "demo-wan")  # models that FG-Attn ran on
 
@@ -105,7 +106,7 @@ def main() -> None:
         took = time.perf_counter() - started
         print(f"{took:4.0f} s  {source}: {name}: {figures['sparsity']:.3f}, {figures['psnr']:.1f} dB", flush=True)
         options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(tables(document), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), tables(document))
     density_plot(document["results"], options.output.with_suffix(".png"))
 
 

@@ -26,6 +26,7 @@ from scripts.demo_training import clips, prompts
 from scripts.demo_training.loading import demo_folder, load_demo, run_prompts, study_parser
 from scripts.research.attention_study.curves import TARGETS, Measurement
 from scripts.research.attention_study.report import plot, tables
+from scripts.tables import write_table
 
 MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # with what writes their prompts
 
@@ -58,7 +59,7 @@ def main() -> None:
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(tables(results), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), tables(results))
     plot(results, options.model, options.output.with_suffix(".png"))
     print(tables(results))
 

@@ -42,6 +42,7 @@ from dit_accel.tools.origin import describe_run
 from scripts.demo_training import clips
 from scripts.demo_training.against_plain import AgainstPlain
 from scripts.demo_training.loading import demo_folder, load_demo, study_parser
+from scripts.tables import write_table
 
 MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
@@ -263,7 +264,7 @@ def main() -> None:
             f"{time.perf_counter() - started:6.0f} s  {setting} {figures['left_out']:.1%}  {figures['psnr_db']:.1f} dB",
             flush=True,
         )
-    options.output.with_suffix(".md").write_text(tables(document["results"]), encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), tables(document["results"]))
     plot(document["results"], options.model, options.output.with_suffix(".png"))
     print(tables(document["results"]))
 

@@ -31,6 +31,7 @@ from dit_accel.tools.demo import demo_arguments
 from dit_accel.tools.origin import describe_run
 from scripts.demo_training import clips
 from scripts.demo_training.loading import demo_folder, load_demo, run_prompts, study_parser
+from scripts.tables import write_table
 
 ORDERS = ("random", *TOKEN_ORDERS)  # random is the floor
 COLUMNS = {"q_similarity": "queries", "k_similarity": "keys", "sparsity": "left out", "l1": "L1 error"}
@@ -154,7 +155,7 @@ def main() -> None:
     settings = {key: getattr(options, key) for key in ("model", "prompts", "every", "heads", "dtype")}
     document = {"settings": settings, **describe_run(pipe.device), "results": results}
     options.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    options.output.with_suffix(".md").write_text(table(results) + "\n", encoding="utf-8")
+    write_table(options.output.with_suffix(".md"), table(results) + "\n")
     print(table(results))
 
 

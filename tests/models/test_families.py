@@ -13,14 +13,14 @@ import pytest
 
 import dit_accel
 from dit_accel.models.families import FAMILIES
-from dit_accel.presets import ALIASES, preset_names
+from dit_accel.presets import preset_names
 from dit_accel.tools.demo import DEMOS
 
 PACKAGE = Path(dit_accel.__file__).parent
 HOME = PACKAGE / "models" / "families"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if HOME not in path.parents]
 WORDS = {word for family in FAMILIES for word in (family.name, family.model, *family.words, *family.distilled)}
-NAMES_OF_OTHER_THINGS = {*preset_names(), *ALIASES, *DEMOS}  # which have a family's name in theirs
+NAMES_OF_OTHER_THINGS = {*preset_names(), *DEMOS}  # which have a family's name in theirs
 
 # A page as CONTRIBUTING.md has it, for a transformer of diffusers that has none.
 TOY = """

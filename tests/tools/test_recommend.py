@@ -89,7 +89,7 @@ def tables() -> str:
     for run in TIMED:
         size = " × ".join(str(side) for side in run.size if side)
         over = "diffusers" if run.gpus == 1 else f"one GPU, by `{run.way}`"
-        link = f"[{run.source}](../results/{run.source}.md)"
+        link = f"[{run.source}](../results/{run.source}.json)"
         gpus = f"{run.gpus} × {CARDS[run.card].title}"
         lines.append(f"| {run.model} | {size} | {run.steps} | {gpus} | {run.times:.2f}× | {over} | {link} |")
     return "\n".join(lines)
@@ -177,7 +177,7 @@ def test_no_figure_is_of_anything_else(model):
         for run in exact:
             assert (given["height"], given["width"], given["num_frames"]) == run.size
             assert given["parallel"] == (run.way or None)
-            assert f"docs/results/{run.source}.md" in told(found)
+            assert f"docs/results/{run.source}.json" in told(found)
         backed.update(exact)
         if steps in (4, 8):
             assert ("nothing is gained" if steps == 4 else "little or no gain") in told(found)

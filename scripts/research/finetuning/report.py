@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scripts.tables import write_table
+
 from .table import Experiment
 
 
@@ -18,7 +20,7 @@ def write_report(stem: Path, rows: list[dict[str, Any]], experiment: Experiment,
     sizes["training"] = {key: value for key, value in sizes["training"].items() if value != math.inf}  # JSON has none
     document = {"sizes": sizes, "call": experiment.call, **origin, "rows": rows}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
+    write_table(stem.with_suffix(".md"), table(rows) + "\n")
     experiment.sheet([row["variant"] for row in rows[1:]]).save(stem.with_suffix(".png"), optimize=True)
     print(table(rows))
     for row in rows[1:]:

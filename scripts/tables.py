@@ -1,0 +1,64 @@
+"""Print the tables of a result, rendered from its JSON.
+
+    python -m scripts.tables docs/results/speed-flux.json
+
+Scripts write the same tables beside the JSON, and the site has a page of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from pathlib import Path
+
+RENDERERS = {  # by the stem of the JSON: module, function, and the parts of the document that it takes; none = all
+    r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
+    r"compiled-kernels": ("scripts.checks.compile_study.report", "table", ["kernels"]),
+    r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
+    r"conditions": ("scripts.research.conditions_study.report", "tables", ["rows"]),
+    r"conformance.*": ("scripts.checks.conformance_study.report", "markdown", []),
+    r"(few-steps|low-work)-.+": ("scripts.research.low_work_study.report", "tables", ["rows", "left_out"]),
+    r"kernels|masks|sla|slices|sparge": ("scripts.bench.kernels.report", "table", []),
+    r"layers-in-8-bits": ("scripts.research.layers_in_8_bits", "table", ["results"]),
+    r"papers-demo-.+": ("scripts.research.paper_study.report", "tables", []),
+    r"parallel.*": ("scripts.bench.ranks", "markdown", []),
+    r"pareto-.+": ("dit_accel.tools.compare.report", "table", []),
+    r"recorded-attention-.+": ("scripts.research.attention_study.report", "tables", ["results"]),
+    r"sla-(features-)?demo-.+": ("scripts.research.finetuning.report", "table", ["rows"]),
+    r"tile-sparsity-.+": ("scripts.research.tile_sparsity", "tables", ["results"]),
+    r"token-order-.+": ("scripts.research.token_order", "table", ["results"]),
+}
+
+
+def rendered(file: Path) -> str | None:
+    """The tables of a JSON file as Markdown; None where no script renders files of its name."""
+    for stem, (module, function, parts) in RENDERERS.items():
+        if re.fullmatch(stem, file.stem):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            render = getattr(importlib.import_module(module), function)
+            return render(*([document[part] for part in parts] or [document])).strip() + "\n"
+    return None
+
+
+def write_table(file: Path, text: str) -> None:
+    """Write a Markdown file, which git ignores in docs/results, and print where it lies."""
+    file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="JSON file in docs/results")
+    file = parser.parse_args().file
+    if not file.is_file():
+        parser.error(f"file must exist, got {file}; docs/results has those of the pages")
+    text = rendered(file)
+    if text is None:
+        parser.error(f"file must have the name of a result with tables ({', '.join(RENDERERS)}), got {file.name}")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
