@@ -182,6 +182,7 @@ MISTAKES = {
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),
+    "set-no-key": (["--set", "=1"], "--set: must be KEY=VALUE"),
     "set-yaml": (["--set", "forecast.order=[1"], "is not valid YAML"),
     "model-path": (["-m", "./missing"], "--model: ./missing is neither"),
     "model-name": (["-m", "missing"], "--model: missing is neither"),
