@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives as functional
 from dit_accel import accelerate_pipeline, accelerate_transformer, parallelize_pipeline, restore_pipeline
 from dit_accel.errors import UnsupportedError
 from dit_accel.models import transformer
-from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.call_facts import CallReader
 from dit_accel.models.families import known_family
 from dit_accel.models.graphs.step_graphs import StepGraphs
 from dit_accel.models.parallel.context_parallel import split_plan
@@ -161,7 +161,7 @@ def fused() -> dict:
             accelerate(pipe, preset, name)
             alone[preset] = output(pipe, name), modes_of(pipe)
         share_tokens(pipe, name)
-        with patch.object(FamilyDriver, "fuses_kernels", lambda *_: True):
+        with patch.object(CallReader, "fuses_kernels", lambda *_: True):
             for preset, expected in alone.items():
                 accelerate(pipe, preset, name)
                 found[f"{name}, {preset}"] = compared(pipe, output(pipe, name), *expected)
@@ -178,7 +178,7 @@ def graphs() -> dict:
             counted = type("Counted", (RecordedGraph,), {})
             outputs = []
             with (
-                patch.object(FamilyDriver, "fuses_kernels", lambda *_, fuses=fuses: fuses),
+                patch.object(CallReader, "fuses_kernels", lambda *_, fuses=fuses: fuses),
                 patch.object(transformer, "StepGraphs", partial(StepGraphs, graph=counted)),
             ):
                 for wanted in ("never", "auto" if dist.get_rank() == 0 else "never"):

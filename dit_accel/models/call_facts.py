@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dit_accel.models.families.family import Tokens
-from dit_accel.models.parallel.context_parallel import Exchange
-from dit_accel.models.samples import TextLengths
+import torch
+from torch import nn
+
+from dit_accel.models.families.family import Arguments, Family, Tokens
+from dit_accel.models.kernel_limits import can_fuse_kernels
+from dit_accel.models.parallel.context_parallel import Exchange, Exchanges, config_of, parallel_degree, shares_layers
+from dit_accel.models.samples import TextLengths, TextMasks
+from dit_accel.models.token_order_hook import TokenOrder
+from dit_accel.presets import Preset
 from dit_accel.sparse.token_order import Grid
 
 
@@ -35,3 +41,85 @@ class CallFacts:
 
 
 NO_CALL = CallFacts()
+
+
+class CallReader:
+    """Reads the facts of a transformer's calls from their arguments.
+
+    Args:
+        transformer, family: which it is, and its facts.
+        preset: of the acceleration.
+        has_fused: whether the family has blocks with fused kernels.
+
+    Attributes:
+        order: of tokens, where the preset has one that the transformer can take; None = raster.
+    """
+
+    def __init__(self, transformer: nn.Module, family: Family, preset: Preset, *, has_fused: bool) -> None:
+        self.transformer = transformer
+        self.family = family
+        self.order: TokenOrder | None = None
+        self._preset = preset
+        self._has_fused = has_fused
+        self._masks = TextMasks()
+        self._exchanges = Exchanges()
+        self._grid: Grid | None = None  # of the latest call's vision tokens, where they have an order
+
+    @property
+    def latest_order(self) -> torch.Tensor | None:
+        """Order of the latest call's vision tokens, int64 ``[S]``; None = raster."""
+        return None if self.order is None or self._grid is None else self.order.of(self._grid)
+
+    def read(self, arguments: Arguments, *, is_compiled: bool) -> tuple[Arguments, CallFacts]:
+        """The arguments of a call without padding that goes, and its facts.
+
+        Args:
+            is_compiled: the transformer is compiled whole.
+        """
+        arguments, text = self.cut(arguments, is_compiled=is_compiled)
+        latents, tokens = arguments.get("hidden_states"), self.family.tokens(self.transformer, arguments)
+        can_fuse = self._has_fused and isinstance(latents, torch.Tensor) and not is_compiled
+        self._grid = None if self.order is None else tokens.grid
+        is_parallel, exchange = config_of(self.transformer) is not None, None
+        if is_parallel:
+            exchange = self._exchanges.of(self.transformer, tokens, self.latest_order, latents.device)
+        return arguments, CallFacts(
+            fuses=can_fuse and not shares_layers(self.transformer) and self.fuses_kernels(latents),
+            text=text,
+            joint=tokens if self._preset.works_inside else None,
+            exchange=exchange,
+            grid=None if is_parallel else self._grid,  # attention alone sees the tokens of all devices
+        )
+
+    def cut(self, arguments: Arguments, *, is_compiled: bool) -> tuple[Arguments, TextLengths | None]:
+        """Arguments without the padding behind the longest prompt where it goes, and the lengths of the prompts.
+
+        None = their lengths do not matter: no padding goes, and no attention is caught.
+        """
+        text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
+        if text is None or mask is None:
+            return arguments, None
+        cuts = self.cuts_padding(text.device, is_compiled)
+        if not cuts and self._preset.skip.steps != "all":
+            return arguments, None
+        lengths = self._masks.lengths(mask)
+        if cuts:
+            lengths = lengths.divisible(parallel_degree(self.transformer), mask.shape[1])
+            end = lengths.end
+            arguments = arguments | {"encoder_hidden_states": text[:, :end], self.family.text_mask: mask[:, :end]}
+        return arguments, lengths
+
+    def cuts_padding(self, device: torch.device, is_compiled: bool) -> bool:
+        """Whether padding goes: always where tiles, rows or layers may be skipped, on a GPU, and on several devices.
+
+        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit, and where the transformer is compiled
+        whole, so that prompts of other lengths need no other graph.
+        """
+        is_parallel = config_of(self.transformer) is not None
+        on_device = device.type != "cpu" and not is_compiled
+        return self.family.cuts_padding and (self._preset.works_inside or on_device or is_parallel)
+
+    def fuses_kernels(self, x: torch.Tensor) -> bool:
+        """Whether blocks with such features run through fused kernels."""
+        _, head_dim = self.family.heads(self.transformer)
+        return can_fuse_kernels(x, head_dim)

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.kernels import lower, pack_bits
-from dit_accel.kernels.kept import Kept
-from dit_accel.kernels.layout import block_count
-from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
+from dit_accel.kernels.symbols import SparseSymbols
 from dit_accel.loop.branch import Call
 from dit_accel.loop.memory import ModelSize
 from dit_accel.loop.runs import Runs
@@ -22,28 +19,23 @@ from dit_accel.loop.tracker import StepMode
 from dit_accel.models import TRANSFORMER_NAMES, interceptor
 from dit_accel.models.beside.compiled import is_wrapper
 from dit_accel.models.block_costs import BlockCosts
-from dit_accel.models.call_facts import NO_CALL, CallFacts
+from dit_accel.models.call_facts import NO_CALL, CallFacts, CallReader
 from dit_accel.models.families.family import Arguments, Attention, Family, Tokens, batch_of
 from dit_accel.models.hooks import ATTENTION_HOOK, ORDER_HOOK, Hook, is_compiled
-from dit_accel.models.kernel_limits import KERNEL_BLOCK, can_fuse_kernels, why_no_kernels, wins_dense
+from dit_accel.models.kernel_limits import EveryRow, why_no_kernels, wins_dense
 from dit_accel.models.parallel.context_parallel import (
     RING,
-    Exchanges,
     config_of,
     parallel_degree,
-    shares_layers,
 )
 from dit_accel.models.part_hook import FeedHook, PartHook
-from dit_accel.models.samples import TextLengths, TextMasks
 from dit_accel.models.token_order_hook import TokenOrder, order_hooks
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.tile_site import TileSite
-from dit_accel.sparse.token_order import Grid
 
-MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
 RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
 
@@ -70,12 +62,8 @@ class FamilyDriver(TransformerDriver):
         super().__init__(transformer, runs, name, called)
         self.family = family
         self._hand_written = hand_written
-        self._masks = TextMasks()
-        self._exchanges = Exchanges()
-        self._order: TokenOrder | None = None  # while attached; None = raster
-        self._grid: Grid | None = None  # of the latest call's vision tokens
-        self._every_row: Kept[AttentionPlan] = Kept(MOST_PLANS)
-        self._sample = 0  # that comes next in an attention that runs over each apart
+        self._reader = CallReader(transformer, family, self.controller.preset, has_fused=hand_written is not None)
+        self.every_row = EveryRow()
 
     @property
     def family_name(self) -> str:
@@ -87,7 +75,7 @@ class FamilyDriver(TransformerDriver):
 
     @property
     def token_order(self) -> torch.Tensor | None:
-        return None if self._order is None or self._grid is None else self._order.of(self._grid)
+        return self._reader.latest_order
 
     @property
     def facts(self) -> CallFacts:
@@ -100,26 +88,6 @@ class FamilyDriver(TransformerDriver):
 
     def layers(self) -> list[str]:
         return list(self.blocks())
-
-    def tokens(self, arguments: Arguments) -> Tokens:
-        """The joint sequence of a call."""
-        return self.family.tokens(self.transformer, arguments)
-
-    @property
-    def works_inside(self) -> bool:
-        """Whether the preset asks for anything inside the transformer."""
-        preset = self.controller.preset
-        return preset.forecast.level != "output" or preset.skip.steps == "all"
-
-    def cuts_padding(self, device: torch.device) -> bool:
-        """Whether padding goes: always where tiles, rows or layers may be skipped, on a GPU, and on several devices.
-
-        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit, and where the transformer is compiled
-        whole, so that prompts of other lengths need no other graph.
-        """
-        is_parallel = config_of(self.transformer) is not None
-        on_device = device.type != "cpu" and self.compiled is None
-        return self.family.cuts_padding and (self.works_inside or on_device or is_parallel)
 
     # Putting hooks on, and taking them off.
 
@@ -134,7 +102,7 @@ class FamilyDriver(TransformerDriver):
 
     def _refuse_compiled(self) -> None:
         """Raises if anything is compiled that the preset works inside of."""
-        if not self.works_inside and self.controller.preset.blocks.token_order == "raster":
+        if not self.controller.preset.works_inside and self.controller.preset.blocks.token_order == "raster":
             return
         is_whole = is_compiled(self.transformer) or is_wrapper(self.called(), self.transformer)
         compiled = (f"block {name}" for name, block in self.blocks().items() if is_compiled(block))
@@ -161,14 +129,12 @@ class FamilyDriver(TransformerDriver):
                     self.hook(module, FeedHook(self.runs))
             if preset.skip.steps == "all" and preset.forecast.level != "head":
                 for each in self._sites[name]:
-                    missed = partial(self._fall_back, each)
-                    hook = interceptor.AttentionHook(partial(self._caught, each), partial(self._attend, each), missed)
-                    self.hook(each.module, hook, ATTENTION_HOOK)
+                    self.hook(each.module, CaughtAttention(self, each).hook(), ATTENTION_HOOK)
         if self.family.order is not None and preset.blocks.token_order != "raster":
             apart = self.family.first_frame_apart(self.transformer)
-            self._order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
+            self._reader.order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
-            reorder = partial(self._reorder, self._order)
+            reorder = partial(self._reorder, order)
             for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
 
@@ -181,121 +147,15 @@ class FamilyDriver(TransformerDriver):
             UnsupportedError: the preset works inside of blocks, and they have been compiled since.
         """
         self._refuse_compiled()
-        arguments, text = self._cut(arguments)
-        facts = self._facts_of(arguments, text)
+        arguments, facts = self._reader.read(arguments, is_compiled=self.compiled is not None)
         is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
         call.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
         return super().run(call, original, ((), arguments), arguments)
-
-    def _cut(self, arguments: Arguments) -> tuple[Arguments, TextLengths | None]:
-        """Arguments without the padding behind the longest prompt where it goes, and the lengths of the prompts."""
-        if not self._reads_text(arguments):
-            return arguments, None
-        mask = arguments[self.family.text_mask]
-        text = self._masks.lengths(mask)
-        if self.cuts_padding(mask.device):
-            text = text.divisible(parallel_degree(self.transformer), mask.shape[1])
-            states = arguments["encoder_hidden_states"][:, : text.end]
-            arguments = arguments | {"encoder_hidden_states": states, self.family.text_mask: mask[:, : text.end]}
-        return arguments, text
-
-    def _facts_of(self, arguments: Arguments, text: TextLengths | None) -> CallFacts:
-        """Facts of a call with these arguments; ``text`` are the lengths of its prompts."""
-        latents = arguments.get("hidden_states")
-        can_fuse = self._hand_written is not None and isinstance(latents, torch.Tensor) and self.compiled is None
-        can_fuse = can_fuse and not shares_layers(self.transformer)
-        exchange, self._grid = None, None if self._order is None else self.tokens(arguments).grid
-        grid = self._grid
-        if config_of(self.transformer) is not None:  # then attention alone sees the tokens of all devices
-            order = None if self._order is None or grid is None else self._order.of(grid)
-            exchange = self._exchanges.of(self.transformer, self.tokens(arguments), order, latents.device)
-            grid = None
-        return CallFacts(
-            fuses=can_fuse and self.fuses_kernels(latents),
-            text=text,
-            joint=self.tokens(arguments) if self.works_inside else None,
-            exchange=exchange,
-            grid=grid,
-        )
 
     def _reorder(self, order: TokenOrder, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
         """Tokens in the preset's order, or back from it; as they are in a call that keeps their order."""
         grid = self.facts.grid
         return x if grid is None else order.apply(x, grid, axis, undo=undo)
-
-    def why_not_shared(self) -> str | None:
-        """Why attention of a call that several devices share must be left to diffusers, or None."""
-        if shares_layers(self.transformer):
-            return "several devices share each layer (tensor parallelism)"
-        if config_of(self.transformer) is None:
-            return None
-        if (exchange := self.facts.exchange) is None:
-            return RING
-        if self.controller.preset.forecast.level == "head":
-            return "level head needs all heads of a token in one place, and context parallelism spreads them"
-        heads = self.transformer.config.num_attention_heads
-        return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
-
-    def _reads_text(self, arguments: Arguments) -> bool:
-        """Whether the lengths of prompts matter in this call: where padding is cut off, or attention intercepted."""
-        text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
-        if text is None or mask is None:
-            return False
-        return self.cuts_padding(text.device) or self.controller.preset.skip.steps == "all"
-
-    def _fall_back(self, attention: Attention, reason: str) -> None:
-        self.controller.report.fall_back(attention.site, reason)
-
-    def _caught(self, attention: Attention) -> Tokens | None:
-        """Those of an attention that is to run at its site; None = it is not, and then the report says why."""
-        call, facts = self.controller.call, self.facts
-        tokens, text = facts.joint, facts.text
-        if call is None or not call.skips or tokens is None:
-            return None
-        if facts.exchange is None and config_of(self.transformer) is not None:
-            self._fall_back(attention, RING)
-            return None
-        if attention.sees_text and text is not None and not text.leading:
-            self._fall_back(attention, "some padding precedes text")
-            return None
-        self._sample = 0
-        return tokens.seen(attention.sees_text)
-
-    def _attend(
-        self,
-        attention: Attention,
-        tokens: Tokens,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dense: Callable[[], torch.Tensor],
-    ) -> torch.Tensor | None:
-        """An attention at its site."""
-        facts = self.facts
-        text = facts.text if attention.sees_text else None
-        head_dim = q.shape[-1] if self.controller.preset.kernels.attention == "auto" else None
-        reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
-        masks_tell = tokens.padding in ("all", "mask")
-        hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
-        if reason is None and text is None and not hides_padding:
-            reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
-        if reason is not None:
-            self._fall_back(attention, reason)
-            return None
-        attend = self.site(attention.site, attention.block, self._sample).attend_computed
-        self._sample += tokens.padding == "sample"
-        size = self.controller.preset.blocks.size
-        if masks_tell:
-            kv_len = interceptor.key_lengths(mask, tokens)
-        else:
-            kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
-        shared, whole = facts.exchange, dense
-        if shared is not None:  # diffusers has made its own exchange
-            q, k, v = map(shared.arrange, (q, k, v))
-            whole = lambda: shared.arrange(dense())  # noqa: E731
-        o = interceptor.with_leading_keys(attend, tokens, size, (q, k, v), whole, kv_len, mask)
-        return o if o is None or shared is None else shared.as_received(o)
 
     # What its blocks share in a call.
 
@@ -310,23 +170,9 @@ class FamilyDriver(TransformerDriver):
         kind = HeadSite if preset.forecast.level == "head" else TileSite
         return kind(name, self.controller.call, preset, self._projections, block, sample)
 
-    def fuses_kernels(self, x: torch.Tensor) -> bool:
-        """Whether blocks with such features run through fused kernels."""
-        _, head_dim = self.family.heads(self.transformer)
-        return can_fuse_kernels(x, head_dim)
-
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
         """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
         return self.facts.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
-
-    def every_row(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
-        """A plan under which everything computes, in the blocks that every backend takes; the latest are kept."""
-
-        def make() -> AttentionPlan:
-            rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
-            return lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
-
-        return self._every_row.get((batch, tokens, heads, device), make)
 
     # What graphs of computed steps ask.
 
@@ -349,16 +195,17 @@ class FamilyDriver(TransformerDriver):
         return self.family.used(self.transformer, output, arguments)
 
     def size(self, arguments: Arguments) -> ModelSize:
-        preset, (arguments, _) = self.controller.preset, self._cut(arguments)
-        layout = self.tokens(arguments).layout(preset.blocks.size)
+        preset, is_compiled = self.controller.preset, self.compiled is not None
+        arguments, _ = self._reader.cut(arguments, is_compiled=is_compiled)
+        layout = self.family.tokens(self.transformer, arguments).layout(preset.blocks.size)
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
         size, degree = self.family.size(self.transformer, arguments, layout, symbols), parallel_degree(self.transformer)
         return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # of a share of it all
 
     def account(self, call: Call, arguments: Arguments) -> None:
-        tokens = self.tokens(arguments)
-        if self._order is not None and tokens.grid is None:
+        tokens = self.family.tokens(self.transformer, arguments)
+        if self._reader.order is not None and tokens.grid is None:
             self.controller.report.note(RASTER)
         if call.symbols:
             self.controller.last_layout = tokens.layout(self.controller.preset.blocks.size)
@@ -368,3 +215,74 @@ class FamilyDriver(TransformerDriver):
             pairs, others = self._costs.computed(call, name, work, level)
             call.work[name] = pairs + others, pairs
             call.branch.plain[name] = work.plain, sum(work.tiles.values())
+
+
+class CaughtAttention:
+    """An attention whose own processor stays: what it hands to torch runs at a tile site.
+
+    Args:
+        driver: of the transformer.
+        facts: of the attention.
+    """
+
+    def __init__(self, driver: FamilyDriver, facts: Attention) -> None:
+        self._driver = driver
+        self._facts = facts
+        self._sample = 0  # that comes next, where the model attends to each sample apart
+
+    def hook(self) -> interceptor.AttentionHook:
+        """The hook on the attention module."""
+        return interceptor.AttentionHook(self.tokens, self.attend, self.fall_back)
+
+    def fall_back(self, reason: str) -> None:
+        """Notes that the attention ran as the model's own."""
+        self._driver.controller.report.fall_back(self._facts.site, reason)
+
+    def tokens(self) -> Tokens | None:
+        """Tokens of the attention that is to run at its site; None = it is not, and then the report says why."""
+        call, facts = self._driver.controller.call, self._driver.facts
+        tokens, text = facts.joint, facts.text
+        if call is None or not call.skips or tokens is None:
+            return None
+        if facts.exchange is None and config_of(self._driver.transformer) is not None:
+            self.fall_back(RING)
+            return None
+        if self._facts.sees_text and text is not None and not text.leading:
+            self.fall_back("some padding precedes text")
+            return None
+        self._sample = 0
+        return tokens.seen(self._facts.sees_text)
+
+    def attend(
+        self,
+        tokens: Tokens,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dense: Callable[[], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """The attention at its site; None = it can't run there."""
+        facts, preset = self._driver.facts, self._driver.controller.preset
+        text = facts.text if self._facts.sees_text else None
+        head_dim = q.shape[-1] if preset.kernels.attention == "auto" else None
+        reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
+        masks_tell = tokens.padding in ("all", "mask")
+        hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
+        if reason is None and text is None and not hides_padding:
+            reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
+        if reason is not None:
+            self.fall_back(reason)
+            return None
+        attend = self._driver.site(self._facts.site, self._facts.block, self._sample).attend_computed
+        self._sample += tokens.padding == "sample"
+        if masks_tell:
+            kv_len = interceptor.key_lengths(mask, tokens)
+        else:
+            kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
+        shared, whole = facts.exchange, dense
+        if shared is not None:  # diffusers has made its own exchange
+            q, k, v = map(shared.arrange, (q, k, v))
+            whole = lambda: shared.arrange(dense())  # noqa: E731
+        o = interceptor.with_leading_keys(attend, tokens, preset.blocks.size, (q, k, v), whole, kv_len, mask)
+        return o if o is None or shared is None else shared.as_received(o)

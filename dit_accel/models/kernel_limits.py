@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+from dit_accel.kernels import lower, pack_bits
 from dit_accel.kernels.backends import hopper_limit, resolve_backend
 from dit_accel.kernels.checks import FLOAT_DTYPES, triton_limit
+from dit_accel.kernels.kept import Kept
+from dit_accel.kernels.layout import block_count
+from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
+MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
 KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
 KERNEL_TOKENS = 24576  # where our dense attention begins to beat cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
 
@@ -39,3 +44,19 @@ def wins_dense(q: torch.Tensor) -> bool:
     """Whether dense attention of q ``[B, S, H, D]`` is fastest in our kernel, and no other backend was asked for."""
     chosen, _ = _AttentionBackendRegistry.get_active_backend()
     return chosen == AttentionBackendName.NATIVE and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
+
+
+class EveryRow:
+    """Plans under which everything computes, in the blocks that every backend takes; the latest are kept."""
+
+    def __init__(self) -> None:
+        self._plans: Kept[AttentionPlan] = Kept(MOST_PLANS)
+
+    def __call__(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
+        """The plan of attention over so many tokens and heads."""
+
+        def make() -> AttentionPlan:
+            rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)
+            return lower(SparseSymbols(pack_bits(rows), None, heads, tokens, KERNEL_BLOCK))
+
+        return self._plans.get((batch, tokens, heads, device), make)

@@ -44,6 +44,11 @@ class Preset(Section):
     linear: Linear = Linear()
     memory: Memory = Memory()
 
+    @property
+    def works_inside(self) -> bool:
+        """Whether anything is asked for inside of the transformer: forecasts in its blocks, or sparse attention."""
+        return self.forecast.level != "output" or self.skip.steps == "all"
+
     def effective(self) -> dict[str, Any]:
         """All values that have an effect, defaults included, as plain values: a preset file's content."""
         values = self.model_dump(mode="json")

@@ -20,6 +20,7 @@ from dit_accel.models.driver import FamilyDriver
 from dit_accel.models.fused.parts import why_called, why_not_sliceable
 from dit_accel.models.hooks import GATHERED, Hook, is_compiled, why_not_replaceable
 from dit_accel.models.kernel_limits import why_no_kernels
+from dit_accel.models.parallel.context_parallel import RING, config_of, shares_layers
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.site_state import SiteState
 from dit_accel.sparse.tile_site import TileSite
@@ -78,7 +79,7 @@ class BlockHook(Hook, ABC):
             processor = getattr(block, name).processor
             if type(processor) is not self.processor:
                 return f"attention processor {type(processor).__name__}"
-        return self.driver.why_not_shared()
+        return self._why_not_shared()
 
     # What all families share.
 
@@ -173,6 +174,19 @@ class BlockHook(Hook, ABC):
         """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""
         named = dict(zip(self._defaults, args, strict=False)) | kwargs
         return SimpleNamespace(**{name: named.get(name, default) for name, default in self._defaults.items()})
+
+    def _why_not_shared(self) -> str | None:
+        """Why attention of a call that several devices share must be left to diffusers, or None."""
+        if shares_layers(self.driver.transformer):
+            return "several devices share each layer (tensor parallelism)"
+        if config_of(self.driver.transformer) is None:
+            return None
+        if (exchange := self.driver.facts.exchange) is None:
+            return RING
+        if self.controller.preset.forecast.level == "head":
+            return "level head needs all heads of a token in one place, and context parallelism spreads them"
+        heads = self.driver.transformer.config.num_attention_heads
+        return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:
         """Why the site can't run sparsely now, or None."""

@@ -29,7 +29,7 @@ import torch
 from dit_accel import Preset, accelerate_pipeline, load_preset
 from dit_accel.errors import DitAccelError, UnsupportedError
 from dit_accel.kernels.checks import FLOAT_DTYPES
-from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.call_facts import CallReader
 from dit_accel.models.families import family_of
 
 EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0}
@@ -67,15 +67,15 @@ def _preset(pipe: Any, kind: str) -> Preset | str | None:
     return {"exact": "exact", "fused": "exact", "balanced": None}[kind]
 
 
-def fuses_kernels(driver: FamilyDriver, x: torch.Tensor) -> bool:
+def fuses_kernels(reader: CallReader, x: torch.Tensor) -> bool:
     """Where a GPU would run fused kernels, though of float32 too: their references run on this device."""
     is_plain = not torch.is_autocast_enabled(x.device.type) and not torch.is_grad_enabled()
     return is_plain and x.dtype in FLOAT_DTYPES
 
 
-def cuts_padding(driver: FamilyDriver, device: torch.device) -> bool:
+def cuts_padding(reader: CallReader, device: torch.device, is_compiled: bool) -> bool:
     """As a GPU does, where blocks are fused."""
-    return driver.family.cuts_padding
+    return reader.family.cuts_padding
 
 
 def found(error: BaseException, statement: str, kind: str) -> str:

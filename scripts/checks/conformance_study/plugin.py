@@ -21,7 +21,7 @@ import pytest
 from diffusers import DiffusionPipeline
 
 from dit_accel.errors import DitAccelError, shortened
-from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.call_facts import CallReader
 from scripts.checks.conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
 
 
@@ -55,8 +55,8 @@ class Study:
         if kind != "plain":
             self._watch()
         if kind == "fused":
-            self._replace(FamilyDriver, "fuses_kernels", fuses_kernels)
-            self._replace(FamilyDriver, "cuts_padding", cuts_padding)
+            self._replace(CallReader, "fuses_kernels", fuses_kernels)
+            self._replace(CallReader, "cuts_padding", cuts_padding)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.nodeid for item in session.items]})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dit_accel import accelerate_pipeline, load_preset, restore_pipeline
-from dit_accel.models.driver import FamilyDriver
+from dit_accel.models.call_facts import CallReader
 from dit_accel.models.families import require_family
 from dit_accel.models.fused import flux2
 from tests.models import tiny
@@ -67,7 +67,7 @@ def test_heads_equal_naive_overwriting(name, backend):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Blocks run through the fused ops, whose references run on the CPU."""
-    monkeypatch.setattr(FamilyDriver, "fuses_kernels", lambda driver, x: True)
+    monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
 
 
 def test_pictures_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu, monkeypatch):
