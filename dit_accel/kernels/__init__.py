@@ -15,7 +15,7 @@ from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
-from dit_accel.kernels.group_norm import add_residual, group_norm
+from dit_accel.kernels.group_norm import add_residual, group_norm, upsample_nearest
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
@@ -67,5 +67,6 @@ __all__ = [
     "symbols_from_mask",
     "transpose_lists",
     "unpack_bits",
+    "upsample_nearest",
     "weighted_sum",
 ]

@@ -1,4 +1,5 @@
-"""Group normalisation and SiLU in channels-last layout, and the sum that ends a residual block of an autoencoder.
+"""Ops of an autoencoder in channels-last layout: group normalisation with SiLU, the sum behind a residual block, and
+nearest upsampling.
 
     y = SiLU((x + c - mean_g) / sqrt(var_g + eps) * weight + bias)          z = x + update + bias
 
@@ -92,6 +93,33 @@ def add_residual(
     total = x.float() + update.float()
     total = total if bias is None else total + bias.float()[:, None, None]
     return total.to(x.dtype, memory_format=LAST)
+
+
+def _doubled(x: torch.Tensor, **_) -> torch.Tensor:
+    batch, channels, height, width = x.shape
+    return x.new_empty(batch, channels, 2 * height, 2 * width).contiguous(memory_format=LAST)
+
+
+@custom_op(_doubled)
+def upsample_nearest(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """Repeat each pixel twice in both directions. Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, C, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``[B, C, 2H, 2W]`` like x, in channels-last layout.
+    """
+    _require_image(x)
+    if resolve_backend(backend, x) == "triton":
+        from dit_accel.kernels._triton.group_norm import upsample_into
+
+        batch, channels, height, width = x.shape
+        out = x.new_empty(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
+        upsample_into(x.contiguous(memory_format=LAST), out)
+        return out
+    return F.interpolate(x, scale_factor=2.0, mode="nearest").contiguous(memory_format=LAST)
 
 
 def _require_image(x: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels import add_residual, group_norm
+from dit_accel.kernels import add_residual, group_norm, upsample_nearest
 
 LAST = torch.channels_last
 SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
@@ -51,6 +51,15 @@ def test_adds_a_residual(shape, has_bias, implementation, make_tensor):
     out = add_residual(x, update.contiguous(memory_format=LAST), bias if has_bias else None, backend=backend)
     expected = x.double() + update.double() + (bias.double()[:, None, None] if has_bias else 0.0)
     assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_upsampling_repeats_pixels(shape, implementation, make_tensor):
+    backend, dtype = implementation
+    x = make_tensor(*shape, dtype=dtype)
+    out = upsample_nearest(x, backend=backend)
+    assert out.is_contiguous(memory_format=LAST)
+    assert torch.equal(out, x.repeat_interleave(2, 2).repeat_interleave(2, 3))
 
 
 def test_errors_name_the_argument(make_tensor):

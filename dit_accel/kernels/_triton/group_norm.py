@@ -14,6 +14,7 @@ import triton.language as tl
 from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
 
 VALUES = 8192  # of a tile of pixels and channels
+SUMMED = 4096  # of a tile whose sums stay in registers
 CHUNKS = 1024  # of pixels, at most, for each image
 PARTS = 64  # chunks that are summed at a time
 
@@ -30,17 +31,17 @@ def _chunk_sums(x, sums, pixels, chunks, channels, ROWS: tl.constexpr, STEPS: tl
     has_channel = channel < channels
     x += image * pixels * channels
     pivot = _load(x, channel, has_channel)[None, :]
-    total, squares = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    total, squares = tl.zeros([ROWS, CHANNELS], tl.float32), tl.zeros([ROWS, CHANNELS], tl.float32)
     for step in range(STEPS):
         pixel = (chunk * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
         at = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
         value = tl.where(inside, tl.load(x + at, inside, other=0.0).to(tl.float32) - pivot, 0.0)
-        total += tl.sum(value, 0)
-        squares += tl.sum(value * value, 0)
+        total += value
+        squares += value * value
     sums += tl.program_id(0).to(tl.int64) * 2 * channels + channel
-    tl.store(sums, total, has_channel)
-    tl.store(sums + channels, squares, has_channel)
+    tl.store(sums, tl.sum(total, 0), has_channel)
+    tl.store(sums + channels, tl.sum(squares, 0), has_channel)
 
 
 @triton.jit
@@ -112,16 +113,16 @@ def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out) -> None
     """Fills ``out``; it and ``x`` are ``[B, C, H, W]`` in channels-last layout."""
     images, channels, height, width = x.shape
     pixels, padded = height * width, next_power_of_2(channels)
-    rows = max(1, VALUES // padded)
-    steps = max(1, triton.cdiv(pixels, rows * CHUNKS))
-    chunks = triton.cdiv(pixels, rows * steps)
+    rows, summed = max(1, VALUES // padded), max(1, SUMMED // padded)
+    steps = max(1, triton.cdiv(pixels, summed * CHUNKS))
+    chunks = triton.cdiv(pixels, summed * steps)
     sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
     moments = x.new_empty(images, groups, 2, dtype=torch.float32)
     parts, has_bias = triton.cdiv(pixels, rows), input_bias is not None
     with on_device(x):
         launch(
             _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
-            ROWS=rows, STEPS=steps, CHANNELS=padded, num_warps=8,
+            ROWS=summed, STEPS=steps, CHANNELS=padded, num_warps=8,
         )  # fmt: skip
         launch(
             _group_moments, images * groups, (x, input_bias, sums, moments),
@@ -143,4 +144,29 @@ def add_residual_into(x, update, bias, out) -> None:
         launch(
             _add, triton.cdiv(pixels, rows), (x, update, bias, out), (pixels, channels),
             HAS_BIAS=bias is not None, ROWS=rows, CHANNELS=padded, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _upsample(x, out, pixels, width, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    pixel = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # of the input, over all images
+    channel = tl.arange(0, CHANNELS)
+    inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]  # [rows, channels]
+    value = tl.load(x + pixel[:, None] * channels + channel[None, :], inside)
+    first = pixel // width * 4 * width + pixel % width * 2  # of its four pixels in the output
+    at = first[:, None] * channels + channel[None, :]
+    for down in tl.static_range(2):
+        for right in tl.static_range(2):
+            tl.store(out + at + (down * 2 * width + right) * channels, value, inside)
+
+
+def upsample_into(x, out) -> None:
+    """Fills ``out`` ``[B, C, 2H, 2W]`` from ``x`` ``[B, C, H, W]``, both in channels-last layout."""
+    channels, pixels = x.shape[1], x.numel() // x.shape[1]
+    padded = next_power_of_2(channels)
+    rows = max(1, VALUES // padded)
+    with on_device(x):
+        launch(
+            _upsample, triton.cdiv(pixels, rows), (x, out), (pixels, x.shape[3], channels),
+            ROWS=rows, CHANNELS=padded, num_warps=8,
         )  # fmt: skip

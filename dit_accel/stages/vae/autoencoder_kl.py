@@ -14,7 +14,7 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from dit_accel.kernels import add_residual, group_norm
+from dit_accel.kernels import add_residual, group_norm, upsample_nearest
 
 LAST = torch.channels_last
 
@@ -65,7 +65,7 @@ def decode(decoder: Decoder, latents: torch.Tensor, backend: str = "auto") -> to
         for block in stage.resnets:
             x = _block(block, x, backend)
         for upsampler in stage.upsamplers or ():
-            x = _convolved(upsampler.conv, F.interpolate(x, scale_factor=2.0, mode="nearest"))
+            x = _convolved(upsampler.conv, upsample_nearest(x, backend=backend))
     return _convolved(decoder.conv_out, _normed(decoder.conv_norm_out, x, backend))
 
 
