@@ -398,5 +398,5 @@ def test_errors(flow):
         accelerate_model(flow, target_eror=0.1)
     with pytest.raises(UnsupportedError, match=r"ComfyUI 0\.3\.8 or later"):
         accelerate_model(SimpleNamespace(clone=lambda: None))
-    with pytest.raises(UnsupportedError, match="not accelerated"):
+    with pytest.raises(UnsupportedError, match="got a plain model"):
         ReportNode().report(flow, "latents")
