@@ -47,8 +47,8 @@ class Options(RunOptions):
 
     prompt: str | None = option("Text prompt of the image or video; this or --prompts.", "--prompt", "-p")
     guidance: float | None = option(
-        "Guidance scale: guidance_scale of the pipeline's call. With --negative-prompt on FLUX and HunyuanVideo, and "
-        "on demo models with classifier-free guidance, true_cfg_scale, which must be above 1.",
+        "Guidance scale: guidance_scale of the pipeline's call. On demo-hunyuan it sets true_cfg_scale. With "
+        "--negative-prompt on FLUX and HunyuanVideo it also sets true_cfg_scale, and must be above 1.",
         callback=require_finite,
     )
     negative_prompt: str | None = option("Negative prompt. On FLUX and HunyuanVideo it needs --guidance above 1.")
@@ -81,8 +81,8 @@ class Options(RunOptions):
     )
     batch_size: int = option(
         "With --prompts, without --image: maximum number of lines in one call of the pipeline. Neighbouring lines "
-        "share a call if they differ only in prompt, negative prompt and seed. Steps are skipped for each prompt "
-        "by its own error.",
+        "share a call if they differ only in prompt, negative prompt and seed. Each prompt skips steps by its "
+        "own error.",
         default=1,
         min=1,
         max=MOST_IMAGES,
@@ -93,7 +93,7 @@ class Options(RunOptions):
         default="process",
     )
     actors: int | None = option(
-        "With --engine ray: number of processes that load the pipeline, each on its own GPU, or on a CPU without GPUs.",
+        "With --engine ray: number of processes that load the pipeline, each on its own GPU (or CPU without GPUs).",
         min=1,
         show_default="the number of GPUs",
     )
@@ -120,7 +120,7 @@ class Request:
     setup: Setup
     image: Image.Image | None
     arguments: dict[str, Any]  # arguments of the call, by option; None = not given
-    jobs: list[Job]  # of --prompts
+    jobs: list[Job]  # lines of --prompts
 
 
 @takes_options()

@@ -37,7 +37,7 @@ class Options(RunOptions):
 
 @takes_options()
 def command(given: Options) -> None:
-    """Run once and plot what was computed.
+    """Run once and plot the computed steps, layers and parts of the image.
 
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
     layer and step), report.json and, for presets of level head, symbols-LAYER.png (for videos, of the middle frame).

@@ -108,7 +108,8 @@ class LoadingOptions:
     )
     device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if available, otherwise cpu")
     offload: Literal["none", "model", "sequential"] = option(
-        "Keep weights in host memory and move whole models, or single layers (slow), to the GPU.", default="none"
+        "Keep weights in host memory, and move whole models, or single layers (slow), to the GPU when they run.",
+        default="none",
     )
     lora: list[str] | None = option(
         "LoRA to load: a folder, a file, or an id on the Hub (OWNER/NAME or OWNER/NAME/FILE); weight 1 by default. "
