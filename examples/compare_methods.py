@@ -1,8 +1,8 @@
-"""Four methods on one prompt: how much of the work each does, and how near its image is to the plain one.
+"""Compare four methods on one prompt: computed fraction, and PSNR against the plain image.
 
     python examples/compare_methods.py --steps 50
 
-``dit-accel compare`` does this for many prompts, and beside diffusers' own caches.
+``dit-accel compare`` does this for many prompts, and includes the caches of diffusers.
 """
 
 import argparse

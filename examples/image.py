@@ -1,9 +1,9 @@
-"""An image, plain and accelerated, and how near the two are.
+"""Generate an image plain and accelerated, and print the PSNR between both.
 
     python examples/image.py --steps 50
 
 Writes plain.png and accelerated.png into the folder that ``--output`` names. The model is a small FLUX that ships with
-dit-accel; with FLUX.1-dev on a GPU only the lines that load it differ.
+dit-accel; for FLUX.1-dev on a GPU only change the lines that load it.
 """
 
 import argparse

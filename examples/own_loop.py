@@ -1,8 +1,8 @@
-"""A denoising loop of one's own: accelerate_transformer takes the place of the pipeline.
+"""Accelerate a transformer in your own denoising loop, without a pipeline.
 
     python examples/own_loop.py --steps 50
 
-All that dit-accel has to know of the loop are the timesteps that it passes to the transformer, in their order.
+dit-accel only needs to know the loop's timesteps, in order, as the transformer gets them.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""A video by one device, or by two that take a branch of guidance each.
+"""Generate a video on one device, or on two devices that each compute one branch of guidance.
 
     python examples/parallel.py --steps 30
     torchrun --nproc-per-node 2 examples/parallel.py --steps 30
 
-Writes video.gif into the folder that ``--output`` names. Every process makes the whole video; the first writes it.
+Writes video.gif into the folder that ``--output`` names. Every process has the whole video; the first one writes it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ folder, ranks = demo_path("demo-wan"), int(os.environ.get("WORLD_SIZE", 1))
 pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
 if ranks > 1:
     dist.init_process_group("gloo")  # nccl on GPUs, after torch.cuda.set_device(LOCAL_RANK)
-    parallelize_pipeline(pipe, branches=ranks)  # or ulysses=ranks, which share the tokens of each call
+    parallelize_pipeline(pipe, branches=ranks)  # or ulysses=ranks, which splits the tokens of each call
 accelerate_pipeline(pipe, "balanced")
 
 call = demo_arguments(folder) | {"prompt": "a red ball rolls to the right", "num_inference_steps": options.steps}

@@ -1,10 +1,11 @@
-"""Images over HTTP with Ray Serve: requests of one shape share a call, and a full queue says so.
+"""Serve images over HTTP with Ray Serve. Requests of one shape share a call; a full queue answers 503.
 
     python examples/serve_ray.py --port 8000
     curl -d '{"prompt": "a yellow ring", "steps": 20}' localhost:8000/generate --output ring.png
 
-Needs ``pip install 'dit-accel[serve]'``. GET /health and /metrics (Prometheus) answer while pictures are made. Each GPU
-of the Ray cluster has a replica; a machine without GPUs has one on a CPU. Ctrl-C or SIGTERM lets accepted requests end.
+Needs ``pip install 'dit-accel[serve]'``. GET /health and /metrics (Prometheus) answer during generation. Each GPU of
+the Ray cluster runs one replica; a machine without GPUs runs one on a CPU. Ctrl-C or SIGTERM ends it after all
+accepted requests.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-BATCH, QUEUE = 4, 16  # prompts of one call; requests that wait for a replica that is busy
-LARGEST, MOST_STEPS, SECONDS = 512, 50, 300  # sides in pixels; steps; after which a request is given up
+BATCH, QUEUE = 4, 16  # prompts per call; requests that wait for a busy replica
+LARGEST, MOST_STEPS, SECONDS = 512, 50, 300  # side in pixels; steps; timeout of a request
 APPLICATION = "images"
 
 
 class Wanted(BaseModel):
-    """What a request may ask for."""
+    """Body of a request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = Field(min_length=1, max_length=500)
@@ -58,7 +59,7 @@ class Images:
         return await asyncio.to_thread(self.make, requests)
 
     def make(self, requests: list[Wanted]) -> list[tuple[bytes, float]]:
-        """A PNG file and the computed fraction for each, by one call of the pipeline for each shape."""
+        """Return a PNG file and the computed fraction for each request, with one call of the pipeline per shape."""
         from dit_accel.serving import Job, batches
 
         jobs = [Job(index, wanted.model_dump()) for index, wanted in enumerate(requests)]
@@ -72,14 +73,18 @@ class Images:
 
 @serve.deployment(max_ongoing_requests=1000, max_queued_requests=1000, ray_actor_options={"num_cpus": 0})
 class Front:
-    """Checks requests and counts answers; never busy itself."""
+    """Check requests and count answers, without blocking."""
 
     def __init__(self, images: Any) -> None:
         self.images, self.waiting, self.closed = images, 0, False
         self.registry = CollectorRegistry()
-        self.answers = Counter("dit_accel_answers", "of /generate, by status", ["status"], registry=self.registry)
-        self.seconds = Summary("dit_accel_seconds", "from request to image", registry=self.registry)
-        self.computed = Summary("dit_accel_computed_fraction", "of each image", registry=self.registry)
+        self.answers = Counter(
+            "dit_accel_answers", "answers of /generate, by status", ["status"], registry=self.registry
+        )
+        self.seconds = Summary("dit_accel_seconds", "seconds from request to image", registry=self.registry)
+        self.computed = Summary(
+            "dit_accel_computed_fraction", "computed fraction of each image", registry=self.registry
+        )
 
     async def __call__(self, request: Request) -> Response:
         match request.method, request.url.path:
@@ -108,7 +113,7 @@ class Front:
             wrong = (": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
             return PlainTextResponse("; ".join(wrong) + "\n", 422)
         except BackPressureError:
-            return PlainTextResponse(f"busy: {QUEUE} requests wait already\n", 503, {"Retry-After": "1"})
+            return PlainTextResponse(f"busy: {QUEUE} requests are waiting\n", 503, {"Retry-After": "1"})
         except RayError as error:
             return PlainTextResponse(f"failed: {type(error).__name__}\n", 500)
         self.seconds.observe(time.monotonic() - started)
@@ -116,7 +121,7 @@ class Front:
         return Response(file, media_type="image/png", headers={"X-Computed-Fraction": f"{computed:.3f}"})
 
     async def close(self) -> None:
-        """Accepts no more, and waits for what was accepted."""
+        """Reject new requests, and wait for accepted ones."""
         self.closed = True
         while self.waiting:
             await asyncio.sleep(0.05)
@@ -129,12 +134,12 @@ def running_replicas() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines ask")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 allows other machines")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", default="demo-flux", help="a shipped model, a folder, or an id on the hub")
+    parser.add_argument("--model", default="demo-flux", help="a demo model, a folder, or an id on the Hub")
     options = parser.parse_args()
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here tells nobody of itself
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     gpus = int(ray.cluster_resources().get("GPU", 0))

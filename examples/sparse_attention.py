@@ -1,8 +1,8 @@
-"""Sparse attention on plain tensors, without a pipeline: a policy makes the plan, and the kernel attends by it.
+"""Sparse attention on plain tensors, without a pipeline: a policy chooses the tiles, and a kernel computes them.
 
     python examples/sparse_attention.py --tokens 4096
 
-Queries and keys lie along a curve, so that tokens which are near in the sequence attend to each other, as in a video.
+Queries and keys lie along a curve, so that neighbouring tokens attend to each other, as in a video.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def timed(call):
 
 dense, milliseconds = timed(lambda: attention(q, k, v, plan(q, k, Skip(policy="none"))))
 print(f"all tiles        {milliseconds:6.0f} ms")
-for lost in (0.01, 0.05, 0.2):  # probability mass that the tiles which are left out may hold, by the estimate
+for lost in (0.01, 0.05, 0.2):  # estimated probability mass that the skipped tiles may hold
     sparse = plan(q, k, Skip(policy="sparge", tau_kv=lost))
     output, milliseconds = timed(lambda sparse=sparse: attention(q, k, v, sparse))
     density, error = sparse.kv_count.sum() / sparse.kv_index.numel(), (output - dense).norm() / dense.norm()

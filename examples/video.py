@@ -1,4 +1,4 @@
-"""A video of a Wan model, accelerated by the preset that fits it.
+"""Generate a video with a Wan model and its preset.
 
     python examples/video.py --steps 50
 

@@ -1,8 +1,8 @@
 """The command line: ``dit-accel recommend | generate | inspect | app | tune | compare | presets | env``.
 
-Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest that
-runs a pipeline. Options that commands share are in :mod:`~dit_accel.cli.options`; pipelines are opened and called by
-:mod:`dit_accel.serving`, and the work is done by :mod:`dit_accel.tools`. ``generate`` has three more files: ``batch``
+Each command is one file with a function ``command``. Read :mod:`~dit_accel.cli.inspect` first: it is the shortest
+command that runs a pipeline. Shared options are in :mod:`~dit_accel.cli.options`; :mod:`dit_accel.serving` opens and
+calls pipelines, and :mod:`dit_accel.tools` does the work. ``generate`` has three more files: ``batch``
 (--prompts and its manifest), ``comparison`` (--compare) and ``parallel`` (--parallel).
 
 Exit codes: 0 = success, 1 = failure at run time, 2 = wrong options. Errors of :mod:`dit_accel.errors` are printed in
@@ -36,16 +36,16 @@ from dit_accel.errors import (
     shown,
 )
 
-HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same picture."
+HELP = "Faster diffusion transformers for diffusers: fewer computed steps, sparse attention, nearly the same output."
 
-# Where torchao is installed, what it is imported by warns of binaries and types that nothing here uses.
+# Loggers that warn about binaries and types of torchao that nothing here uses.
 TALKATIVE = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao")
 
 MISTAKES = (OptionError, PresetError, UnsupportedError, BackendError, TuningError, ComparisonError)
 
 
 class _Commands(TyperGroup):
-    """Turns errors raised on purpose into one line and an exit code; others are defects and keep their traceback."""
+    """Print errors of :mod:`dit_accel.errors` in one line and exit with a code; other errors keep their traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _told():
@@ -68,7 +68,7 @@ def _told() -> Iterator[None]:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Checks that what the shell gave is text: bytes that are not UTF-8 arrive as lone surrogates."""
+    """Check that all arguments are UTF-8; other bytes arrive as lone surrogates."""
     for before, argument in pairwise(["", *arguments]):
         if any("\ud800" <= letter <= "\udfff" for letter in argument):
             option = next((word for word in (argument, before) if word.startswith("-")), "arguments")

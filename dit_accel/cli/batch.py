@@ -1,7 +1,7 @@
-"""``dit-accel generate --prompts FILE --output-dir FOLDER``: a picture or clip for each line, and a manifest of them.
+"""``dit-accel generate --prompts FILE --output-dir FOLDER``: an image or video for each line, and a manifest.
 
-A file gets its name when it is whole, and its line in ``manifest.jsonl`` after that. So a run that was interrupted goes
-on with the first line that has no file, or one that is not the manifest's.
+A file appears only once it is complete; its line in ``manifest.jsonl`` follows. An interrupted run resumes at the first
+line whose file is missing or does not match the checksum in the manifest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MANIFEST = "manifest.jsonl"
-RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # of a line of the manifest; all else are settings
+RESULTS = {"index", "file", "sha256", "batch", "seconds", "report"}  # keys of a manifest line; all others are settings
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder of --output-dir, where there is none."""
+    """Create the folder of --output-dir if it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError("--output-dir", f"{folder} can't be made: {error.strerror}") from None
+        raise OptionError("--output-dir", f"{folder} can't be created: {error.strerror}") from None
 
 
 def run_jobs(
@@ -46,15 +46,15 @@ def run_jobs(
     batch_size: int,
     force: bool,
 ) -> None:
-    """Makes what is not there yet.
+    """Generate the outputs that are missing.
 
     Args:
-        facts: of all lines, for the manifest: what was made under others is not taken for these.
-        batch_size: most lines of one call.
-        force: make anew what was made with other settings.
+        facts: settings shared by all lines, written to the manifest; an output of other settings does not count.
+        batch_size: maximum number of lines in one call.
+        force: replace outputs of other settings.
 
     Raises:
-        OptionError: the folder holds results of other settings.
+        OptionError: the folder holds outputs of other settings.
         BatchError: some jobs failed.
     """
     facts = {**facts, "preset": engine.preset}
@@ -62,7 +62,7 @@ def run_jobs(
         _end_last_line(folder / MANIFEST)
     there = _made(folder, {job.index: facts | job.settings for job in jobs}, force)
     left = [job for job in jobs if job.index not in there]
-    console.out(f"{len(there)} of {len(jobs)} made before", highlight=False)
+    console.out(f"{len(there)} of {len(jobs)} done before", highlight=False)
     failed: list[int] = []
     started = time.monotonic()
     with progress_bar(console, "making", "lines") as progress:
@@ -85,11 +85,11 @@ def run_jobs(
     console.out(f"made {len(left) - len(failed)} in {time.monotonic() - started:.0f} s", highlight=False)
     if failed:
         lines = shortened(", ".join(map(str, sorted(failed))))
-        raise BatchError(f"{len(failed)} of {len(jobs)} lines failed ({lines}); {folder / MANIFEST} says why")
+        raise BatchError(f"{len(failed)} of {len(jobs)} lines failed ({lines}); {folder / MANIFEST} holds the reasons")
 
 
 def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[int]:
-    """Return the lines whose files are there, as the latest row of each says."""
+    """Return the indices of lines whose file matches their latest row in the manifest."""
     made = set()
     latest = {row["index"]: row for row in _rows(folder / MANIFEST) if "error" not in row}
     for index, settings in wanted.items():
@@ -102,8 +102,8 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
             raise OptionError(
                 "--output-dir",
                 f"{shortened(str(folder))} holds line {index + 1} with other settings: {changed[0]} "
-                f"({shown(row.get(changed[0]))}, now {shown(settings.get(changed[0]))}): name another folder, or make "
-                "it anew with --force",
+                f"({shown(row.get(changed[0]))}, now {shown(settings.get(changed[0]))}): name another folder, or "
+                "replace it with --force",
             )
         file = folder / str(row.get("file"))
         if not changed and file.is_file() and _checksum(file) == row.get("sha256"):
@@ -112,7 +112,7 @@ def _made(folder: Path, wanted: dict[int, dict[str, Any]], force: bool) -> set[i
 
 
 def _rows(manifest: Path) -> list[dict[str, Any]]:
-    """Return the manifest's rows, without lines that hold none."""
+    """Return the manifest's rows; skip lines that are not rows."""
     rows = []
     for line in manifest.read_bytes().splitlines() if manifest.is_file() else ():
         try:
@@ -124,7 +124,7 @@ def _rows(manifest: Path) -> list[dict[str, Any]]:
 
 
 def _end_last_line(manifest: Path) -> None:
-    """End the last line where a crash cut it off: a whole row gets its newline, a part of one goes."""
+    """Repair the last line after a crash: a complete row gets its newline, a partial row is removed."""
     data = manifest.read_bytes() if manifest.is_file() else b""
     start = data.rfind(b"\n") + 1
     if start == len(data):
@@ -139,7 +139,7 @@ def _end_last_line(manifest: Path) -> None:
 
 
 def _append(manifest: Path, row: dict[str, Any]) -> None:
-    """Add a line, which is on disk when this returns."""
+    """Append a line and flush it to disk."""
     with manifest.open("ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()

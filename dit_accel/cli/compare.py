@@ -1,4 +1,4 @@
-"""``dit-accel compare``: presets beside what else could make one's own model faster, in quality and time."""
+"""``dit-accel compare``: presets compared with other acceleration methods on one model, in quality and time."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ LEVELS = ("quality", "balanced", "turbo")
 class Options(RunOptions):
     """All options of the command."""
 
-    prompt: str | None = option("What pictures show; this or --prompts.", "--prompt", "-p")
-    prompts: Path | None = option("File with one prompt a line; figures are means over them.", "--prompts")
+    prompt: str | None = option("Text prompt; this or --prompts.", "--prompt", "-p")
+    prompts: Path | None = option("File with one prompt per line; results are means over the prompts.", "--prompts")
     presets: str | None = option(
         "Presets to compare: names or paths, separated by commas.",
         show_default="quality, balanced and turbo, and other targets of balanced",
     )
     peers: str = option(
-        "Other methods to compare with: `all`, `none`, or names, separated by commas; docs/guide/comparing.md "
-        "lists them.",
+        "Other methods to compare with: `all`, `none`, or names, separated by commas. docs/guide/comparing.md "
+        "lists the names.",
         default="all",
     )
     settings: int = option(
-        "Most settings of each other method, and targets of the closed loop, spread over their range.", default=4, min=1
+        "Maximum number of settings of each other method, and of our target errors, spread over their range.",
+        default=4,
+        min=1,
     )
     output: Path = option(
-        "Stem of NAME.json, from which an interrupted comparison goes on, NAME.md and two plots.",
+        "Stem of the output files: NAME.json, NAME.md and two plots. An interrupted comparison resumes from NAME.json.",
         "--output",
         "-o",
         default=Path("comparison"),
@@ -55,7 +57,7 @@ class Options(RunOptions):
 
 @takes_options(without=("preset", "overrides", "offload"))
 def command(given: Options) -> None:
-    """Compare presets with other ways to make a pipeline faster: same pipeline, prompts and seeds.
+    """Compare presets with other acceleration methods on the same pipeline, prompts and seeds.
 
     dit-accel compare --prompt "a red star over the sea"
 
@@ -69,17 +71,15 @@ def command(given: Options) -> None:
 
     console = Console(quiet=given.quiet)
     if (given.prompt is None) == (given.prompts is None):
-        both = (
-            "was given beside --prompts; give one of the two" if given.prompts else "needs a text, or --prompts a file"
-        )
+        both = "can't be combined with --prompts; give one of them" if given.prompts else "must be given, or --prompts"
         raise OptionError("--prompt", both)
     _require_output(given.output, given.force)
-    require_extra("matplotlib", "dit-accel compare, which plots what it measures,")
+    require_extra("matplotlib", "dit-accel compare, which plots its results,")
     named_peers, presets = _peers(given.peers), _names(given.presets)
     if given.presets is not None and not presets:
-        raise OptionError("--presets", "names none; give names or paths, separated by commas, or leave it out")
+        raise OptionError("--presets", "is empty; give names or paths, separated by commas, or leave it out")
     for name in presets:
-        load_preset(name)  # a misspelt preset should not wait for the model to load
+        load_preset(name)  # reports a misspelt preset before the model loads
     texts = [given.prompt] if given.prompts is None else read_prompts(given.prompts)
     loading, picture, others = given.loading(), read_image(given.image), parse_call(given.call)
 
@@ -101,7 +101,7 @@ def command(given: Options) -> None:
             progress.begin,
             given.repeats,
         )
-        del pipe  # the bench drops it before it loads another
+        del pipe  # so that the bench can free it before it loads another
         methods, left_out = _methods(bench, presets, given.model, named_peers, given.settings)
         sweep.describe(bench, describe_run(bench.pipe.device), left_out)
         missing = sweep.missing(methods)
@@ -114,7 +114,7 @@ def command(given: Options) -> None:
 
 
 def _require_output(stem: Path, force: bool) -> None:
-    """Checks that the files of a comparison can be written; one that goes on replaces its own."""
+    """Check that all output files can be written; a resumed comparison replaces its own files."""
     if not stem.name:
         raise OptionError("--output", f"{stem} is a folder; give the stem of files in it")
     document, *others = (stem.with_name(f"{stem.name}{end}") for end in (".json", ".md", ".png", "-time.png"))
@@ -128,21 +128,21 @@ def _names(listed: str | None) -> list[str]:
 
 
 def _peers(listed: str) -> list[str] | None:
-    """Names of peers; None = all."""
+    """Parse the names of other methods; None = all."""
     from dit_accel.tools.compare import PEERS
 
     if listed in ("all", "none"):
         return None if listed == "all" else []
     unknown = [name for name in _names(listed) if name not in PEERS]
     if unknown:
-        raise OptionError("--peers", f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}")
+        raise OptionError("--peers", f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
     return _names(listed)
 
 
 def _methods(
     bench: Bench, presets: list[str], model: str, peers: list[str] | None, settings: int
 ) -> tuple[list[Method], dict[str, str]]:
-    """What is compared, and why some peers are left out."""
+    """Return the methods to compare, and reasons why other methods can't run, by name."""
     from dit_accel.pipeline import preset_for
     from dit_accel.tools.compare import our_methods, peer_methods, spread
 

@@ -1,4 +1,4 @@
-"""Results of ``dit-accel generate``: the plain side, the accelerated one or both, timed in turn, and their summary."""
+"""Results of ``dit-accel generate``: the plain run, the accelerated run, or both timed alternately, and a summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Side:
-    """What was made plain or accelerated, and seconds of its denoising loop in every repeat, this one first."""
+    """Output of a plain or accelerated run, and seconds of the denoising loop of each repeat, its own first."""
 
     output: Output
     repeats: list[float]
@@ -35,13 +35,13 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """Median over the repeats."""
         return statistics.median(self.repeats)
 
 
 @dataclass(frozen=True)
 class Sides:
-    """One side, or both, and the report of the accelerated run that made its output."""
+    """One side or both, and the report of the accelerated run."""
 
     plain: Side | None
     fast: Side | None
@@ -49,11 +49,11 @@ class Sides:
 
     @property
     def speedup(self) -> Spread | None:
-        """Of the denoising loop, where there are both."""
+        """Speed-up of the denoising loop; None unless both sides ran."""
         return speedup(self.plain.repeats, self.fast.repeats) if self.plain and self.fast else None
 
     def remarks(self) -> list[str]:
-        """That times were disturbed, where they were."""
+        """Warn if the times were disturbed."""
         found = self.speedup
         return [disturbed("Times", found.width)] if found and found.width > DISTURBED else []
 
@@ -61,19 +61,19 @@ class Sides:
 def both_sides(
     pipe: Any, arguments: dict[str, Any], seed: int, preset: Preset, repeats: int, console: Console, *, whole: bool
 ) -> Sides:
-    """Both sides, warmed up first.
+    """Warm up, then run and time both sides.
 
     Args:
-        pipe: plain, as it is afterwards.
-        repeats: how often each side is timed. Of the plain one all but the first are a few steps, which do the same
-            work as all others.
-        whole: whether plain repeats are whole runs, since a run's start takes time too, as with offloading.
+        pipe: a plain pipeline; plain again afterwards.
+        repeats: timed runs of each side. Only the first plain run is complete: the others stop after a few steps,
+            since all plain steps take the same time.
+        whole: run all plain repeats to the end, because a run's start takes time too, e.g. with offloading.
     """
     from dit_accel import accelerated
     from dit_accel.tools.timing import denoise, transformer_clock
 
     with accelerated(pipe, preset):
-        pass  # raises now, and not after a plain run of minutes, if the preset does not fit the pipeline
+        pass  # raises now, before a plain run of minutes, if the preset does not fit the pipeline
     compiles = pipe._execution_device.type == "cuda"
     stops = "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
     steps = PLAIN_STEPS if stops and not whole else None
@@ -90,11 +90,11 @@ def both_sides(
                 denoise(pipe, arguments, seed, steps)
             side.repeats.append(clock.loop_seconds * side.output.calls / clock.calls)
 
-        call("warm-up", share=0.0, num_inference_steps=2)  # the fewest that every schedule takes
+        call("warm-up", share=0.0, num_inference_steps=2)  # the minimum that every schedule accepts
         progress.expect(1 + compiles + repeats + (repeats - 1) * (steps is None), done=0)
         plain = Side.of(call("plain"))
         with accelerated(pipe, preset):
-            if compiles:  # Triton compiles at first use, and only a whole run is sure to reach every kernel
+            if compiles:  # Triton compiles at first use, and only a whole run uses every kernel
                 call("compiling kernels")
             fast = Side.of(call("accelerated"))
             report = pipe.dit_accel.report()
@@ -106,7 +106,7 @@ def both_sides(
 
 
 def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> list[Path]:
-    """Writes what was made, and beside it the comparison where there are both sides; the paths, in that order."""
+    """Write the output, and the comparison if both sides ran; return the paths in this order."""
     written = []
     plain, fast = sides.plain, sides.fast
     made = fast or plain
@@ -120,7 +120,7 @@ def write_results(medium: Pictures | Clips, sides: Sides, files: list[Path]) -> 
 
 
 def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
-    """What --json holds about the run."""
+    """Collect the values that --json writes about the run."""
     plain, fast, report = sides.plain, sides.fast, sides.report
     quality: dict[str, Any] = {"psnr_db": None, "ssim": None, "identical": None}
     if plain and fast:
@@ -164,8 +164,8 @@ def print_summary(console: Console, summary: dict[str, Any], preset: Preset | No
     console.print(table)
     report = summary["report"]
     notes = [*report["notes"]] if report else []
-    # Where the run has notes of its own they say why.
+    # The run's own notes already explain this.
     if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:
-        notes.append("every step was computed; a run of more --steps leaves more to skip")
+        notes.append("every step was computed; with more --steps, more of them can be skipped")
     for note in [*notes, *sides.remarks()]:
         console.out(f"note: {note}", highlight=False)

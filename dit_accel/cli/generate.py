@@ -1,4 +1,4 @@
-"""``dit-accel generate``: images and videos from a prompt, accelerated, and compared with the plain ones on request."""
+"""``dit-accel generate``: accelerated images and videos from a prompt, compared with the plain ones on request."""
 
 from __future__ import annotations
 
@@ -47,88 +47,85 @@ class Options(RunOptions):
 
     prompt: str | None = option("Text prompt of the image or video; this or --prompts.", "--prompt", "-p")
     guidance: float | None = option(
-        "How strongly the prompt guides: guidance_scale of the pipeline's call; with --negative-prompt on "
-        "FLUX and HunyuanVideo, and on demo models that are guided so, true_cfg_scale, which must be above 1.",
+        "Guidance scale: guidance_scale of the pipeline's call. On demo-hunyuan it sets true_cfg_scale. With "
+        "--negative-prompt on FLUX and HunyuanVideo it also sets true_cfg_scale, and must be above 1.",
         callback=require_finite,
     )
-    negative_prompt: str | None = option(
-        "What it should not show. On FLUX and HunyuanVideo it needs --guidance above 1."
-    )
+    negative_prompt: str | None = option("Negative prompt. On FLUX and HunyuanVideo it needs --guidance above 1.")
     fps: float | None = option(
-        "Frames a second of the written video.", min=1, max=100, callback=require_finite, show_default="the model's"
+        "Frames per second of the written video.", min=1, max=100, callback=require_finite, show_default="the model's"
     )
     num_images: int | None = option(
-        "Images of the prompt: NAME-0.png, NAME-1.png, …; not for video.", min=1, max=MOST_IMAGES
+        "Number of images of the prompt, written as NAME-0.png, NAME-1.png, …; not for video.", min=1, max=MOST_IMAGES
     )
     parallel: str | None = option(
-        "Share the work among the processes of torchrun: ulysses=2 the tokens, branches=2 the two branches "
-        "of guidance, ulysses=2,branches=2 both. torchrun --nproc-per-node 2 -m dit_accel generate --parallel "
-        "ulysses=2 …",
+        "Split the work among the processes of torchrun: ulysses=2 splits the tokens, branches=2 the two "
+        "branches of guidance, ulysses=2,branches=2 both. Example: torchrun --nproc-per-node 2 -m dit_accel "
+        "generate --parallel ulysses=2 …",
         metavar="WAY=COUNT,…",
     )
     output: Path | None = option(
-        "File to write: an image (.png, .jpg, .webp, …); of a video model a video (.mp4, with the "
-        "extra `video`, or .gif) or, for a name without suffix, a folder of frames 0000.png, 0001.png, …",
+        "File to write. Image models: .png, .jpg, .webp, … Video models: .mp4 (needs the extra `video`), .gif, or "
+        "a name without suffix for a folder of frames 0000.png, 0001.png, …",
         "--output",
         "-o",
         show_default="output.png, output-2.png, …, and .mp4 for video",
     )
     prompts: Path | None = option(
-        "Make one of each line of this file, into --output-dir: prompts, or in a .jsonl file objects with "
-        "prompt and, where a line has its own, negative-prompt, seed, steps, height, width, num-frames, guidance."
+        "File with one prompt per line; one output per line goes to --output-dir. Lines of a .jsonl file are objects "
+        "with prompt and, optionally, negative-prompt, seed, steps, height, width, num-frames, guidance."
     )
     output_dir: Path | None = option(
-        "Folder for --prompts: 0000.png, 0001.png, … (.mp4 for video) and manifest.jsonl, a line each with "
-        "settings, checksum and report. The same command goes on where it was interrupted."
+        "Folder for --prompts: 0000.png, 0001.png, … (.mp4 for video) and manifest.jsonl with settings, checksum "
+        "and report of each output. Run the same command again to resume after an interruption."
     )
     batch_size: int = option(
-        "With --prompts, without --image: most lines of one call of the pipeline. Neighbours share a call if "
-        "they differ in prompt, negative prompt and seed alone; each prompt's own error decides its steps.",
+        "With --prompts, without --image: maximum number of lines in one call of the pipeline. Neighbouring lines "
+        "share a call if they differ only in prompt, negative prompt and seed. Each prompt skips steps by its "
+        "own error.",
         default=1,
         min=1,
         max=MOST_IMAGES,
     )
     engine: Literal["process", "ray"] = option(
-        "Where the lines of --prompts are made: in this process, or on all GPUs of a Ray cluster, that of "
-        "RAY_ADDRESS or one started here; extra `ray`.",
+        "Where the lines of --prompts run: in this process, or on all GPUs of a Ray cluster (at RAY_ADDRESS, "
+        "otherwise started here). `ray` needs the extra `ray`.",
         default="process",
     )
     actors: int | None = option(
-        "With --engine ray: how many load the pipeline, a GPU each, or a CPU where there is none.",
+        "With --engine ray: number of processes that load the pipeline, each on its own GPU (or CPU without GPUs).",
         min=1,
         show_default="the number of GPUs",
     )
     compare: bool = option(
-        "Also make the plain one from the same seed; write NAME-plain and NAME-compare, the two side by side, "
-        "for videos NAME-strip.png too (some frames, plain above accelerated), and print speed-up, PSNR over all "
-        "frames and their mean SSIM. Both sides are warmed up before they are timed, and timed in turn.",
+        "Also run the plain pipeline with the same seed. Write NAME-plain and NAME-compare (both side by side), "
+        "for videos also NAME-strip.png (some frames, plain above accelerated). Print speed-up, PSNR over all "
+        "frames and mean SSIM. Both sides are warmed up, then timed alternately.",
         "--compare",
         default=False,
     )
     repeats: RepeatsOption = REPEATS
-    plot: Path | None = option(
-        "Write a figure of the run: step modes, times, forecast errors. Needs the extra `plots`."
-    )
+    plot: Path | None = option("Write a plot of the run: step modes, times, forecast errors. Needs the extra `plots`.")
     json_path: Path | None = option(
-        "Write times (seconds of the denoising loop, medians and each), metrics and the report. psnr_db is "
-        "null where both are identical, and plain values are null without --compare.",
+        "Write a JSON file with times (seconds of the denoising loop: medians and all repeats), metrics and the "
+        "report. psnr_db is null if both outputs are identical; plain values are null without --compare.",
         "--json",
     )
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the options ask for, checked as far as that needs no model."""
+    """The options, checked as far as possible without the model."""
 
     setup: Setup
     image: Image.Image | None
-    arguments: dict[str, Any]  # of the call, by option; None = not given
-    jobs: list[Job]  # of --prompts
+    arguments: dict[str, Any]  # arguments of the call, by option; None = not given
+    jobs: list[Job]  # lines of --prompts
 
 
 @takes_options()
 def command(given: Options) -> None:
-    """Make images or videos with an accelerated pipeline.
+    """Generate images or videos with an accelerated pipeline.
 
     dit-accel generate --prompt "a red star over the sea" --compare
 
@@ -139,7 +136,7 @@ def command(given: Options) -> None:
     from rich.console import Console
 
     _require_consistent(given)
-    if not leads():  # another process writes and prints
+    if not leads():  # the first process writes and prints
         given = replace(given, output=None, plot=None, json_path=None, quiet=True)
     console = Console(quiet=given.quiet)
     request = _check(given)
@@ -157,43 +154,43 @@ def command(given: Options) -> None:
 
 
 def _require_consistent(given: Options) -> None:
-    """Checks which options were given together."""
+    """Check combinations of options."""
     many, on_ray = given.prompts is not None, given.engine == "ray"
     single = {"--output": given.output, "--json": given.json_path, "--plot": given.plot, "--compare": given.compare}
     if not many and given.prompt is None:
-        raise OptionError("--prompt", "needs a text; or name a file of prompts with --prompts")
+        raise OptionError("--prompt", "must be given; or give a file of prompts with --prompts")
     if many and given.prompt is not None:
-        raise OptionError("--prompts", "can't be given beside --prompt; give one of the two")
+        raise OptionError("--prompts", "can't be combined with --prompt; give one of them")
     if many and given.output_dir is None:
-        raise OptionError("--output-dir", "must name a folder for what --prompts makes")
+        raise OptionError("--output-dir", "must name a folder for the outputs of --prompts")
     if not many and given.output_dir is not None:
-        raise OptionError("--output-dir", "is for --prompts; name the file of one --prompt with --output")
+        raise OptionError("--output-dir", "needs --prompts; name the file for one --prompt with --output")
     for name in (each for each, value in {**single, "--num-images": given.num_images}.items() if value and many):
-        raise OptionError(name, "is for one --prompt; --prompts writes all into --output-dir")
+        raise OptionError(name, "needs --prompt; --prompts writes its outputs to --output-dir")
     if given.batch_size > 1 and not many:
-        raise OptionError("--batch-size", "goes with --prompts; --num-images makes several of one prompt")
-    # img2img of FLUX draws other noise, and FLUX.2 takes all images for each prompt
+        raise OptionError("--batch-size", "needs --prompts; for several images of one --prompt use --num-images")
+    # FLUX img2img would get other noise, and FLUX.2 uses all images for each prompt
     if given.batch_size > 1 and given.image is not None:
-        raise OptionError("--batch-size", "can't be used with --image: pipelines differ in what a batch makes of it")
+        raise OptionError("--batch-size", "can't be used with --image: pipelines treat an image in a batch differently")
     if not on_ray and given.actors is not None:
-        raise OptionError("--actors", "goes with --engine ray")
+        raise OptionError("--actors", "needs --engine ray")
     if on_ray:
         _require_ray(given)
 
 
 def _require_ray(given: Options) -> None:
-    """Checks that Ray is there and goes with the other options."""
+    """Check that Ray is installed and compatible with the other options."""
     require_extra("ray", "--engine ray")
     if given.prompts is None:
-        raise OptionError("--engine", "ray is for --prompts; one --prompt is made by this process")
+        raise OptionError("--engine", "ray needs --prompts; one --prompt runs in this process")
     if given.parallel is not None:
-        raise OptionError("--parallel", "can't be used with --engine ray, which has each device make lines of its own")
+        raise OptionError("--parallel", "can't be used with --engine ray, where each device works on its own lines")
     if given.device not in (None, "cuda", "cpu"):
         raise OptionError("--device", f"must be cuda or cpu with --engine ray, got {given.device}")
 
 
 def _check(given: Options) -> Request:
-    """Checks what needs no model, and reads the image and the prompts."""
+    """Check the options without the model; read the image and the prompts."""
     degrees = parse_degrees(given.parallel, {"--compare": given.compare, "--offload": given.offload != "none"})
     if given.json_path is not None:
         require_writable(given.json_path, "--json", force=given.force)
@@ -205,9 +202,9 @@ def _check(given: Options) -> Request:
             require_plausible_output(file, compare=given.compare, force=given.force)
     if given.preset == "none" and (given.compare or given.plot or given.overrides):
         used = "--compare" if given.compare else "--plot" if given.plot else "--set"
-        raise OptionError(used, "needs an accelerated run, and --preset none is plain")
+        raise OptionError(used, "needs an accelerated run, but --preset none runs the plain pipeline")
     if given.preset == "none" and degrees.get("branches", 1) > 1:
-        raise OptionError("--parallel", "branches are shared in an accelerated run; --preset exact will do")
+        raise OptionError("--parallel", "branches need an accelerated run; use --preset exact instead of none")
     preset, overrides, loading = given.preset_and_loading()
     image, call = read_image(given.image), parse_call(given.call)
     setup = Setup(given.model, preset, overrides, given.fps, loading, degrees, call, given.batch_size)
@@ -217,7 +214,7 @@ def _check(given: Options) -> Request:
 
 
 def _make_lines(given: Options, request: Request, console: Console) -> None:
-    """Makes every line of --prompts into --output-dir."""
+    """Generate every line of --prompts into --output-dir."""
     make_folder(given.output_dir)
     setup = request.setup
     facts: dict[str, Any] = {"model": given.model, "image": given.image and str(given.image)}
@@ -230,7 +227,7 @@ def _make_lines(given: Options, request: Request, console: Console) -> None:
 
 
 def _files(given: Options, medium: Pictures | Clips) -> list[Path]:
-    """The files to write, one for each image; checks that each can be written."""
+    """Return the file of each image, after checking that all can be written."""
     count = given.num_images or 1
     files = numbered(given.output or medium.default_output, count)
     if given.output is None and not given.force:
@@ -244,7 +241,7 @@ def _files(given: Options, medium: Pictures | Clips) -> list[Path]:
 
 
 def _make(pipe: Any, arguments: dict[str, Any], preset: Preset | None, given: Options, console: Console) -> Sides:
-    """Runs the pipeline: both sides for --compare, else the accelerated one, or the plain one without a preset."""
+    """Run the pipeline: both sides with --compare, otherwise accelerated, or plain without a preset."""
     if given.compare:
         whole = given.offload != "none"
         return both_sides(pipe, arguments, given.seed, preset, given.repeats, console, whole=whole)
@@ -262,7 +259,7 @@ def _write(
     preset: Preset | None,
     console: Console,
 ) -> None:
-    """Writes all files, and prints their names and a summary."""
+    """Write all files; print their names and a summary."""
     for path in write_results(medium, sides, files):
         console.out(f"wrote {path}", highlight=False)
     summary = summary_of(medium, sides)
@@ -278,8 +275,8 @@ def _write(
 
 
 def _note_unknown_words(console: Console, model: str, prompt: str) -> None:
-    """Says which words a demo model makes nothing of."""
+    """Print words of the prompt that a demo model was not trained on."""
     unknown, known = unknown_words(model, prompt)
     if unknown:
-        told = ", ".join(map(repr, unknown[:8])) + (", …" if len(unknown) > 8 else "")
-        console.print(f"note: {model} does not know {told}. Its words: {', '.join(known)}", markup=False)
+        words = ", ".join(map(repr, unknown[:8])) + (", …" if len(unknown) > 8 else "")
+        console.print(f"note: {model} does not know {words}. Its words: {', '.join(known)}", markup=False)

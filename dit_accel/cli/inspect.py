@@ -1,4 +1,4 @@
-"""``dit-accel inspect``: one accelerated run, drawn: when it computed, which layers, and which parts of the picture."""
+"""``dit-accel inspect``: plot one accelerated run: computed steps, layers, and parts of the image."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Options(RunOptions):
     """All options of the command."""
 
     prompt: str = option("Text prompt of the image or video.", "--prompt", "-p", default=MISSING)
-    output: Path = option("Folder to write into; made if it does not exist.", "--output", "-o", default=MISSING)
+    output: Path = option("Folder to write into; created if missing.", "--output", "-o", default=MISSING)
     layer: str | None = option(
-        "Block whose symbols, what it computes, are drawn over the image; presets of level head.",
+        "Block whose computed parts are shown over the image; for presets of level head.",
         show_default="the middle one",
     )
 
 
 @takes_options()
 def command(given: Options) -> None:
-    """Run once and draw what was computed.
+    """Run once and plot the computed steps, layers and parts of the image.
 
     Writes picture.png or clip.mp4, timeline.png (step modes, times, forecast errors), density.png (computed share by
-    layer and step), report.json and, for presets of level head, symbols-LAYER.png (of a clip, its middle frame).
+    layer and step), report.json and, for presets of level head, symbols-LAYER.png (for videos, of the middle frame).
     """
     from rich.console import Console
 
@@ -49,7 +49,7 @@ def command(given: Options) -> None:
     from dit_accel.tools.figures import density_figure, timeline_figure
 
     console = Console(quiet=given.quiet)
-    require_extra("matplotlib", "dit-accel inspect, which draws figures,")
+    require_extra("matplotlib", "dit-accel inspect, which writes plots,")
     plain = "a plain run has nothing to inspect; choose a preset"
     preset, overrides, loading = given.preset_and_loading(plain)
     output, named = given.output, {"prompt": given.prompt, **given.sizes, "image": read_image(given.image)}
@@ -58,7 +58,7 @@ def command(given: Options) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OptionError("--output", f"{shortened(str(output))} can't be made: {reason}") from None
+        raise OptionError("--output", f"{shortened(str(output))} can't be created: {reason}") from None
     figures = [output / name for name in ("timeline.png", "density.png", "report.json")]
     for path in (*figures, *output.glob("symbols-*.png")):
         require_writable(path, "--output", force=given.force)
@@ -74,7 +74,7 @@ def command(given: Options) -> None:
     if given.layer is not None:
         _require_symbols(pipe, given.layer)
 
-    with console.status("drawing"):
+    with console.status("plotting"):
         medium.write(made, file)
         timeline, density, facts = figures
         timeline_figure(report, timeline)
@@ -86,14 +86,14 @@ def command(given: Options) -> None:
 
 
 def _require_symbols(pipe: Any, layer: str) -> None:
-    """Checks that the run has symbols of a layer."""
+    """Check that the run has symbols for a layer."""
     symbols = pipe.dit_accel.symbols()
     if layer not in symbols:
         level = pipe.dit_accel.preset.forecast.level
         fix = "run more --steps" if level == "head" else "use a preset of level head"
         none = f"a run of level {level} has no symbols here; {fix}"
         valid = f"layers: {', '.join(symbols)}" if symbols else none
-        raise OptionError("--layer", f"no symbols of layer {shown(layer)}; {valid}")
+        raise OptionError("--layer", f"no symbols for layer {shown(layer)}; {valid}")
 
 
 def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, output: Path, console: Console) -> None:
@@ -117,11 +117,11 @@ def _draw_symbols(pipe: Any, made: Image.Image | np.ndarray, layer: str | None, 
 
 
 def _middle(pipe: Any, made: Image.Image | np.ndarray) -> tuple[Image.Image, int, int]:
-    """A picture itself or a clip's middle one, the latent frame that it belongs to, and the number of latent frames."""
+    """Return an image or a video's middle frame, the index of its latent frame, and the number of latent frames."""
     from PIL import Image
 
     if isinstance(made, Image.Image):
         return made, 0, 1
-    factor = pipe.vae_scale_factor_temporal  # the first latent frame is one frame, and each other this many
+    factor = pipe.vae_scale_factor_temporal  # frames per latent frame; the first latent frame is one frame
     frames = (len(made) - 1) // factor + 1
     return Image.fromarray(made[frames // 2 * factor]), frames // 2, frames

@@ -1,7 +1,7 @@
-"""Options that several commands share: each is one field of a dataclass here, and no command lists it again.
+"""Options that several commands share. Each is one field of a dataclass.
 
-A command has a dataclass ``Options``, derived from one of these, and is a function of it; :func:`takes_options` makes
-the function with an option for each field, which typer needs.
+Each command derives a dataclass ``Options`` from one of these and takes it as its only argument;
+:func:`takes_options` turns the fields into the parameters that typer needs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dit_accel.serving.loras import parse_loras, with_projections
 from dit_accel.tools.demo import DEFAULT_MODEL, model_preset
 from dit_accel.tools.repeats import REPEATS as REPEATS
 
-# Bounds beyond all reason, so that a typing mistake is refused before any work.
+# Generous bounds, which catch typing mistakes before any work.
 MOST_STEPS = 10_000
-FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 are one token of most models
+FEWEST_PIXELS, MOST_PIXELS = 16, 16_384  # of a side; 16 pixels are one token in most models
 MOST_FRAMES = 10_000
 MOST_IMAGES = 1_000
 MOST_REPEATS = 1_000
@@ -41,15 +41,15 @@ def _side(name: str) -> Any:
 
 
 def option(help: str, *names: str, default: Any = None, **more: Any) -> Any:
-    """A field of a dataclass of options; ``more`` goes to ``typer.Option``, and so do names other than the field's."""
+    """Field of a dataclass of options; ``names`` and ``more`` are passed to ``typer.Option``."""
     return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
 
 
 def takes_options(*, without: Collection[str] = ()) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Make a command for typer of a function whose one parameter is a dataclass of options: its fields, own ones first.
+    """Turn a function of one options dataclass into a typer command, with the class's own fields first.
 
     Args:
-        without: fields of base classes that are no options of this command and keep their defaults.
+        without: inherited fields that this command does not offer; they keep their defaults.
     """
 
     def expand(command: Callable[[Any], None]) -> Callable[..., None]:
@@ -87,10 +87,10 @@ RepeatsOption = Annotated[
         "--repeats",
         min=1,
         max=MOST_REPEATS,
-        help="Speed-ups are medians of at least so many runs, plain and accelerated in turn.",
+        help="Minimum number of timed runs per speed-up (a median), plain and accelerated alternately.",
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")]
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +98,27 @@ class LoadingOptions:
     """The pipeline, its device and its weights."""
 
     model: str = option(
-        "Folder of a diffusers pipeline, model id on the Hugging Face hub, or name of a demo model.",
+        "Folder of a diffusers pipeline, model id on the Hugging Face Hub, or name of a demo model.",
         "--model",
         "-m",
         default=DEFAULT_MODEL,
     )
     dtype: Literal["bfloat16", "float16", "float32"] | None = option(
-        "Data type of weights and activations.", show_default="bfloat16 on CUDA, else float32"
+        "Data type of weights and activations.", show_default="bfloat16 on CUDA, otherwise float32"
     )
-    device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if there is one, else cpu")
+    device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if available, otherwise cpu")
     offload: Literal["none", "model", "sequential"] = option(
-        "Keep weights in host memory: whole models at a time, or layer by layer (slow).", default="none"
+        "Keep weights in host memory, and move whole models, or single layers (slow), to the GPU when they run.",
+        default="none",
     )
     lora: list[str] | None = option(
-        "A LoRA to load, with weight 1 by default: a folder, a file, or an id on the hub (OWNER/NAME or "
-        "OWNER/NAME/FILE). Repeatable. A preset that runs SLA uses the projections that SLA's fine-tuning wrote "
-        "with the LoRA.",
+        "LoRA to load: a folder, a file, or an id on the Hub (OWNER/NAME or OWNER/NAME/FILE); weight 1 by default. "
+        "Repeatable. Presets with SLA use the projections that SLA's fine-tuning saved with the LoRA.",
         metavar="LORA[:WEIGHT]",
     )
     quantize: Literal["float8", "int8"] | None = option(
-        "Quantise the layers of the transformer's blocks by torchao: int8 halves their memory; float8 is "
-        "faster too, on an RTX 4090, H100 or later. Images differ a little."
+        "Quantise the linear layers of the transformer's blocks with torchao. int8 halves their memory; float8 is "
+        "also faster, on an RTX 4090, H100 or later. Outputs differ slightly."
     )
 
     def loading(self) -> Loading:
@@ -131,7 +131,7 @@ class RunOptions(LoadingOptions):
 
     preset: str | None = option(
         "Name of a preset (see `dit-accel presets list`) or path of a YAML file; `none` runs the plain pipeline.",
-        show_default="balanced, which for a pipeline that makes videos is video-balanced",
+        show_default="balanced, or video-balanced for video pipelines",
     )
     overrides: list[str] | None = option(
         "Change one key of the preset, e.g. --set target_error=0.1 or skip.policy=none. Repeatable.",
@@ -139,15 +139,17 @@ class RunOptions(LoadingOptions):
         metavar="KEY=VALUE",
     )
     call: list[str] | None = option(
-        "Any other argument of the pipeline's own call, its value in YAML, e.g. --call "
-        "max_sequence_length=256. Repeatable.",
+        "Any other argument of the pipeline's call, with its value in YAML, e.g. --call max_sequence_length=256. "
+        "Repeatable.",
         metavar="NAME=VALUE",
     )
     steps: StepsOption = None
-    seed: int = option("Seed of the starting noise, of 64 bits.", default=0, min=-(2**63), max=2**63 - 1)
+    seed: int = option("Seed of the initial noise, a 64-bit integer.", default=0, min=-(2**63), max=2**63 - 1)
     height: HeightOption = None
     width: WidthOption = None
-    num_frames: int | None = option("Frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's")
+    num_frames: int | None = option(
+        "Number of frames of a video.", min=1, max=MOST_FRAMES, show_default="the pipeline's"
+    )
     image: Path | None = option(
         "Input image, for pipelines that take one: Kontext, img2img, the first frame of image-to-video."
     )
@@ -156,23 +158,23 @@ class RunOptions(LoadingOptions):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Options of the pipeline's call that are numbers, by name; None = not given."""
+        """Numeric options of the pipeline's call, by name; None = not given."""
         return {"steps": self.steps, "height": self.height, "width": self.width, "num-frames": self.num_frames}
 
     def preset_and_loading(self, refusal: str = "") -> tuple[str | None, dict[str, Any], Loading]:
-        """The preset's name and overrides as :func:`named_preset` gives them, and how to load the pipeline."""
+        """Return the preset's name and overrides (see :func:`named_preset`), and how to load the pipeline."""
         name, overrides = named_preset(self.preset, self.model, self.overrides, refusal)
         loading = self.loading()
         return name, with_projections(name, overrides, loading.loras), loading
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, Any]:
-    """``["target_error=0.1", …]`` as keyword arguments of ``load_preset``; values are YAML."""
+    """Parse ``["target_error=0.1", …]`` into keyword arguments of ``load_preset``; values are YAML."""
     return _parse_pairs("--set", "KEY=VALUE, e.g. target_error=0.1", settings)
 
 
 def parse_call(arguments: list[str] | None) -> dict[str, Any]:
-    """``["max_sequence_length=256", …]`` as arguments of a pipeline's call; values are YAML."""
+    """Parse ``["max_sequence_length=256", …]`` into arguments of a pipeline's call; values are YAML."""
     return _parse_pairs("--call", "NAME=VALUE, e.g. max_sequence_length=256", arguments)
 
 
@@ -194,12 +196,12 @@ def _parse_pairs(option: str, form: str, given: list[str] | None) -> dict[str, A
 def named_preset(
     name: str | None, model: str, settings: list[str] | None, refusal: str = ""
 ) -> tuple[str | None, dict[str, Any]]:
-    """Name of the preset asked for, else the one that the model is meant to run with, if any; and its overrides.
+    """Return the name of the requested preset, or of the model's own preset, if any; and the overrides.
 
-    Both are checked: a misspelt preset should not wait for the model to load.
+    Both are checked here, so that a misspelt preset is reported before the model loads.
 
     Args:
-        refusal: why the command can't run plain, with ``none``; empty = it can.
+        refusal: reason why the command can't run with ``none``; empty = it can.
     """
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset

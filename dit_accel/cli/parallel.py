@@ -1,6 +1,7 @@
 """``--parallel``: one command run by several processes, as torchrun starts them, one device each.
 
-All of them make the same picture together; the first writes it, and whichever fails first tells why and ends all.
+All processes generate the same output together and the first one writes it. The first process that fails prints its
+error and ends all others.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ WAYS = ("ulysses", "branches")  # keywords of parallelize_pipeline
 
 
 def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
-    """``"ulysses=2,branches=2"`` as keywords of ``parallelize_pipeline``; none where a process is alone.
+    """Parse ``"ulysses=2,branches=2"`` into keywords of ``parallelize_pipeline``; empty for one process.
 
     Args:
-        used: options that several processes can't serve, and whether each was given.
+        used: options that don't work with several processes, and whether each was given.
     """
     if text is None:
         if ranks() > 1:
-            raise OptionError("--parallel", f"torchrun started {ranks()} processes: say how, e.g. ulysses={ranks()}")
+            raise OptionError(
+                "--parallel", f"must be given: torchrun started {ranks()} processes, e.g. --parallel ulysses={ranks()}"
+            )
         return {}
     degrees = {}
     for part in text.split(","):
@@ -39,7 +42,7 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
     if needed != ranks() or needed == 1:
         raise OptionError(
             "--parallel",
-            f"{text} needs {max(needed, 2)} processes, and there {'is 1' if ranks() == 1 else f'are {ranks()}'}: "
+            f"{text} needs {max(needed, 2)} processes, but there {'is 1' if ranks() == 1 else f'are {ranks()}'}: "
             f"torchrun --nproc-per-node {max(needed, 2)} -m dit_accel generate --parallel {text} …",
         )
     for option in (option for option, given in used.items() if given):
@@ -48,7 +51,7 @@ def parse_degrees(text: str | None, used: dict[str, bool]) -> dict[str, int]:
 
 
 def tells() -> bool:
-    """Whether this process is to tell of its failure: the first of all that fail, for most fail alike."""
+    """Return True if this process prints its error: only the first that fails, since most fail with the same error."""
     if ranks() == 1:
         return True
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -64,8 +67,8 @@ def tells() -> bool:
 
 
 def run_to_end(app: Callable[[], None]) -> NoReturn:
-    """Runs a command line to its end; one process of several leaves at once where it fails, without a last word to
-    the others, so that torchrun ends them.
+    """Run a command line to its end. One of several processes that fails exits at once, so that torchrun ends the
+    others.
     """
     if ranks() == 1:
         sys.exit(app())
@@ -86,7 +89,7 @@ def run_to_end(app: Callable[[], None]) -> NoReturn:
 
 
 def _part() -> None:
-    """Waits for the others, whose devices may still read from this one's."""
+    """Wait for the other processes, whose devices may still read from this one."""
     import torch.distributed as dist
 
     if dist.is_initialized():

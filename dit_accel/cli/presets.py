@@ -1,4 +1,4 @@
-"""``dit-accel presets``: what ships, what is in it, and whether a file of one's own is valid."""
+"""``dit-accel presets``: list and show the shipped presets, and check preset files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ app = typer.Typer(no_args_is_help=True, help="List, show and check presets.")
 def list_command(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="List those for a model: its id, its folder, or a family's name."),
+        typer.Option("--model", "-m", help="List only presets for this model: its id, its folder, or a family's name."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="List the methods of papers, too.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list presets that reproduce methods of papers.")
+    ] = False,
 ) -> None:
-    """List presets with what 50 steps of them measured on small models: share of the work computed, and PSNR."""
+    """List presets with their computed fraction and PSNR on small models at 50 steps."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -47,12 +49,15 @@ def list_command(
             figures = (span(run.computed, 2), span(run.psnr, 0)) if run else ("not measured", "not measured")
             table.add_row(name, preset.model, *figures, preset.description)
     Console().print(table)
-    typer.echo("Measured on small models: dit-accel presets show NAME; which to take: dit-accel recommend", err=True)
+    typer.echo(
+        "Figures are from small models. One preset: dit-accel presets show NAME. Which to use: dit-accel recommend",
+        err=True,
+    )
 
 
 @app.command("show")
 def show_command(name: Annotated[str, typer.Argument(help="Name of a shipped preset.")]) -> None:
-    """Print a preset's file, comments and all."""
+    """Print a preset's file, including its comments."""
     from dit_accel.presets import preset_path
 
     if Path(name).suffix in (".yaml", ".yml"):
@@ -62,7 +67,7 @@ def show_command(name: Annotated[str, typer.Argument(help="Name of a shipped pre
 
 @app.command("check")
 def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML file.")]) -> None:
-    """Check a preset file, and print it with its base and all defaults filled in."""
+    """Check a preset file, and print it with all values of its base and defaults."""
     import yaml
 
     from dit_accel.models.presets import load_preset
@@ -73,7 +78,7 @@ def check_command(file: Annotated[Path, typer.Argument(help="A preset's YAML fil
             "FILE", f"must be a YAML file, got the shipped preset {file}; see dit-accel presets show {file}"
         )
     preset = load_preset(file)
-    typer.echo(f"# {file} is valid; with its base and all defaults it reads:")
+    typer.echo(f"# {file} is valid; with all values of its base and defaults:")
     typer.echo(yaml.safe_dump(preset.effective(), sort_keys=False, allow_unicode=True), nl=False)
 
 
@@ -96,6 +101,6 @@ def schema_command(
 
 
 def span(values: tuple[float, float], digits: int) -> str:
-    """A range, or one number where both ends are shown alike."""
+    """Format a range, or one number if both ends look the same."""
     least, most = (f"{value:.{digits}f}" for value in values)
     return least if least == most else f"{least} to {most}"

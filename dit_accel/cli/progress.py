@@ -1,4 +1,4 @@
-"""How far a command is that makes many runs: the step of the present one, and how long the rest will take."""
+"""Progress of a command with many runs: the step of the current run, and the time left."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-LINE_EVERY = 60.0  # seconds between lines where no bar can be drawn, as in a file
+LINE_EVERY = 60.0  # seconds between lines where no bar can be shown, e.g. in a file
 
 
 class Progress:
-    """One bar for many runs. What is left is what was done so far, at the same pace.
+    """One bar for many runs. The time left is estimated from the pace so far.
 
     Args:
-        bar: drawn on.
-        begun: what goes on at first.
-        unit: what is counted.
-        lines: whether the bar can't be drawn, so that a line now and then stands in for it.
+        bar: shows the progress.
+        begun: name of the first activity.
+        unit: name of the counted units.
+        lines: print a line now and then, because the bar can't be shown.
     """
 
     def __init__(self, bar: Bar, begun: str, unit: str, *, lines: bool = False) -> None:
@@ -36,30 +36,30 @@ class Progress:
         self._what, self._unit, self._lines = begun, unit, lines
         self._total: float | None = None
         self._share = self._done = self._of_run = 0.0
-        self._pace_from: tuple[float, float] | None = None  # when it was told how much there is, and what was done then
+        self._pace_from: tuple[float, float] | None = None  # time of the first `expect`, and units done then
         self._told_at = time.monotonic()
 
     def expect(self, total: float, done: float) -> None:
-        """Says how many units there are, and how many are done, with all of their runs."""
+        """Set the number of units, and how many of them are complete."""
         if self._pace_from is None:
             self._pace_from = time.monotonic(), done
         self._total, self._done, self._of_run = total, done, 0.0
         self._tell("")
 
     def begin(self, what: str, share: float = 0.0) -> None:
-        """Says what the next run is of, and how much of a unit it is."""
+        """Set the name of the next run, and its share of a unit."""
         self._done, self._of_run = self._done + self._of_run, 0.0
         self._what, self._share = what, share
         self._tell("")
 
     def watch(self, pipe: Any) -> Any:
-        """The pipeline, whose steps are shown here from now on instead of in a bar of its own."""
+        """Show the pipeline's steps here instead of in its own bar; return the pipeline."""
         pipe.progress_bar = partial(StepBar, self._step)
         return pipe
 
     @property
     def left(self) -> float | None:
-        """Seconds, or None before there is anything to go by."""
+        """Seconds left; None before the first unit is done."""
         if self._pace_from is None or self._total is None:
             return None
         started, before = self._pace_from
@@ -82,7 +82,7 @@ class Progress:
 
 @contextmanager
 def progress_bar(console: Console, begun: str, unit: str) -> Iterator[Progress]:
-    """A bar on the console while the ``with`` block runs; silent where the console is."""
+    """Show a bar on the console while the ``with`` block runs; silent if the console is quiet."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 

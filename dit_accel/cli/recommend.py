@@ -1,4 +1,4 @@
-"""``dit-accel recommend``: which preset, for which model, card and length."""
+"""``dit-accel recommend``: the preset for a model, GPU and number of steps."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ import typer
 
 from dit_accel.cli import options
 
-OTHER_CARDS = {"laptop", "ti", "d", "nvl", "mig"}  # words in the names of GPUs that differ from the card named
+OTHER_CARDS = {"laptop", "ti", "d", "nvl", "mig"}  # words in names of GPUs that differ from the GPU without the word
 
 
 def command(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="Model id on the Hugging Face hub, folder, demo model, or a family's name."),
+        typer.Option("--model", "-m", help="Model id on the Hugging Face Hub, folder, demo model, or a family's name."),
     ],
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Card: 4090, a100, h100, …", show_default="the GPU that is there")
+        str | None, typer.Option("--gpu", help="GPU: 4090, a100, h100, …", show_default="this machine's GPU")
     ] = None,
     steps: options.StepsOption = None,
     height: options.HeightOption = None,
     width: options.WidthOption = None,
     num_frames: Annotated[
         int | None,
-        typer.Option(
-            "--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Frames of the clip; video only."
-        ),
+        typer.Option("--frames", "--num-frames", min=1, max=options.MOST_FRAMES, help="Number of frames; video only."),
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="A LoRA is loaded.")] = False,
     quantized: Annotated[bool, typer.Option("--quantized", help="Weights are quantised.")] = False,
-    distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled to few steps.")] = False,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that share one picture or clip.")] = 1,
+    distilled: Annotated[bool, typer.Option("--distilled", help="The model is distilled for few steps.")] = False,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs that share one image or video.")] = 1,
 ) -> None:
-    """Say which preset to take, its speed-up where exactly that was measured, and the lines to copy; nothing is loaded.
+    """Recommend a preset, with its measured speed-up if there is one, and the lines to copy. No model is loaded.
 
     dit-accel recommend --model black-forest-labs/FLUX.1-dev --gpu 4090
 
@@ -58,7 +56,7 @@ def command(
         gpus=gpus,
     )
     console = Console()
-    table = Table(Column("preset", no_wrap=True), "take it as", box=None, pad_edge=False)
+    table = Table(Column("preset", no_wrap=True), "use it as", box=None, pad_edge=False)
     for choice in found.choices:
         table.add_row(*choice)
     console.out(f"{found.model.name}: {found.model.title}\n", highlight=False)
@@ -70,7 +68,7 @@ def command(
 
 
 def _present_gpu() -> str | None:
-    """The card that is there, by its name among those that are known; None = another one, or none."""
+    """Return the known name of this machine's GPU; None = another GPU, or none."""
     import torch
 
     from dit_accel.tools.recommend import CARDS

@@ -1,4 +1,4 @@
-"""``dit-accel tune``: a preset for one's own model, as cheap as the quality asked for allows."""
+"""``dit-accel tune``: the fastest preset for a model that reaches a given quality."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 class Options(RunOptions):
     """All options of the command."""
 
-    target_psnr: float | None = option("dB: least mean PSNR against plain runs. Give this or --target-error.")
-    target_error: float | None = option("Most mean relative error of the last latents, e.g. 0.05.")
+    target_psnr: float | None = option("Minimum mean PSNR against plain runs, in dB. Give this or --target-error.")
+    target_error: float | None = option("Maximum mean relative error of the final latents, e.g. 0.05.")
     output: Path = option(
-        "Preset to write; NAME.png, a plot, and NAME-tuning, a folder by which an interrupted tuning goes on, "
-        "lie beside it.",
+        "Preset to write. NAME.png, a plot, and NAME-tuning, a folder from which an interrupted tuning resumes, go "
+        "to the same folder.",
         "--output",
         "-o",
         default=Path("tuned.yaml"),
     )
     prompts: Path | None = option(
-        "File with one prompt a line; those behind the first --tuning-prompts are held out to confirm with.",
-        show_default="a demo model's own, else of all kinds",
+        "File with one prompt per line; prompts after the first --tuning-prompts are held out to confirm the result.",
+        show_default="the demo model's own, otherwise general prompts",
     )
-    tuning_count: int = option("Prompts that settings run on.", "--tuning-prompts", default=4, min=1)
-    held_out_count: int = option("Prompts that confirm what was found.", "--held-out-prompts", default=4, min=1)
-    evaluations: int = option("Most settings that are tried before each confirmation.", default=24, min=1)
+    tuning_count: int = option("Number of prompts that each setting runs on.", "--tuning-prompts", default=4, min=1)
+    held_out_count: int = option("Number of prompts that confirm the result.", "--held-out-prompts", default=4, min=1)
+    evaluations: int = option("Maximum number of settings to try before each confirmation.", default=24, min=1)
 
 
 @takes_options()
 def command(given: Options) -> None:
-    """Search a preset's thresholds for a quality that you name, and confirm it on prompts that the search never saw.
+    """Search a preset's thresholds for a quality that you set, and confirm it on prompts that the search did not use.
 
     dit-accel tune --target-psnr 40
 
@@ -65,14 +65,14 @@ def command(given: Options) -> None:
     output = given.output
     Target.of(given.target_psnr, given.target_error)
     if output.suffix not in (".yaml", ".yml"):
-        raise OptionError("--output", f"{output} must end in .yaml: it is to be a preset")
+        raise OptionError("--output", f"{output} must end in .yaml: the output is a preset")
     if given.preset is not None and os.path.realpath(given.preset) == os.path.realpath(output):
-        raise OptionError("--output", f"{output} is the preset to start from, which it would replace")
+        raise OptionError("--output", f"{output} is the preset to start from; name another file")
     plot, state = output.with_suffix(".png"), output.with_name(f"{output.stem}-tuning")
-    goes_on = os.path.isdir(state)  # and replaces its own files
+    goes_on = os.path.isdir(state)  # a resumed tuning replaces its own files
     for path in (output, plot):
         require_writable(path, "--output", force=given.force or goes_on)
-    require_extra("matplotlib", "dit-accel tune, which plots what it tries,")
+    require_extra("matplotlib", "dit-accel tune, which plots its results,")
     plain = "a plain run has no thresholds; choose a preset"
     preset, overrides, loading = given.preset_and_loading(plain)
     listed = tuning_prompts(given.model) if given.prompts is None else read_prompts(given.prompts)
@@ -109,8 +109,8 @@ def command(given: Options) -> None:
     console.out(f"wrote {output} and {plot}", highlight=False)
     if not result.met:
         typer.echo(
-            f"error: no setting that saves anything meets {result.target} on the held-out prompts; {output} comes "
-            "closest, and its header has the figures",
+            f"error: no setting saves work and meets {result.target} on the held-out prompts; {output} comes closest, "
+            "and its header has the figures",
             err=True,
         )
         raise typer.Exit(1)

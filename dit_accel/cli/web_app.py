@@ -1,4 +1,4 @@
-"""``dit-accel app``: a page to play with, plain beside accelerated, in a browser."""
+"""``dit-accel app``: a browser page that compares the plain and the accelerated output."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Options(LoadingOptions):
     """All options of the command."""
 
-    host: str = option("Address to listen on; 0.0.0.0 lets other machines in.", default=LOOPBACK[0])
+    host: str = option("Address to listen on; 0.0.0.0 allows other machines.", default=LOOPBACK[0])
     port: int = option("Port to listen on.", default=7860, min=1, max=65_535)
     share: bool = option(
-        "Also open a public address for three days, by gradio's own service.", "--share", default=False
+        "Also open a public address for three days, through Gradio's service.", "--share", default=False
     )
 
 
 @takes_options()
 def command(given: Options) -> None:
-    """Open a page to play with: a prompt, the plain picture beside the accelerated one, and each step as it runs.
+    """Open a browser page: enter a prompt, see the plain and the accelerated output, and each step as it runs.
 
     dit-accel app
 
@@ -41,7 +41,7 @@ def command(given: Options) -> None:
     from rich.console import Console
 
     require_extra("gradio", "dit-accel app")
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read by gradio: no telemetry, no look for newer versions
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio: no telemetry, no check for newer versions
     from dit_accel.cli.web_page import build_page
     from dit_accel.serving.media import Clips, medium_of
     from dit_accel.tools.playground import Playground
@@ -54,7 +54,7 @@ def command(given: Options) -> None:
             pipe = load_pipeline(name, loading if name == model else replace(loading, loras={}), Console(quiet=True))
         medium = medium_of(pipe, model_fps(name))
         if isinstance(medium, Clips):
-            require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes clips,")
+            require_extra("imageio-ffmpeg", f"{shortened(name)}, which makes videos,")
         media[name] = medium
         return pipe
 

@@ -1,6 +1,6 @@
-"""The page of ``dit-accel app``: what is wished for on the left, what comes of it on the right, built with gradio.
+"""Page of ``dit-accel app``, built with Gradio: inputs on the left, results on the right.
 
-Annotations are evaluated here, since gradio goes by them where a function asks for the request.
+Annotations are evaluated here, because Gradio passes the request to functions that annotate it.
 """
 
 import html
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     import gradio
     from PIL import Image
 
-REFRESH = 0.2  # seconds between drawings of the timeline, so that they take no time from the steps
-REMEMBERED = 12  # of a session's results
+REFRESH = 0.2  # seconds between updates of the timeline, so that they don't slow down the steps
+REMEMBERED = 12  # results of a session
 MOST_VISITORS = 20  # runs that wait at once; others are queued by gradio
-LONGEST_KEPT = 24 * 3600  # seconds that a picture's file stays
+LONGEST_KEPT = 24 * 3600  # seconds that an output file is kept
 
 
 def build_page(
     playground: Playground, media: Mapping[str, Pictures | Clips], model: str, models: list[str], *, any_model: bool
 ) -> "gradio.Blocks":
-    """The page, to be launched.
+    """Build the page; the caller launches it.
 
     Args:
-        media: what the models make that the playground has loaded.
-        model: that it begins with.
-        models: that it offers.
-        any_model: whether a visitor may name others, which are then loaded.
+        media: output form (image or video) of each model that the playground has loaded.
+        model: selected at first.
+        models: offered in the list.
+        any_model: whether visitors may enter other models, which are then loaded.
     """
     import gradio as gr
 
@@ -89,7 +89,7 @@ def build_page(
             raise gr.Error(html.escape(str(error)), print_exception=False) from None
 
     def shown(view: "_View", history: list[tuple[Any, str]]) -> dict[Any, Any]:
-        """What changes on the page."""
+        """Return the changed components of the page."""
         changes = {status: view.status} | {drawn: view.timeline(side) for side, drawn in timelines.items()}
         if view.is_finished:
             history[:] = [(view.pictures()[1], view.caption), *history][:REMEMBERED]
@@ -115,7 +115,7 @@ def build_page(
                     models,
                     value=model,
                     label="Model",
-                    info="A demo model, an id on the Hugging Face hub, or a folder." if any_model else None,
+                    info="A demo model, an id on the Hugging Face Hub, or a folder." if any_model else None,
                     allow_custom_value=any_model,
                 )
                 preset = gr.Dropdown(presets, value="balanced", label="Preset")
@@ -125,17 +125,17 @@ def build_page(
                     value=0,
                     step=0.01,
                     label="target_error",
-                    info="Less is closer, more is faster; 0: the preset's.",
+                    info="Lower is closer to plain, higher is faster; 0 = the preset's value.",
                 )
                 with gr.Row():
                     steps, seed = number("Steps"), number("Seed")
                 with gr.Row():
                     sizes = [number("Height"), number("Width"), number("Frames")]
-                gr.Markdown("Steps and sizes of 0 are the model's own.")
+                gr.Markdown("0 = the model's default, for steps and sizes.")
                 with gr.Row():
-                    begin, cancel = gr.Button("Make both", variant="primary"), gr.Button("Cancel")
+                    begin, cancel = gr.Button("Generate both", variant="primary"), gr.Button("Cancel")
             with gr.Column(scale=3, min_width=400):
-                status = gr.Markdown("Nothing made yet.")
+                status = gr.Markdown("No results yet.")
                 beside = gr.ImageSlider(label="Plain | accelerated", type="pil", format="png", interactive=False)
                 with gr.Row():
                     plain_clip, fast_clip = (gr.Video(label=side, visible=False) for side in ("Plain", "Accelerated"))
@@ -161,11 +161,11 @@ def build_page(
 
 
 class _View:
-    """What a visitor sees of one run, from its events.
+    """State of the page during one run, updated by the run's events.
 
     Args:
-        medium: of the model, known once it is loaded.
-        folder: that clips are written to.
+        media: output form of each loaded model.
+        folder: videos are written to it.
     """
 
     def __init__(self, wish: Wish, media: Mapping[str, Pictures | Clips], folder: Path) -> None:
@@ -176,10 +176,10 @@ class _View:
         self.status = self.figures = self.caption = ""
 
     def take(self, event: Event) -> bool:
-        """Whether the page should be drawn anew: not for every step, so that drawing takes no time from the next."""
+        """Process an event; return True if the page should update. Not every step updates it, which would cost time."""
         match event:
             case Waiting(ahead):
-                self.status = f"Waiting: {ahead} before you."
+                self.status = f"Waiting for {ahead} earlier {'run' if ahead == 1 else 'runs'}."
             case Began(what):
                 self.status = f"{what.capitalize()} …"
             case Step(side, index, steps):
@@ -198,7 +198,7 @@ class _View:
     def _finish(self, end: Compared) -> None:
         plain, fast = (self._made[side].output.denoising_seconds for side in ("plain", "accelerated"))
         quality = "identical" if math.isinf(end.psnr) else f"{end.psnr:.1f} dB"
-        kept = " (kept)" if self._made["plain"].kept else ""
+        kept = " (cached)" if self._made["plain"].kept else ""
         target = getattr(end.preset.schedule, "target_error", None)
         settings = end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
         computed = f"{end.report.computed_fraction:.0%}"
@@ -216,13 +216,13 @@ class _View:
         return bool(self.figures)
 
     def timeline(self, side: str) -> str:
-        """The side's steps so far; empty before the first."""
+        """Timeline of the side's steps so far; empty before the first step."""
         steps = self._steps[side]
         drawn = timeline_svg([(step.mode, step.error) for step in steps], steps[0].steps) if steps else ""
         return f"<b>{side.capitalize()}</b>{drawn}" if drawn else ""
 
     def pictures(self) -> "tuple[Image.Image, Image.Image]":
-        """Plain and accelerated; of clips the middle frames."""
+        """Plain and accelerated image; for videos, their middle frames."""
         from PIL import Image
 
         plain, fast = (
@@ -231,7 +231,7 @@ class _View:
         return plain, fast
 
     def clips(self) -> list[str | None]:
-        """Files of both clips; None of pictures."""
+        """Write both videos and return their files; None for images."""
         medium = self._media[self._wish.model]
         if not isinstance(medium, Clips):
             return [None, None]

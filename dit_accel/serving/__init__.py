@@ -1,11 +1,11 @@
-"""Engines that make images and videos of many prompts; the commands and ``examples/serve_ray.py`` use them.
+"""Engines that generate images and videos for many prompts; used by the commands and ``examples/serve_ray.py``.
 
     setup = Setup("demo-flux", preset="balanced", batch_size=2)
     worker = Worker(setup)
     made = worker.make([Job(0, {"prompt": "a red star", "seed": 0}), Job(1, {"prompt": "a blue box", "seed": 1})])
 
-Read :mod:`~dit_accel.serving.engine` first: it says what an engine is. ``worker`` is the engine of one process and
-``ray_engine`` the one of a Ray cluster. ``prompts`` reads jobs from files; ``pipelines`` opens and calls a pipeline,
+Read :mod:`~dit_accel.serving.engine` first: it defines an engine. ``worker`` is the engine of one process and
+``ray_engine`` the engine of a Ray cluster. ``prompts`` reads jobs from files; ``pipelines`` opens and calls a pipeline,
 with ``loading``, ``loras`` and ``media``. Errors are those of :mod:`dit_accel.errors`.
 """
 

@@ -1,4 +1,4 @@
-"""What an engine is: it makes jobs by batches, in this process or elsewhere, and gives the bytes of their files."""
+"""Protocol of an engine, which runs jobs in batches, in this process or elsewhere, and returns their files as bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dit_accel.serving.prompts import Job
 
 @dataclass(frozen=True)
 class Made:
-    """The bytes of a job's file, and the call that made it.
+    """File of a job as bytes, and the call that generated it.
 
     Args:
-        seconds: of the call's denoising loop.
-        report: what was accelerated for this job; None where nothing was.
-        batch: indices of the call's jobs, this one among them.
+        seconds: duration of the call's denoising loop.
+        report: report of the accelerated run for this job; None for a plain run.
+        batch: indices of all jobs of the call, including this one.
     """
 
     data: bytes
@@ -28,41 +28,41 @@ class Made:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job was given up."""
+    """Reason why a job failed."""
 
     reason: str
 
 
 class Progress(Protocol):
-    """Shows how far an engine is."""
+    """Display of an engine's progress."""
 
     def begin(self, what: str, share: float = 0.0) -> None:
-        """Says which run begins, and how many jobs it makes."""
+        """Announce a run and its number of jobs."""
 
     def watch(self, pipe: Any) -> Any:
-        """Shows the steps of a pipeline's runs."""
+        """Show the steps of a pipeline's runs; return the pipeline."""
 
 
 class Engine(Protocol):
-    """What makes jobs: one :class:`Worker`, or several elsewhere.
+    """Runner of jobs: one :class:`Worker`, or several in other processes.
 
-    ``suffix`` is that of the files, and ``preset`` holds all values of the preset in use, None = plain.
+    ``suffix`` is the suffix of the files; ``preset`` holds all values of the preset in use, None = plain.
     """
 
     suffix: str
     preset: dict[str, Any] | None
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made | Failure]]:
-        """What became of each job, in any order. A batch that can't be made at once is made job by job."""
+        """Yield the result of each job, in any order. If a batch fails, its jobs run one at a time."""
 
 
 def made_alone(batch: Sequence[Job], error: BaseException) -> str:
-    """That a batch could not be made at once, and why."""
+    """Return a note that the jobs of a batch run one at a time, with the reason."""
     lines = ", ".join(str(job.index + 1) for job in batch)
-    return f"lines {lines} are made one at a time, for in one call: {reason_of(error)}"
+    return f"lines {lines} run one at a time, because one call failed: {reason_of(error)}"
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one line; of Ray's own without the indented lines, which have the actor's ids."""
-    told = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
-    return shortened(" ".join(line for line in told.splitlines() if not line.startswith("\t")), 600)
+    """Format an error in one line, without the actor ids that Ray adds in indented lines."""
+    text = str(error) if isinstance(error, DitAccelError) else f"{type(error).__name__}: {error}"
+    return shortened(" ".join(line for line in text.splitlines() if not line.startswith("\t")), 600)

@@ -1,4 +1,4 @@
-"""Failures that a user can act on: memory that does not suffice, and arguments that a pipeline refuses."""
+"""Turn failures that a user can fix into clear errors: out of memory, and arguments that a pipeline rejects."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 from dit_accel.errors import OptionError, OutOfMemoryError, UnsupportedError, shortened
 
-CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that refuse what a user gave
+CHECKS = {"check_inputs", "retrieve_timesteps"}  # functions of diffusers' pipelines that check a user's arguments
 
 
 @contextlib.contextmanager
 def explained_failures(pipeline: type) -> Iterator[None]:
-    """Within, what a call of a pipeline of this class raises comes out as something that its user can act on.
+    """Within the block, turn errors of a pipeline's call into errors that its user can act on.
 
     Raises:
-        UnsupportedError: the pipeline's own check of its inputs refused them, or its scheduler the timesteps or sigmas.
-        OutOfMemoryError: memory does not suffice.
+        UnsupportedError: the pipeline rejected its inputs, or its scheduler the timesteps or sigmas.
+        OutOfMemoryError: memory ran out.
     """
     try:
         with explained_memory():
@@ -25,17 +25,17 @@ def explained_failures(pipeline: type) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if not CHECKS & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             raise
-        raise UnsupportedError(f"{pipeline.__name__} refuses its arguments: {error}") from None
+        raise UnsupportedError(f"{pipeline.__name__} rejects its arguments: {error}") from None
 
 
 @contextlib.contextmanager
 def explained_loading(option: str, what: str) -> Iterator[None]:
-    """Within, whatever fails is told of what is being loaded, but for memory that does not suffice.
+    """Within the block, turn any error but out-of-memory into an ``OptionError`` that names the file being loaded.
 
-    diffusers checks little of what files hold, so wrong ones fail in any way.
+    diffusers checks little of a file's contents, so wrong files raise errors of any type.
 
     Raises:
-        OptionError: it can't be loaded.
+        OptionError: the file can't be loaded.
     """
     try:
         yield
@@ -48,10 +48,10 @@ def explained_loading(option: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_memory() -> Iterator[None]:
-    """Within, memory that does not suffice, a device's or the host's, is told with advice.
+    """Within the block, add advice to out-of-memory errors of a device or the host.
 
     Raises:
-        OutOfMemoryError: it did not.
+        OutOfMemoryError: memory ran out.
     """
     try:
         yield
@@ -66,5 +66,5 @@ def explained_memory() -> Iterator[None]:
 def _lacks_memory(error: Exception) -> bool:
     import torch
 
-    told = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+    return on_host or isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loading:
-    """What the options say of where a pipeline goes, and of its weights.
+    """Options for a pipeline's device and weights.
 
     Args:
         device: None = the GPU if there is one.
         dtype: None = bfloat16 on a GPU, else float32.
-        offload: what is kept in host memory: "none", whole models by turns ("model") or single layers ("sequential").
-        loras: weights by where each LoRA lies.
+        offload: weights kept in host memory: "none", whole models ("model") or single layers ("sequential").
+        loras: weight of each LoRA, by its path or id.
         quantize: "float8", "int8", or None.
     """
 
@@ -44,27 +44,29 @@ class Loading:
             return
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
-            raise OptionError("--offload", "must be model or none with --quantize, whose layers don't move one by one")
+            raise OptionError(
+                "--offload", "must be model or none with --quantize: quantised layers can't move one by one"
+            )
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What of it changes what is made, by the names of the options."""
-        told = {"lora": dict(self.loras), "quantize": self.quantize}
-        return {name: value for name, value in told.items() if value}
+        """Settings that change the output, by the names of the options."""
+        values = {"lora": dict(self.loras), "quantize": self.quantize}
+        return {name: value for name, value in values.items() if value}
 
 
 def load_pipeline(model: str, how: Loading, console: Console) -> Any:
-    """The pipeline, in place and ready to call; silent where the console is."""
+    """Load the pipeline onto its device, ready to call; silent if the console is quiet."""
     source = _resolve_model(model)
     with console.status("importing diffusers"):
         import torch
         import transformers
 
-        transformers.utils.logging.set_verbosity_error()  # it warns of image processors that no pipeline here uses
+        transformers.utils.logging.set_verbosity_error()  # it warns about image processors that no pipeline here uses
         import diffusers
     place = _resolve_device(how.device)
     if how.offload != "none" and place.type != "cuda":
-        raise OptionError("--offload", f"needs a CUDA device, and the device is {place}")
+        raise OptionError("--offload", f"needs a CUDA device, got {place}")
     precision = getattr(torch, how.dtype) if how.dtype else torch.bfloat16 if place.type == "cuda" else torch.float32
     if how.quantize == "float8":
         _require_float8(place, precision)
@@ -89,21 +91,21 @@ def load_pipeline(model: str, how: Loading, console: Console) -> Any:
 
 
 def _require_float8(place: torch.device, precision: torch.dtype) -> None:
-    """Checks that products of float8 run there."""
+    """Check that the device supports float8 matrix products."""
     import torch
 
     from dit_accel.tools.recommend import FLOAT8_SINCE
 
     if place.type != "cuda" or torch.cuda.get_device_capability(place) < FLOAT8_SINCE:
         raise OptionError(
-            "--quantize", f"float8 needs a GPU from compute capability 8.9 on (RTX 4090, H100), got {place}; take int8"
+            "--quantize", f"float8 needs compute capability 8.9 or later (RTX 4090, H100), got {place}; use int8"
         )
     if precision is not torch.bfloat16:
-        raise OptionError("--quantize", f"float8 needs --dtype bfloat16, got {precision}; take int8")
+        raise OptionError("--quantize", f"float8 needs --dtype bfloat16, got {precision}; use int8")
 
 
 def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
-    """Has torchao quantise the linear layers in the blocks of each transformer, a layer at a time on ``place``."""
+    """Quantise the linear layers in the blocks of each transformer with torchao, one layer at a time on ``place``."""
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int8WeightOnlyConfig,
@@ -120,13 +122,13 @@ def _quantize(pipe: Any, kind: str, place: torch.device) -> None:
 
     for name, transformer in denoisers(pipe).items():
         if getattr(transformer, "hf_quantizer", None) is not None:
-            raise OptionError("--quantize", f"the model's {name} is quantised already; leave it out")
+            raise OptionError("--quantize", f"the model's {name} is already quantised; leave --quantize out")
         names = {each for each, _ in block_linears(transformer)}
         quantize_(transformer, config, lambda _, name, names=names: name in names, device=place)
 
 
 def _resolve_model(model: str) -> str:
-    """The folder of a demo model or a local pipeline, or ``model`` itself as an id on the hub."""
+    """Return the folder of a demo model or a local pipeline, or ``model`` itself as an id on the Hub."""
     folder = str(demo_path(model) or os.path.expanduser(model))
     if os.path.isdir(folder):
         _require_index(Path(folder))
@@ -135,16 +137,16 @@ def _resolve_model(model: str) -> str:
         names = ", ".join(demo_names()) or "none in this installation"
         raise OptionError(
             "--model",
-            f"{shortened(model)} is neither a pipeline's folder, nor a hub id (OWNER/NAME), nor a demo model ({names})",
+            f"{shortened(model)} is not a pipeline's folder, a Hub id (OWNER/NAME) or a demo model ({names})",
         )
     return model
 
 
 def _require_index(folder: Path) -> None:
-    """Checks that a folder says what pipeline it holds."""
+    """Check that a folder has a valid model_index.json."""
     file = folder / "model_index.json"
     if not file.is_file():
-        raise OptionError("--model", f"{folder} is no diffusers pipeline: it has no model_index.json")
+        raise OptionError("--model", f"{folder} is not a diffusers pipeline: model_index.json is missing")
     try:
         index = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -161,15 +163,15 @@ def _resolve_device(device: str | None) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise OptionError("--device", f"{shown(device)} is no device; use cuda, cuda:1, mps or cpu") from None
+        raise OptionError("--device", f"{shown(device)} is not a device; use cuda, cuda:1, mps or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         cause = "finds no GPU" if torch.version.cuda else "is a CPU build"
         raise OptionError("--device", f"CUDA is not available: torch {torch.__version__} {cause}; use --device cpu")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError("--device", f"{device} does not exist: there are {torch.cuda.device_count()} GPUs")
+        raise OptionError("--device", f"{device} does not exist: this machine has {torch.cuda.device_count()} GPUs")
     try:
         torch.zeros(1, device=place).item()
-    except Exception as error:  # each kind of device fails in a way of its own where it can't run
+    except Exception as error:  # each type of device raises its own errors
         reason = shortened(str(error).splitlines()[0])
         raise OptionError("--device", f"{device} can't run here ({reason}); use cuda, mps or cpu") from None
     return place

@@ -1,4 +1,4 @@
-"""``--lora``: what commands load into a pipeline beside the model, each with a weight."""
+"""``--lora``: parse LoRAs with their weights and load them into a pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dit_accel.serving.failures import explained_loading
 from dit_accel.tools.demo import demo_path
 from dit_accel.tools.extras import require_extra
 
-KEYS = {  # of a preset, by what a fine-tuning was given
+KEYS = {  # keys of a preset, by the arguments of a fine-tuning
     "critical": "skip.critical",
     "negligible": "skip.negligible",
     "feature_map": "skip.feature_map",
@@ -21,9 +21,9 @@ KEYS = {  # of a preset, by what a fine-tuning was given
 
 
 def parse_loras(given: list[str] | None) -> dict[str, float]:
-    """``["style.safetensors:0.8", …]`` as weights by where each LoRA lies: a folder, a file or an id on the hub.
+    """Parse ``["style.safetensors:0.8", …]`` into weights by LoRA: a folder, a file or an id on the Hub.
 
-    Files and folders are looked for, and those of demo models (``demo-wan/sla``) found.
+    Paths must exist; paths inside demo models (``demo-wan/sla``) are resolved.
     """
     loras: dict[str, float] = {}
     for each in given or []:
@@ -39,10 +39,10 @@ def parse_loras(given: list[str] | None) -> dict[str, float]:
 
 
 def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
-    """Adds LoRAs to a pipeline's weights; beside quantised ones, which nothing can be added to, they stay layers.
+    """Fuse LoRAs into a pipeline's weights. With quantised weights, which can't be fused, they stay separate layers.
 
     Raises:
-        OptionError: the pipeline takes none, or one is not of its kind.
+        OptionError: the pipeline takes no LoRA, or a LoRA does not fit it.
     """
     from dit_accel.models import denoisers
 
@@ -63,7 +63,7 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
 
 
 def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
-    """The overrides, and where the preset runs SLA what its fine-tuning wrote beside a LoRA: projections and shares."""
+    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset
     from dit_accel.sparse.projections import PROJECTIONS, trained_with
@@ -89,23 +89,23 @@ def _number(text: str) -> float | None:
 
 
 def _resolved(source: str) -> str:
-    """The path of what lies here, with the names of demo models and ``~`` resolved; an id on the hub as it is."""
+    """Return the path of a local LoRA, with demo models and ``~`` resolved, or an id on the Hub unchanged."""
     model, _, rest = source.partition("/")
     folder = demo_path(model)
     path = folder / rest if folder else Path(source).expanduser()
     try:
         there = path.exists()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         there = False
     if there:
         return str(path)
     if folder or source.startswith((".", "/", "~")) or source.count("/") < 1:
-        raise OptionError("--lora", f"{shown(source)} is neither a folder, nor a file, nor a hub id (OWNER/NAME)")
+        raise OptionError("--lora", f"{shown(source)} is not a folder, a file or a Hub id (OWNER/NAME)")
     return source
 
 
 def _repository(source: str) -> tuple[str, str | None]:
-    """Where a LoRA is, and the file in it where that is a hub's repository (``OWNER/NAME/FILE``)."""
+    """Split ``OWNER/NAME/FILE`` on the Hub into repository and file; a local path has no file part."""
     if Path(source).exists():
         return source, None
     owner, name, *file = source.split("/", 2)

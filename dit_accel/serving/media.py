@@ -1,6 +1,6 @@
-"""What pipelines make, pictures or clips: how each is named, written and compared.
+"""Output of pipelines, images or videos: names, files and comparisons.
 
-Checks raise an ``OptionError``, or an ``UnsupportedError`` where imageio-ffmpeg is missing for an mp4.
+Checks raise an ``OptionError``, or an ``UnsupportedError`` if imageio-ffmpeg is missing for an mp4.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     Labels = tuple[str, str]
 
-USUAL_FRAMES_A_SECOND = 24.0  # of models whose family is not known
+USUAL_FRAMES_A_SECOND = 24.0  # of models of unknown families
 
 
 def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
-    """Checks what needs no model: that a picture, a clip or a folder of frames could be written to ``path``."""
+    """Check, without the model, that an image, a video or a folder of frames can be written to ``path``."""
     from dit_accel.tools.video import FILE_SUFFIXES, is_folder_of_frames, require_codec
 
     if is_folder_of_frames(path):
@@ -35,7 +35,7 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     if not is_clip and not _is_written_by_pillow(path.suffix):
         name = shortened(str(path))
         raise OptionError(
-            "--output", f"{name} must end in .png, .jpg or .webp, or for a clip in {' or '.join(FILE_SUFFIXES)}"
+            "--output", f"{name} must end in .png, .jpg or .webp, or for video in {' or '.join(FILE_SUFFIXES)}"
         )
     for file in _with_comparison(path, compare):
         require_writable(file, "--output", force=force)
@@ -44,7 +44,7 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
 
 
 def _is_written_by_pillow(suffix: str) -> bool:
-    """Whether Pillow writes RGB pictures in the format of a suffix; many it only reads, or only with plug-ins."""
+    """Return True if Pillow can write RGB images with this suffix; it can only read some formats."""
     from PIL import Image
 
     try:
@@ -55,26 +55,26 @@ def _is_written_by_pillow(suffix: str) -> bool:
 
 
 class Pictures:
-    """What an image pipeline makes: PIL pictures."""
+    """Output of an image pipeline: PIL images."""
 
     default_output = Path("output.png")
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
-        """Checks that a picture can be written to ``path``, and its comparison beside it."""
+        """Check that an image can be written to ``path``, and its comparison to the same folder."""
         for file in self.files(path, compare=compare):
             require_writable(file, "--output", force=force)
         if not _is_written_by_pillow(path.suffix):
-            raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes pictures")
+            raise OptionError("--output", f"{path} must end in .png, .jpg or .webp: this model makes images")
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """NAME, and with a comparison NAME-plain and NAME-compare."""
+        """Return NAME, and with a comparison NAME-plain and NAME-compare."""
         return _with_comparison(path, compare)
 
     def write(self, picture: Image.Image, path: Path) -> None:
         picture.save(path)
 
     def write_comparison(self, plain: Image.Image, fast: Image.Image, labels: Labels, path: Path) -> list[Path]:
-        """Writes NAME-plain and NAME-compare beside the picture NAME, and returns their paths."""
+        """Write NAME-plain and NAME-compare, and return their paths."""
         from dit_accel.tools.strips import comparison_strip
 
         _, *beside = _with_comparison(path)
@@ -83,14 +83,14 @@ class Pictures:
         return beside
 
     def quality(self, plain: list[Image.Image], fast: list[Image.Image]) -> dict[str, Any]:
-        """``psnr_db`` (None where identical) over all pictures, ``ssim`` as their mean, and ``identical``."""
+        """Compute ``psnr_db`` over all images (None if identical), mean ``ssim``, and ``identical``."""
         import numpy as np
 
         return _quality(*(np.stack([np.asarray(picture) for picture in side]) for side in (plain, fast)))
 
 
 class Clips:
-    """What a video pipeline makes: uint8 arrays ``[frames, height, width, 3]``, written at ``fps`` frames a second."""
+    """Output of a video pipeline: uint8 arrays ``[frames, height, width, 3]``, written at ``fps`` frames per second."""
 
     default_output = Path("output.mp4")
 
@@ -98,7 +98,7 @@ class Clips:
         self.fps = fps
 
     def require_output(self, path: Path, *, compare: bool, force: bool) -> None:
-        """Checks that a clip can be written to ``path``, and its comparison beside it in the same form."""
+        """Check that a video can be written to ``path``, and its comparison to the same folder in the same form."""
         from dit_accel.tools.video import FILE_SUFFIXES, foreign_files, is_folder_of_frames, require_codec
 
         is_folder = is_folder_of_frames(path)
@@ -111,17 +111,19 @@ class Clips:
         require_codec(path, "--output", folder=is_folder)
         for clip in _with_comparison(path, compare):
             if is_folder and os.path.isfile(clip):
-                raise OptionError("--output", f"{clip} is no folder that frames can be written into; name a new one")
+                raise OptionError(
+                    "--output", f"{clip} is a file, so frames can't be written into it; name a new folder"
+                )
             if is_folder and (foreign := foreign_files(clip)):
-                holds = f"folder {clip} holds more than frames of a clip ({foreign[0]})"
-                raise OptionError("--output", f"{holds}; name another or a new one")
+                holds = f"folder {clip} holds files that are not frames of one video ({foreign[0]})"
+                raise OptionError("--output", f"{holds}; name another folder")
             first = clip / "0000.png" if is_folder and os.path.isdir(clip) else clip
             require_writable(first, "--output", force=force)
         if compare:
             require_writable(_strip(path), "--output", force=force)
 
     def files(self, path: Path, *, compare: bool) -> list[Path]:
-        """NAME, and with a comparison NAME-plain, NAME-compare and the picture NAME-strip.png."""
+        """Return NAME, and with a comparison NAME-plain, NAME-compare and the image NAME-strip.png."""
         return [*_with_comparison(path, compare), *([_strip(path)] if compare else [])]
 
     def write(self, clip: np.ndarray, path: Path) -> None:
@@ -130,7 +132,7 @@ class Clips:
         write_clip(clip, path, self.fps)
 
     def write_comparison(self, plain: np.ndarray, fast: np.ndarray, labels: Labels, path: Path) -> list[Path]:
-        """Writes the clips NAME-plain and NAME-compare and the picture NAME-strip.png, and returns their paths."""
+        """Write the videos NAME-plain and NAME-compare and the image NAME-strip.png; return their paths."""
         from dit_accel.tools.strips import comparison_clip, frame_strip
         from dit_accel.tools.video import is_folder_of_frames, write_clip
 
@@ -141,14 +143,14 @@ class Clips:
         return [*beside, _strip(path)]
 
     def quality(self, plain: list[np.ndarray], fast: list[np.ndarray]) -> dict[str, Any]:
-        """As that of :class:`Pictures`, over the frames of all clips."""
+        """Compute the metrics of :meth:`Pictures.quality` over the frames of all videos."""
         import numpy as np
 
         return _quality(np.concatenate(plain), np.concatenate(fast))
 
 
 def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = None) -> Pictures | Clips:
-    """What a pipeline makes; clips with the frame rate that was asked for, else the model's own, else its family's."""
+    """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's."""
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
 
@@ -157,19 +159,19 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
         usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
         return Clips(fps or model_fps or usual)
     if fps is not None:
-        raise OptionError("--fps", f"{type(pipe).__name__} makes pictures, which have no frames")
+        raise OptionError("--fps", f"{type(pipe).__name__} makes images, which have no frame rate")
     return Pictures()
 
 
 def numbered(path: Path, pictures: int) -> list[Path]:
-    """The paths of so many pictures: NAME itself, or NAME-0, NAME-1, …"""
+    """Return the paths of ``pictures`` images: NAME for one, otherwise NAME-0, NAME-1, …"""
     if not path.name:
-        raise OptionError("--output", f"{path} is a folder without a name; name a file, or a folder for frames")
+        raise OptionError("--output", f"{path} has no name; name a file, or a folder for frames")
     return [path] if pictures == 1 else [_beside(path, str(index)) for index in range(pictures)]
 
 
 def unused(path: Path, pictures: int, files: Callable[[Path], list[Path]]) -> list[Path]:
-    """The paths of pictures of which no file exists yet: those of NAME, else of NAME-2, NAME-3, …"""
+    """Return the first of NAME, NAME-2, NAME-3, … for which no file exists yet, as paths of all images."""
     names = chain([path], (_beside(path, str(number)) for number in count(2)))
     candidates = (numbered(name, pictures) for name in names)
     return next(each for each in candidates if not any(file.exists() for path in each for file in files(path)))
@@ -180,7 +182,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _with_comparison(path: Path, compare: bool = True) -> list[Path]:
-    """NAME, and where it is compared NAME-plain and NAME-compare."""
+    """Return NAME, and with a comparison NAME-plain and NAME-compare."""
     return [path, *(_beside(path, kind) for kind in ("plain", "compare") if compare)]
 
 

@@ -1,4 +1,4 @@
-"""Files that a command is to write: checked before anything is computed, so that no run is lost to a name."""
+"""Check output files before any computation, so that no run is lost to a wrong name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLOT_SUFFIXES = (".png", ".jpg", ".webp", ".pdf", ".svg")
 
 
 def require_writable(path: Path, option: str, *, force: bool) -> None:
-    """Checks that the file ``path`` can be written, and that it does not exist yet, unless by ``force``."""
+    """Check that the file ``path`` can be written, and does not exist yet unless ``force``."""
     try:
         problem = _problem(path, force)
     except (OSError, ValueError) as error:
@@ -22,7 +22,7 @@ def require_writable(path: Path, option: str, *, force: bool) -> None:
 
 
 def require_plot(path: Path, option: str, *, force: bool) -> None:
-    """Checks that a figure can be drawn into ``path``."""
+    """Check that a plot can be written to ``path``."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise OptionError(
             option, f"{shortened(str(path))} must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}"
@@ -31,19 +31,19 @@ def require_plot(path: Path, option: str, *, force: bool) -> None:
 
 
 def require_distinct(outputs: Iterable[tuple[str, Path]]) -> None:
-    """Checks that no two options, given with the files that they name, write the same file."""
+    """Check that no two options write the same file; ``outputs`` are pairs of option and file."""
     options: dict[str, str] = {}
     for option, path in outputs:
         other = options.setdefault(os.path.realpath(path), option)
         if other != option:
-            raise OptionError(option, f"{path} is written by {other} too; name another file")
+            raise OptionError(option, f"{path} is also written by {other}; name another file")
 
 
 def _problem(path: Path, force: bool) -> str | None:
-    """What keeps a file from being written, or None.
+    """Return the reason why a file can't be written, or None.
 
     Raises:
-        OSError, ValueError: the system refuses to write it, or its name.
+        OSError, ValueError: the system rejects the file or its name.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():

@@ -1,4 +1,4 @@
-"""Open a pipeline, call it with the options that were given, and time the call.
+"""Open a pipeline, call it with the given options, and time the call.
 
 Options that the pipeline does not take raise an ``OptionError``.
 """
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """A pipeline to load and how to run it, in a form that other processes can take.
+    """A pipeline to load and how to run it; can be sent to other processes.
 
     Args:
-        model: a folder, an id on the hub, or the name of a demo model.
-        preset: a name or path; None = the usual one, "none" = plain.
+        model: a folder, an id on the Hub, or the name of a demo model.
+        preset: a name or path; None = the default, "none" = plain.
         overrides: keys of the preset.
-        fps: frames a second of videos; None = the model's.
-        loading: its device, dtype and further weights.
+        fps: frames per second of videos; None = the model's.
+        loading: device, dtype, LoRAs and quantisation.
         degrees: keywords of ``parallelize_pipeline``; empty = one device.
-        call: further arguments of the pipeline's call, by its own names.
-        batch_size: most prompts of one call.
+        call: further arguments of the pipeline's call, by their names.
+        batch_size: maximum number of prompts in one call.
     """
 
     model: str
@@ -64,7 +64,7 @@ SET_BY_US = {  # arguments of a pipeline's call, and what sets them
 
 
 def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips, Preset | None]:
-    """The pipeline, plain as yet, what it makes, and the preset that it is to run with, None = none."""
+    """Load a pipeline; return it (still plain), its output form, and the preset to run with, None = plain."""
     from dit_accel import parallelize_pipeline
     from dit_accel.pipeline import preset_for
 
@@ -77,7 +77,7 @@ def open_pipeline(setup: Setup, console: Console) -> tuple[Any, Pictures | Clips
 
 
 def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
-    """Accelerates the pipeline, if it is to be, and names its progress bar."""
+    """Accelerate the pipeline if there is a preset, and name its progress bar."""
     from dit_accel import accelerate_pipeline
 
     if preset is not None:
@@ -88,13 +88,13 @@ def start_pipeline(pipe: Any, preset: Preset | None, quiet: bool) -> None:
 def call_arguments(
     pipe: Any, model: str, options: dict[str, Any], others: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Arguments of ``pipe(...)``: a demo model's own defaults, and over them the options that were given.
+    """Return the arguments of ``pipe(...)``: a demo model's defaults, overridden by the given options.
 
-    Where guidance is a component of the pipeline, that is set instead.
+    If the pipeline has a guider component, the guidance scale is set there instead.
 
     Args:
-        options: option name without dashes in front (``"num-images"``) to its value; None = not given.
-        others: of ``--call``, by the names of the pipeline.
+        options: values by option name without leading dashes (``"num-images"``); None = not given.
+        others: arguments of ``--call``, by the pipeline's names.
     """
     from dit_accel.pipeline import makes_video
 
@@ -105,8 +105,12 @@ def call_arguments(
     true_guidance = "true_cfg_scale" in parameters and ("negative-prompt" in given or "true_cfg_scale" in arguments)
     scale = "true_cfg_scale" if true_guidance else "guidance_scale"
     keys = {"steps": "num_inference_steps", "guidance": scale, "num-images": "num_images_per_prompt"}
-    if makes_video(pipe) and given.pop("num-images", 1) > 1:  # few of diffusers' can make several, and some say nothing
-        raise OptionError("--num-images", f"{type(pipe).__name__} makes one clip a run; run again with another --seed")
+    if (
+        makes_video(pipe) and given.pop("num-images", 1) > 1
+    ):  # few video pipelines can make several, and some ignore the argument
+        raise OptionError(
+            "--num-images", f"{type(pipe).__name__} makes one video per run; run again with another --seed"
+        )
     if "guidance" in given and hasattr(pipe, "guider"):  # HunyuanVideo 1.5
         pipe.guider = pipe.guider.new(guidance_scale=given.pop("guidance"))
     for name, value in given.items():
@@ -123,25 +127,25 @@ def call_arguments(
     if "guidance" in given and not true_guidance and _ignores_guidance(pipe):
         raise OptionError(
             "--guidance",
-            f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to guide by a second branch",
+            f"this {type(pipe).__name__} has no guidance embedding; add --negative-prompt to run a second branch",
         )
     if "image" not in arguments and "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        raise OptionError("--image", f"{type(pipe).__name__} needs a picture: give the path of one")
+        raise OptionError("--image", f"{type(pipe).__name__} needs an input image: give its path")
     return arguments
 
 
 def _require_known(
     pipeline: str, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, Any], given: Collection[str]
 ) -> None:
-    """Checks that what ``--call`` names are arguments of the pipeline's call that nothing else sets, and numbers where
-    they are to be.
+    """Check that the names in ``--call`` are arguments of the pipeline's call, are set by no other option, and hold
+    numbers where required.
     """
     from dit_accel.presets.complaints import did_you_mean
 
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     for name, value in others.items():
         if name in given or name in SET_BY_US:
-            raise OptionError("--call", f"{name} is set by {SET_BY_US.get(name, 'an option of its own')} already")
+            raise OptionError("--call", f"{name} is already set by {SET_BY_US.get(name, 'its own option')}")
         if name not in parameters and not takes_any:
             free = sorted(parameters.keys() - given - SET_BY_US.keys() - {"self", "kwargs"})
             meant = did_you_mean(name, free)
@@ -152,7 +156,7 @@ def _require_known(
 
 
 def read_image(path: Path | None) -> Image.Image | None:
-    """An RGB picture from a file, if one was given."""
+    """Read an RGB image from a file; None if no file is given."""
     from PIL import Image
 
     if path is None:
@@ -163,13 +167,13 @@ def read_image(path: Path | None) -> Image.Image | None:
             return image.convert("RGB")
     except FileNotFoundError:
         raise OptionError("--image", f"{name} does not exist") from None
-    except Exception as error:  # what decoders raise of broken files is of any kind
+    except Exception as error:  # decoders raise errors of any type for broken files
         reason = getattr(error, "strerror", None) or error
-        raise OptionError("--image", f"{name} can't be read as a picture: {shortened(str(reason))}") from None
+        raise OptionError("--image", f"{name} can't be read as an image: {shortened(str(reason))}") from None
 
 
 def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """As :func:`~dit_accel.tools.timing.timed_output`; failures come out as :func:`explained_failures` tells them."""
+    """Call :func:`~dit_accel.tools.timing.timed_output` within :func:`explained_failures`."""
     from dit_accel.tools.timing import timed_output
 
     with explained_failures(type(pipe)):
@@ -177,7 +181,7 @@ def timed_call(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) 
 
 
 def _ignores_guidance(pipe: Any) -> bool:
-    """Whether guidance_scale would silently do nothing: a FLUX transformer that was trained without it."""
+    """Return True if guidance_scale would have no effect: a FLUX transformer trained without guidance embedding."""
     from dit_accel.models import denoisers
 
     return any(getattr(module.config, "guidance_embeds", None) is False for module in denoisers(pipe).values())

@@ -1,4 +1,4 @@
-"""Processes that torchrun starts to share one pipeline: which of them this is, and how they join."""
+"""Processes that torchrun starts to share one pipeline: their number, the first one, and the process group."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from datetime import timedelta
 
 from dit_accel.errors import OptionError
 
-LONGEST_WAIT = timedelta(minutes=10)  # of one process for another, which may still load its weights
+LONGEST_WAIT = timedelta(minutes=10)  # for another process, which may still load its weights
 
 
 def ranks() -> int:
-    """Processes that torchrun started; 1 without it."""
+    """Return the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def leads() -> bool:
-    """Whether this is the process that writes files and shows progress."""
+    """Return True for the process that writes files and shows progress."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def join(degrees: dict[str, int], device: str | None) -> str | None:
-    """Has the processes know each other; this one's device."""
+    """Join the process group and return this process's device."""
     if not degrees:
         return device
     import torch
@@ -32,11 +32,11 @@ def join(degrees: dict[str, int], device: str | None) -> str | None:
         place = int(os.environ.get("LOCAL_RANK", 0))
         if place >= torch.cuda.device_count():
             raise OptionError(
-                "--parallel", f"needs a GPU for each of {ranks()} processes, and there are {torch.cuda.device_count()}"
+                "--parallel", f"needs a GPU for each of {ranks()} processes, but there are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(place)
         device = f"cuda:{place}"
     elif device != "cpu":
-        raise OptionError("--device", f"must be cuda or cpu with --parallel, which counts GPUs itself, got {device}")
+        raise OptionError("--device", f"must be cuda or cpu with --parallel, which assigns GPUs itself, got {device}")
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=LONGEST_WAIT)
     return device

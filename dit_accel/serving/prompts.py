@@ -1,4 +1,4 @@
-"""Files of prompts: what each line asks for, and which lines one call can make."""
+"""Read files of prompts into jobs, and group jobs that can share one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dit_accel.errors import OptionError, shortened, shown
 
 LONGEST_PROMPTS = 2**20  # bytes of a file
 
-KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are options of the command
+KEYS: dict[str, tuple[type, ...]] = {  # keys of a JSON line; all but the seed are options of the command
     "prompt": (str,),
     "negative-prompt": (str,),
     "seed": (int,),
@@ -22,19 +22,19 @@ KEYS: dict[str, tuple[type, ...]] = {  # of a JSON line; all but the seed are op
     "num-frames": (int,),
     "guidance": (int, float),
 }
-OWN = ("prompt", "negative-prompt", "seed")  # of each prompt of a batch; pipelines take lists of these
+OWN = ("prompt", "negative-prompt", "seed")  # may differ within a batch; pipelines take lists of these
 
 
 @dataclass(frozen=True)
 class Job:
-    """One line: its place, and what to make, by the keys above; a seed is among them."""
+    """One line: its index, and its settings by the keys above, including a seed."""
 
     index: int
     settings: dict[str, Any]
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What a job has in common with those that can run in one call with it."""
+        """Settings that must be equal for jobs to share one call."""
         return {key: None if key in OWN else value for key, value in self.settings.items()}
 
     def name(self, suffix: str) -> str:
@@ -42,7 +42,7 @@ class Job:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of a file that say something."""
+    """Return the non-empty lines of a file."""
     from dit_accel.presets.reading import read_text
 
     name = shortened(str(path))
@@ -52,18 +52,18 @@ def read_prompts(path: Path) -> list[str]:
         raise OptionError("--prompts", f"{name} can't be read: {getattr(error, 'strerror', None) or error}") from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise OptionError("--prompts", f"{name} holds no prompts; write one a line")
+        raise OptionError("--prompts", f"{name} holds no prompts; write one per line")
     return prompts
 
 
 def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
-    """The lines of a file: prompts, or JSON objects where it ends in .jsonl.
+    """Read the lines of a file: prompts, or JSON objects in a .jsonl file.
 
     Args:
-        common: settings of lines that don't have their own; None = not given.
+        common: settings for lines that don't set them; None = not given.
 
     Raises:
-        OptionError: the file can't be read, or a line is not as it should be.
+        OptionError: the file can't be read, or a line is invalid.
     """
     lines: Sequence[Any] = read_prompts(path)
     if path.suffix == ".jsonl":
@@ -75,7 +75,7 @@ def read_jobs(path: Path, common: dict[str, Any]) -> list[Job]:
 
 
 def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
-    """Neighbours of one kind together, at most so many."""
+    """Group neighbouring jobs that can share one call, at most ``size`` per group."""
     together: list[list[Job]] = []
     for job in jobs:
         if together and len(together[-1]) < size and together[-1][0].shared == job.shared:
@@ -86,7 +86,7 @@ def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 
 
 def _settings(line: str, number: int) -> dict[str, Any]:
-    """What a JSON line says."""
+    """Parse and check a JSON line."""
     try:
         values = json.loads(line)
     except ValueError as error:

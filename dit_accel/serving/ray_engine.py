@@ -1,7 +1,7 @@
 """An engine on a Ray cluster, whose devices share the jobs.
 
-An actor on each device loads the pipeline once, and makes a batch of jobs at a time. Where an actor dies, or raises
-what is no refusal, another takes its place and the job goes to the end of the queue, those of a batch each alone.
+One actor per device loads the pipeline once and runs one batch of jobs at a time. If an actor dies, or fails with an
+error that a retry may avoid, a new actor replaces it and its jobs go to the end of the queue, one job per call.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from PIL import Image
     from rich.console import Console
 
-ATTEMPTS = 3  # at a line, and in a row at loading the pipeline on a device
+ATTEMPTS = 3  # for each line, and in a row for loading the pipeline on a device
 
 
 @contextmanager
 def ray_engine(
     setup: Setup, picture: Image.Image | None, jobs: Sequence[Job], actors: int | None, console: Console
 ) -> Iterator[RayEngine]:
-    """Actors that have loaded the pipeline, on the cluster of this process, else of ``RAY_ADDRESS``, else a new one.
+    """Start actors that load the pipeline, on the cluster of this process, at ``RAY_ADDRESS``, or a new cluster.
 
     Raises:
-        OptionError, ...: what a :class:`Worker` raises, where no actor could load the pipeline.
-        BatchError: no actor could, for reasons of another kind.
+        OptionError, ...: errors of :class:`Worker`, if no actor could load the pipeline.
+        BatchError: no actor could load the pipeline because of another error.
     """
     import ray
 
@@ -59,7 +59,7 @@ def ray_engine(
 
 
 class RayEngine:
-    """Actors that make jobs; ``suffix`` and ``preset`` are known once one has loaded the pipeline."""
+    """Engine of several actors; ``suffix`` and ``preset`` are set once an actor has loaded the pipeline."""
 
     suffix: str
     preset: dict[str, Any] | None
@@ -78,15 +78,15 @@ class RayEngine:
         self._actor = ray.remote(**needs)(_Actor)
         self._opens = ray.put((setup, picture, jobs)), os.getcwd()
         self._console = console
-        self._opening: dict[Any, tuple[Any, int]] = {}  # future: actor, attempts before
-        self._busy: dict[Any, tuple[Any, Sequence[Job]]] = {}  # future: actor, what it makes
+        self._opening: dict[Any, tuple[Any, int]] = {}  # future: actor, earlier attempts
+        self._busy: dict[Any, tuple[Any, Sequence[Job]]] = {}  # future: actor, its jobs
         self._idle: list[Any] = []
         self._told: set[str] = set()
         for _ in range(count):
             self._open()
 
     def wait_for_one(self) -> None:
-        """Waits until an actor has loaded the pipeline."""
+        """Wait until an actor has loaded the pipeline."""
         with self._console.status(f"loading the pipeline in {len(self._opening)} actors"):
             while not self._idle:
                 self._opened(self._next())
@@ -126,14 +126,14 @@ class RayEngine:
             yield job, Failure(reason_of(made))
 
     def close(self) -> None:
-        """Ends all actors."""
+        """End all actors."""
         import ray
 
         for actor in [*self._idle, *(actor for actor, _ in (*self._opening.values(), *self._busy.values()))]:
             ray.kill(actor)
 
     def _next(self) -> Any:
-        """A future that is done, for better or worse."""
+        """Wait for a future that has finished or failed."""
         import ray
 
         (done,), _ = ray.wait([*self._busy, *self._opening])
@@ -149,7 +149,7 @@ class RayEngine:
         self._opening[actor.open.remote(*self._opens)] = actor, attempts
 
     def _opened(self, done: Any) -> None:
-        """Takes in an actor that has loaded the pipeline; one that could not is replaced, unless that is no use."""
+        """Add an actor that has loaded the pipeline; replace it if it failed, unless a retry cannot help."""
         import ray
 
         actor, attempts = self._opening.pop(done)
@@ -169,7 +169,7 @@ class RayEngine:
             raise BatchError(f"no actor can load the pipeline: {reason_of(result)}")
 
     def _note(self, text: str) -> None:
-        """Tells what went wrong, once where it is the same of all actors."""
+        """Print a problem once, even if all actors report it."""
         if text not in self._told:
             self._told.add(text)
             self._console.out(f"note: {text}", highlight=False)
@@ -182,7 +182,7 @@ class RayEngine:
 
     @staticmethod
     def _result(done: Any) -> Any:
-        """What a future holds, or the exception of the actor or of Ray."""
+        """Return the value of a future, or the exception of the actor or of Ray."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -195,7 +195,7 @@ class RayEngine:
 
 
 class _Actor:
-    """A :class:`Worker` in a process of its own, in the folder of the command where the machine has it."""
+    """A :class:`Worker` in its own process, in the command's folder if it exists on that machine."""
 
     def open(self, what: tuple[Setup, Image.Image | None, Sequence[Job]], folder: str) -> tuple[str, Any]:
         if os.path.isdir(folder):
@@ -208,15 +208,15 @@ class _Actor:
 
 
 def _connect(console: Console) -> None:
-    """Joins the cluster that Ray finds, or starts one on this machine."""
+    """Join the cluster that Ray finds, or start one on this machine."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here tells nobody of itself
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
     with console.status("connecting to Ray"):
         try:
             host, _, port = address.removeprefix("ray://").rpartition(":")
-            if port.isdecimal():  # Ray itself would try for many minutes
+            if port.isdecimal():  # Ray itself would retry for many minutes
                 socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -225,19 +225,19 @@ def _connect(console: Console) -> None:
 
 
 def _places(resources: dict[str, float], device: str | None, actors: int | None) -> tuple[str, int]:
-    """The device of each actor, and how many there are to be."""
+    """Return the device of each actor, and the number of actors."""
     gpus, cpus = (int(resources.get(kind, 0)) for kind in ("GPU", "CPU"))
     if device == "cuda" and not gpus:
-        raise OptionError("--device", "is cuda, and the Ray cluster has no GPU")
+        raise OptionError("--device", "is cuda, but the Ray cluster has no GPU")
     on_gpus = gpus > 0 and device != "cpu"
     if actors is None and not on_gpus:
-        raise OptionError("--actors", f"say how many: each takes one of the Ray cluster's {cpus} CPUs")
+        raise OptionError("--actors", f"must be given: each actor takes one of the Ray cluster's {cpus} CPUs")
     most, kind = (gpus, "GPU") if on_gpus else (cpus, "CPU")
     if actors is not None and actors > most:
-        raise OptionError("--actors", f"can't be {actors}: each takes a {kind}, and the Ray cluster has {most}")
+        raise OptionError("--actors", f"can't be {actors}: each actor takes a {kind}, and the Ray cluster has {most}")
     return ("cuda" if on_gpus else "cpu"), actors or most
 
 
 def _refuses(error: BaseException) -> bool:
-    """Whether the same would come of every attempt."""
+    """Return True if retrying cannot help."""
     return isinstance(error, UnsupportedError | OptionError)

@@ -1,4 +1,4 @@
-"""A pipeline that is loaded and accelerated once, and makes many jobs in this process."""
+"""A pipeline that is loaded and accelerated once and runs many jobs in this process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """A pipeline that is loaded and accelerated once, for many jobs: the engine of one process.
+    """Engine of one process: a pipeline that is loaded and accelerated once, for many jobs.
 
     Args:
         picture: the input image of every job; None = none.
-        jobs: checked before the first is made.
+        jobs: checked before the first one runs.
         console: shows notes and progress; None = silent.
 
     Raises:
-        OptionError: a job asks for what this pipeline can't do.
+        OptionError: a job has a setting that this pipeline does not support.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker:
         start_pipeline(self._pipe, preset, console.quiet)
 
     def make(self, batch: Sequence[Job]) -> list[Made]:
-        """Makes jobs that share their settings by one call of the pipeline."""
+        """Run jobs that share their settings in one call of the pipeline."""
         seeds = [job.settings["seed"] for job in batch]
         output = timed_call(self._pipe, self._arguments(batch), seeds if len(batch) > 1 else seeds[0])
         if len(output.results) != len(batch):
@@ -69,7 +69,7 @@ class Worker:
         return made
 
     def make_all(self, batches: Sequence[Sequence[Job]], progress: Progress) -> Iterator[tuple[Job, Made]]:
-        """Raises the first error of a single job, of a batch once its other jobs are made."""
+        """Run all batches. If a batch fails, its jobs run one at a time; then the first error is raised."""
         progress.watch(self._pipe)
         for batch in batches:
             more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
@@ -77,7 +77,7 @@ class Worker:
             try:
                 together = self.make(batch)
             except Exception as error:
-                if len(batch) == 1 or ranks() > 1:  # of several processes the others may have no error, and would wait
+                if len(batch) == 1 or ranks() > 1:  # other processes may not fail, and would wait
                     raise
                 self._console.out(f"note: {made_alone(batch, error)}", highlight=False)
             else:
@@ -99,7 +99,7 @@ class Worker:
             raise errors[0]
 
     def _arguments(self, batch: Sequence[Job]) -> dict[str, Any]:
-        """Of the pipeline's call, whose guider the jobs' guidance replaces for this call alone."""
+        """Return the arguments of the pipeline's call; a job's guidance replaces the guider for this call only."""
         if self._guider is not None:
             self._pipe.guider = self._guider
         own = {key: value for key, value in batch[0].settings.items() if key != "seed"}
@@ -109,7 +109,7 @@ class Worker:
 
 
 def _decided_apart(preset: Preset, console: Console) -> Preset:
-    """The preset with steps decided for each prompt of a batch apart, unless it says otherwise or can't do so."""
+    """Let each prompt of a batch skip its own steps, unless the preset sets ``per_prompt`` or does not support it."""
     from dit_accel.models.presets import load_preset
 
     if preset.schedule.control != "adaptive" or "per_prompt" in preset.schedule.model_fields_set:
@@ -117,5 +117,7 @@ def _decided_apart(preset: Preset, console: Console) -> Preset:
     try:
         return load_preset(preset, per_prompt=True)
     except PresetError as error:
-        console.out(f"note: the prompt of a batch that needs most steps decides for all: {error}", highlight=False)
+        console.out(
+            f"note: all prompts of a batch compute the steps of the prompt that needs most: {error}", highlight=False
+        )
         return preset

@@ -1,1 +1,1 @@
-"""What is built on acceleration: measuring, tuning, comparing, drawing, and the models that ship."""
+"""Tools built on acceleration: measure, tune, compare, plot; and the shipped demo models."""

@@ -1,4 +1,4 @@
-"""A pipeline's attentions as they run: their queries, keys and values, to measure, to keep, or to attend otherwise.
+"""Visit the attention layers of a running pipeline: measure, record or replace them.
 
 def visit(site, q, k, v):
     print(site.block, site.step, q.shape)
@@ -32,15 +32,15 @@ from dit_accel.sparse.token_order import Grid, token_order
 
 @dataclass(frozen=True)
 class Site:
-    """Where an attention runs.
+    """One call of an attention layer.
 
     Args:
         block: the transformer block's name, as in the report.
-        step: denoising step, from 0. Of a bare transformer: how often its timestep has changed under the tap.
+        step: denoising step, from 0. For a bare transformer: number of changes of its timestep since the tap began.
         layout: tokens of the sequence.
-        kv_len: int32 ``[B]``, keys of each sample that the attention may read; None = all.
-        grid: of a clip's tokens, which run in raster order; None for pictures.
-        first_frame_apart: whether an order of the clip's tokens must keep those of the first frame first.
+        kv_len: int32 ``[B]``, number of keys that each sample may attend to; None = all.
+        grid: frames, rows and columns of a video's tokens, in raster order; None for images.
+        first_frame_apart: whether any token order must keep the tokens of a video's first frame first.
     """
 
     block: str
@@ -51,7 +51,7 @@ class Site:
     first_frame_apart: bool = False
 
     def places(self, order: str) -> torch.Tensor:
-        """Puts the clip's tokens into an order of :mod:`dit_accel.sparse.token_order`.
+        """Return the indices that sort a video's tokens into an order of :mod:`dit_accel.sparse.token_order`.
 
         Returns:
             int64 ``[S]``, for ``x[:, places]``.
@@ -70,22 +70,21 @@ Visit = Callable[[Site, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor 
 
 
 class AttentionTap:
-    """While it is on, every self- or joint attention of the transformer's blocks calls ``visit(site, q, k, v)``.
+    """Context in which every self- or joint attention of the transformer's blocks calls ``visit(site, q, k, v)``.
 
-    q, k and v are ``[B, S, H, D]`` after norms and RoPE. A tensor that ``visit`` returns, ``[B, S, H, D]``, takes the
-    place of the attention's output, and gradients flow through it; None leaves the attention as it is. Cross-attention
-    and text refiners are not visited. Where text is padded and comes first, it is shown behind the image, so that the
-    keys that count lead; so is text without queries, for which zeros stand among these. The pipeline is as before once
-    the tap is off.
+    q, k and v are ``[B, S, H, D]`` after norms and RoPE. If ``visit`` returns a tensor ``[B, S, H, D]``, it replaces
+    the attention's output, and gradients flow through it; None keeps the output. Cross-attention and text refiners are
+    not visited. Padded text that comes first is moved behind the image, so that the valid keys come first. Text without
+    queries is moved too, and its queries are zeros. The pipeline is unchanged after the context.
 
     Args:
-        pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
-        visit: called for each attention, in the order in which they run.
+        pipe: a plain (not accelerated) pipeline of a supported family, or its transformer.
+        visit: called for each attention, in running order.
         block: tokens in a block of ``site.layout``.
 
     Raises:
-        UnsupportedError: the blocks of this transformer are not known here; and while the tap is on: the pipeline is
-            accelerated, or a block attends by something else than torch's ``scaled_dot_product_attention``.
+        UnsupportedError: the transformer's family is unsupported. Inside the context: the pipeline is accelerated, or a
+            block does not use torch's ``scaled_dot_product_attention``.
     """
 
     def __init__(self, pipe: Any, visit: Visit, *, block: int = 128) -> None:
@@ -101,13 +100,15 @@ class AttentionTap:
 
     @property
     def blocks(self) -> list[str]:
-        """Names of the blocks that are visited, in order."""
+        """Names of the visited blocks, in order."""
         named = ((self._families[name], name, each) for name, each in self._transformers.items())
         return [layer for family, name, transformer in named for layer in family.blocks(transformer, name)]
 
     def __enter__(self) -> AttentionTap:
         if any(find_hook(transformer) is not None for transformer in self._transformers.values()):
-            raise UnsupportedError("an AttentionTap needs a plain pipeline, got an accelerated one: restore it first")
+            raise UnsupportedError(
+                "an AttentionTap needs a plain pipeline, got an accelerated one: call restore_pipeline first"
+            )
         for name, transformer in self._transformers.items():
             family = self._families[name]
             begin = partial(self._begin, family, parameter_names(transformer))
@@ -159,7 +160,7 @@ def _refuse(site: str, reason: str) -> None:
 
 
 class _ChangeClock:
-    """Counts how often the timestep of a transformer's calls changes."""
+    """Counter of changes of the timestep over a transformer's calls."""
 
     def __init__(self) -> None:
         self.step = -1

@@ -1,11 +1,11 @@
-"""Nodes for ComfyUI: the closed loop at level ``output`` around any model that one of its samplers calls.
+"""Nodes for ComfyUI: the closed loop at level ``output`` around any model that a sampler calls.
 
-ComfyUI's samplers follow ``dx / dσ = (x − D) / σ`` with D the denoised latents that the model gives. That slope F
-is what the loop forecasts: the model's own output where it predicts a flow or noise, and smooth along the run where D
-is not. A forecast step gives ``D̂ = x − σ · F̂`` of the latents x that it is called with.
+ComfyUI's samplers solve ``dx / dσ = (x − D) / σ``; D are the denoised latents that the model returns. The loop
+forecasts the slope F = (x − D) / σ: it is the output of flow and noise models, and smooth over the run where D is not.
+A forecast step returns ``D̂ = x − σ · F̂`` for its latents x.
 
-The folder ``integrations/comfyui`` of the repository goes into ComfyUI's ``custom_nodes``; docs/guide/comfyui.md has
-more. Nothing of ComfyUI is imported here.
+To install, put ``integrations/comfyui`` into ComfyUI's ``custom_nodes``; see docs/guide/comfyui.md. This module does
+not import ComfyUI.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dit_accel.models.conditions import leaves
 from dit_accel.models.presets import load_preset
 from dit_accel.presets import Preset, preset_names
 
-MODEL = "model"  # what reports call it
-KEY = "dit_accel"  # of what is attached to ComfyUI's model
-OFF_SCHEDULE = "calls at a noise level where no step begins run plainly, and what came before them is dropped"
+MODEL = "model"  # its name in reports
+KEY = "dit_accel"  # of attachments to ComfyUI's model
+OFF_SCHEDULE = "calls at a noise level between steps run plainly, and the records before them are discarded"
 OLD_COMFYUI = "model must come from ComfyUI 0.3.8 or later, got {} without add_wrapper_with_key; update ComfyUI"
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ Apply = Callable[..., torch.Tensor]  # ComfyUI's apply_model: latents, sigma and
 
 
 class SampledModel:
-    """The loop around the model of one ComfyUI ``MODEL``: one controller for each run of a sampler.
+    """Closed loop around one ComfyUI ``MODEL``, with a new controller for each sampler run.
 
     Args:
         preset: at level ``output``.
-        wrapped: the ``model_function_wrapper`` that the model had already, or None.
+        wrapped: the model's previous ``model_function_wrapper``, or None.
     """
 
     def __init__(self, preset: Preset, wrapped: Callable[[Apply, dict[str, Any]], torch.Tensor] | None = None) -> None:
@@ -52,18 +52,18 @@ class SampledModel:
         self._controller: Controller | None = None  # of the latest run
 
     def report(self) -> RunReport | None:
-        """What the latest run did; None before the first."""
+        """Return the report of the latest run; None before the first."""
         return None if self._controller is None else self._controller.read_report()
 
     def sample(self, executor: Any, guider: Any, sigmas: torch.Tensor, extra_args: Any, *others: Any) -> torch.Tensor:
-        """One run of a sampler, as a wrapper of ComfyUI's kind ``sampler_sample``.
+        """Run a sampler; a wrapper of ComfyUI's type ``sampler_sample``.
 
         Args:
-            executor: goes on to the sampler, which is its ``class_obj``.
+            executor: calls the sampler, which is its ``class_obj``.
             guider: calls the model for the sampler.
             sigmas: noise levels before each step and after the last, float ``[steps + 1]``.
-            extra_args: that the sampler hands to the guider with each call.
-            others: of the sampler.
+            extra_args: passed by the sampler to the guider with each call.
+            others: further arguments of the sampler.
         """
         sampled = partial(executor, guider, sigmas, extra_args, *others)
         if len(sigmas) < 2 or self._clock is not None:  # nothing to do, or a run inside of a run
@@ -84,11 +84,11 @@ class SampledModel:
             logger.info("%s", self.report())
 
     def call(self, apply_model: Apply, arguments: dict[str, Any]) -> torch.Tensor:
-        """One call of the model, as ComfyUI's ``model_function_wrapper``.
+        """Call the model; used as ComfyUI's ``model_function_wrapper``.
 
         Args:
             arguments: ``input``, latents ``[B, C, …]``; ``timestep``, their noise level ``[B]``; ``c``, the conditions;
-                and ``cond_or_uncond``, whose they are, one entry for each part of the batch.
+                and ``cond_or_uncond``, the branch of each part of the batch.
 
         Returns:
             Denoised latents ``[B, C, …]``.
@@ -104,8 +104,8 @@ class SampledModel:
             return plainly()
         branch = self._branch(step, arguments)
         size = partial(ModelSize, output=latents.numel(), itemsize=latents.element_size(), batch=len(latents))
-        told = partial(_conditions, apply_model, arguments["c"])
-        with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=told) as call:
+        conditions = partial(_conditions, apply_model, arguments["c"])
+        with self._controller.calling(MODEL, branch, sigma, (latents.shape,), size, conditions=conditions) as call:
             noise = sigma.view(-1, *[1] * (latents.ndim - 1))
             if call.forecasts_output:
                 denoised = latents - noise * self._controller.forecast_output(call)[0]
@@ -125,7 +125,7 @@ class SampledModel:
         return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
 
     def _branch(self, step: int, arguments: dict[str, Any]) -> str:
-        """Names the conditions of a call, and tells apart calls with the same, as for windows of a long video."""
+        """Name the conditions of a call; calls with the same conditions (windows of a long video) get numbers."""
         if step != self._step:
             self._step, self._called = step, Counter()
         options = arguments["c"].get("transformer_options", {})
@@ -134,15 +134,15 @@ class SampledModel:
         return f"{conditions} {self._called[conditions]}"
 
 
-def _conditions(apply_model: Apply, told: dict[str, Any]) -> dict[str, Any]:
-    """What a call is conditioned on, by name: tensors and numbers, whether a ControlNet is at work, strengths of hooks.
+def _conditions(apply_model: Apply, given: dict[str, Any]) -> dict[str, Any]:
+    """Collect a call's conditions by name: tensors and numbers, whether a ControlNet is active, strengths of hooks.
 
     Args:
         apply_model: a method of ComfyUI's model, whose patcher has the hooks, such as LoRAs with keyframes.
-        told: the call's ``c``.
+        given: the call's ``c``.
     """
-    items = dict(leaves(told, without=("transformer_options", "control")))
-    items["control"] = told.get("control") is not None  # its residuals differ at every step
+    items = dict(leaves(given, without=("transformer_options", "control")))
+    items["control"] = given.get("control") is not None  # its residuals differ at every step
     patcher = getattr(getattr(apply_model, "__self__", None), "current_patcher", None)
     hooks = getattr(getattr(patcher, "current_hooks", None), "hooks", ())
     items["hooks"] = tuple((id(hook), hook.strength) for hook in hooks)
@@ -152,7 +152,7 @@ def _conditions(apply_model: Apply, told: dict[str, Any]) -> dict[str, Any]:
 def _outlook(
     sampler: Any, guider: Any, sigmas: list[float], extra_args: dict[str, Any]
 ) -> tuple[Moves | None, str | None]:
-    """How far a sampler's run moves the latents, if that is known, and why nothing of it may be forecast, or None."""
+    """Return the sampler's moves of the latents, if known, and the reason why its steps can't be forecast, or None."""
     function = getattr(sampler, "sampler_function", None)
     name = getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")
 
@@ -165,16 +165,16 @@ def _outlook(
         return sampler_moves(sample, sigmas), None
     except UnsupportedError as error:
         return None, f"sampler {name}: {error}"
-    except Exception:  # whatever somebody's own sampler asks of its model that a trial has not: its calls will tell
+    except Exception:  # a custom sampler may need more than the trial provides; its real calls decide
         return None, None
 
 
 class _TriedModel:
-    """What a sampler calls in a trial, in the place of ComfyUI's model.
+    """Replacement for ComfyUI's model in a trial run of a sampler.
 
     Args:
-        inner_model: the run's guider, which samplers ask what kind of model it is.
-        model: of the trial.
+        inner_model: the run's guider, from which samplers read the type of the model.
+        model: model function of the trial.
     """
 
     def __init__(self, inner_model: Any, model: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
@@ -186,28 +186,28 @@ class _TriedModel:
 
 
 def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides: Any) -> Any:
-    """A copy of a ComfyUI ``MODEL`` whose sampling runs under the closed loop.
+    """Return a copy of a ComfyUI ``MODEL`` that samples with the closed loop.
 
     Args:
-        model: ComfyUI's ``ModelPatcher``; it stays as it is.
+        model: ComfyUI's ``ModelPatcher``; not changed.
         preset: name of a shipped preset or a :class:`Preset`, at level ``output`` and for any model.
         overrides: preset keys to change, e.g. ``target_error=0.1``.
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: a preset that looks into the model's blocks, or a ComfyUI without wrappers of samplers.
+        UnsupportedError: the preset works inside the model's blocks, or ComfyUI has no sampler wrappers.
     """
     settings = load_preset(preset, **overrides)
     if not _is_for_outputs(settings):
         raise UnsupportedError(
-            f"preset must forecast the output of any model, and {settings.name!r} is for {settings.model} models at "
+            f"preset must forecast the output of any model, but {settings.name!r} is for {settings.model} models at "
             f"level {settings.forecast.level!r}; use one of {', '.join(output_presets())}"
         )
     if not hasattr(model, "add_wrapper_with_key"):
         raise UnsupportedError(OLD_COMFYUI.format(type(model).__name__))
     patched = model.clone()
     loop = SampledModel(settings, patched.model_options.get("model_function_wrapper"))
-    # ComfyUI copies what is set here with each copy of the model, a bound method with its object; a function it shares.
+    # ComfyUI deep-copies bound methods with each copy of the model; it shares functions.
     patched.set_model_unet_function_wrapper(lambda apply_model, arguments: loop.call(apply_model, arguments))
     patched.remove_wrappers_with_key("sampler_sample", KEY)
     patched.add_wrapper_with_key("sampler_sample", KEY, loop.sample)
@@ -216,7 +216,7 @@ def accelerate_model(model: Any, preset: str | Preset = "balanced", **overrides:
 
 
 def output_presets() -> list[str]:
-    """Names of the shipped presets that need to know nothing of a model."""
+    """Return the names of shipped presets that work with any model."""
     return [name for name in preset_names() if _is_for_outputs(load_preset(name))]
 
 
@@ -225,12 +225,12 @@ def _is_for_outputs(preset: Preset) -> bool:
 
 
 class AccelerateNode:
-    """``MODEL`` in, accelerated ``MODEL`` out."""
+    """Node from a ``MODEL`` to an accelerated ``MODEL``."""
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "accelerate"
     CATEGORY = "dit-accel"
-    DESCRIPTION = "Computes some steps of a run and forecasts the others, as often as the target error allows."
+    DESCRIPTION = "Computes some steps of a run and forecasts the others, within the target error."
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -239,13 +239,21 @@ class AccelerateNode:
             "min": 0.0,
             "max": 10.0,
             "step": 0.01,
-            "tooltip": "lower = closer and slower; 0 = the preset's",
+            "tooltip": "lower = closer to plain, slower; 0 = the preset's value",
         }
-        warmup = {"default": -1, "min": -1, "max": 1000, "tooltip": "steps computed at the start; -1 = the preset's"}
+        warmup = {
+            "default": -1,
+            "min": -1,
+            "max": 1000,
+            "tooltip": "steps computed at the start; -1 = the preset's value",
+        }
         return {
             "required": {
                 "model": ("MODEL",),
-                "preset": (output_presets(), {"default": "balanced", "tooltip": "for videos the video- form"}),
+                "preset": (
+                    output_presets(),
+                    {"default": "balanced", "tooltip": "for video models use a preset that starts with video-"},
+                ),
                 "target_error": ("FLOAT", target),
                 "warmup": ("INT", warmup),
             }
@@ -257,7 +265,7 @@ class AccelerateNode:
 
 
 class ReportNode:
-    """What the latest run of an accelerated ``MODEL`` did, as text; latents pass through it, so that it runs after."""
+    """Node that shows the report of an accelerated ``MODEL``; latents pass through it, so that it runs afterwards."""
 
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("samples", "report")
@@ -273,7 +281,7 @@ class ReportNode:
     def report(self, model: Any, samples: Any) -> dict[str, Any]:
         loop = model.get_attachment(KEY)
         if loop is None:
-            raise UnsupportedError("model must come from the node that accelerates it, got one that is not accelerated")
+            raise UnsupportedError("model must come from the node Accelerate (dit-accel), got a plain model")
         text = str(loop.report() or "no run yet")
         return {"ui": {"text": [text]}, "result": (samples, text)}
 

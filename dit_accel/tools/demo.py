@@ -1,4 +1,4 @@
-"""The trained demo models, found by name: those of a checkout, or of the distribution ``dit-accel-demos``."""
+"""Find the trained demo models by name, in a checkout or in the distribution ``dit-accel-demos``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dit_accel.errors import UnsupportedError
 
 DEFAULT_MODEL = "demo-flux"
 DEMOS = (DEFAULT_MODEL, "demo-hunyuan", "demo-wan")
-_NOT_ARGUMENTS = ("fps", "preset", "words")  # of a demo.json, beside the arguments of the pipeline's call
+_NOT_ARGUMENTS = ("fps", "preset", "words")  # keys of a demo.json that are not arguments of the pipeline's call
 _ASSETS = Path(__file__).parent / "assets"
 
 
 def demo_names() -> list[str]:
-    """Names of the demo models that are there, sorted."""
+    """Return the sorted names of the installed demo models."""
     return sorted(_demos())
 
 
 def demo_path(name: str) -> Path | None:
-    """The diffusers folder of a demo model, or None if there is none of that name.
+    """Return the diffusers folder of a demo model, or None for any other name.
 
     Raises:
-        UnsupportedError: there is one, but it is not installed.
+        UnsupportedError: the demo model is not installed.
     """
     folder = _demos().get(name)
     if folder is None and name in DEMOS:
@@ -34,24 +34,24 @@ def demo_path(name: str) -> Path | None:
 
 
 def demo_arguments(folder: Path) -> dict[str, Any]:
-    """Arguments that the pipeline in ``folder`` was trained for, from its ``demo.json``; empty if it has none."""
+    """Return the call arguments that a demo model was trained for, from its ``demo.json``; empty without the file."""
     return {name: value for name, value in _facts(folder).items() if name not in _NOT_ARGUMENTS}
 
 
 def model_fps(name: str) -> float | None:
-    """Frames a second of the clips that a demo model was trained on; None if there is none, or it does not say."""
+    """Return the frames per second of a demo model's training videos; None for other models or image models."""
     return _facts(demo_path(name)).get("fps")
 
 
 def model_preset(name: str) -> str | None:
-    """The preset that a demo model is meant to run with; None if there is none, or it does not say."""
+    """Return the recommended preset of a demo model; None for other models or without a recommendation."""
     return _facts(demo_path(name)).get("preset")
 
 
 def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
-    """Words of a prompt that a demo model was not trained on, in their order, and all that it was, sorted.
+    """Return a prompt's words that a demo model was not trained on, and all its training words, sorted.
 
-    Both are empty for any other model.
+    Both lists are empty for any other model.
     """
     known = _facts(demo_path(name)).get("words", [])
     words = re.findall(r"[^\W_]+", prompt.lower()) if known else []
@@ -59,13 +59,13 @@ def unknown_words(name: str, prompt: str) -> tuple[list[str], list[str]]:
 
 
 def tuning_prompts(name: str) -> list[str]:
-    """Prompts to tune on and to confirm with: a demo model's own, which it was not trained on, else of all kinds."""
+    """Return prompts for tuning and confirmation: a demo model's own, unseen in training, or general ones."""
     folder = demo_path(name) or _ASSETS
     return (folder / "prompts.txt").read_text(encoding="utf-8").splitlines()
 
 
 def _demos() -> dict[str, Path]:
-    """The folders of demo models by name; those of a checkout before those that are installed."""
+    """Return the folders of demo models by name; a checkout takes precedence over installed ones."""
     spec = find_spec("dit_accel_demos")
     installed = map(Path, spec.submodule_search_locations or ()) if spec is not None else ()
     return {

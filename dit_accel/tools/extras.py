@@ -1,4 +1,4 @@
-"""Packages that only some tools need, each by an extra of the distribution."""
+"""Optional packages, and the extras that install them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EXTRAS = {
 
 
 def require_extra(package: str, what: str) -> None:
-    """Checks that a package of `EXTRAS` is installed, without importing it.
+    """Check that a package of `EXTRAS` is installed, without importing it.
 
     Args:
-        package: its name on the package index.
-        what: the option or argument that needs it, and for what; the subject of the message.
+        package: its name on PyPI.
+        what: the option or argument that needs the package; the subject of the message.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: the package is not installed.
     """
     if find_spec(package.replace("-", "_")) is None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Figures of a run: step modes, densities, symbols over the image, speed against quality.
+"""Plots of a run: step modes, densities, symbols over the image, speed against quality.
 
-Each function writes one file, and raises `UnsupportedError` where matplotlib, the extra `plots`, is missing. Matplotlib
-draws without a display and without touching the caller's pyplot state.
+Each function writes one file, and raises `UnsupportedError` if matplotlib (extra `plots`) is missing. No display is
+needed, and the caller's pyplot state is not touched.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from dit_accel.kernels.symbols import SparseSymbols
     from dit_accel.loop.report import RunReport
 
-# Okabe and Ito's palette, told apart with every common colour blindness.
+# Okabe and Ito's palette, safe for common forms of colour blindness.
 MODE_COLOURS = {"full": "#0072B2", "update": "#E69F00", "dispatch": "#BFD9E6"}
 SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 SERIES_MARKERS = "osD^vP*"
 ERROR_COLOUR = "#D55E00"
 GREY = "#444444"
-SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of maps
+SHARES = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}  # of heat maps
 MOST_LABELS = 12  # lines of a legend
 
 
 class FrontierPoint(NamedTuple):
-    """One setting of a method: the fraction of FLOPs it computed and the PSNR it reached, in dB."""
+    """One setting of a method: its computed fraction of FLOPs, and its PSNR in dB."""
 
     method: str
     fraction: float
@@ -44,8 +44,8 @@ class FrontierPoint(NamedTuple):
 
 
 def timeline_figure(report: RunReport, path: str | Path) -> None:
-    """Writes when a run computed: seconds of each step coloured by mode, and the errors it measured, of
-    forecasts and, with a probe, of attention.
+    """Plot a run: time of each step coloured by mode, and the measured errors of forecasts and, with a probe, of
+    attention.
     """
     figure = new_figure(9.0, 4.6)
     times, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.25))
@@ -73,7 +73,7 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
         errors.plot(*zip(*probed.items(), strict=True), **style, label="attention of the worst block (probe)")
         errors.legend(frameon=False, loc="best", fontsize=8)
     if not judged and not probed:
-        note = "no forecast was judged in this run"
+        note = "no forecast error was measured in this run"
         errors.text(0.5, 0.5, note, transform=errors.transAxes, ha="center", va="center", color=GREY)
         errors.set_yticks([])
     if any(error > 0 for error in (*judged.values(), *probed.values())):
@@ -88,7 +88,7 @@ def timeline_figure(report: RunReport, path: str | Path) -> None:
 
 
 def density_figure(report: RunReport, path: str | Path) -> None:
-    """Writes a heat map of the computed share of each layer's FLOPs, by layer and step."""
+    """Plot a heat map of the computed share of FLOPs by layer and step."""
     density = np.array(report.density, dtype=float).reshape(len(report.layers), -1)
     height = float(np.clip(1.6 + 0.2 * len(report.layers), 2.6, 12.0))
     figure = new_figure(9.0, height)
@@ -107,24 +107,27 @@ def density_figure(report: RunReport, path: str | Path) -> None:
 
 
 def heads_computed(symbols: SparseSymbols) -> np.ndarray:
-    """Fraction of heads that compute, mean over the batch: float64 ``[Tq]``, from ``cache_bits``."""
+    """Return the fraction of computed heads, mean over the batch: float64 ``[Tq]``, from ``cache_bits``."""
     bits = np.unpackbits(symbols.cache_bits.cpu().numpy(), axis=-1, count=symbols.heads, bitorder="little")
     return bits.mean(axis=(0, 2))
 
 
 def token_grid(layout: TokenLayout, width: int, height: int, frames: int = 1) -> tuple[int, int]:
-    """Rows and columns of the vision tokens of a picture, or of each latent frame, of ``width`` × ``height`` pixels.
+    """Return the rows and columns of the vision tokens of an image, or of each latent frame of a video.
+
+    Args:
+        width, height: in pixels.
 
     Raises:
-        ShapeError: the vision tokens don't fill grids of the picture's shape (reference tokens).
+        ShapeError: the vision tokens don't fill grids of this shape (reference tokens).
     """
     tokens, rest = divmod(layout.vision, frames)
     rows = round((tokens * height / width) ** 0.5)
     columns = tokens // max(rows, 1)
     if rest or rows * columns != tokens or rows * width != columns * height:
         raise ShapeError(
-            f"{layout.vision} vision tokens don't fill {frames} grid(s) of the shape of a {width} x {height} picture; "
-            "symbol maps need images or clips without reference tokens"
+            f"{layout.vision} vision tokens don't fill {frames} grid(s) of a {width} x {height} image; symbol maps "
+            "need images or videos without reference tokens"
         )
     return rows, columns
 
@@ -140,14 +143,15 @@ def symbol_map(
     frames: int = 1,
     order: torch.Tensor | None = None,
 ) -> None:
-    """Writes the picture, and beside it under a map of how many heads computed where at the last UPDATE.
+    """Plot an image twice: plain, and under a map of the share of heads computed at the last UPDATE.
 
-    Blocks that hold text count as computed, as they are.
+    Blocks that hold text count as computed.
 
     Args:
-        frame: the latent frame of a clip that ``picture`` belongs to.
-        frames: latent frames of the clip; 1 for a picture.
-        order: of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
+        picture: the image, or a frame of a video.
+        frame: index of the latent frame of ``picture``.
+        frames: number of latent frames; 1 for an image.
+        order: order of the vision tokens, as :mod:`dit_accel.sparse.token_order` describes it; None = raster order.
 
     Raises:
         ShapeError: see :func:`token_grid`.
@@ -163,14 +167,14 @@ def symbol_map(
     plain, painted = figure.subplots(1, 2)
     extent = (0, width, height, 0)
     plain.imshow(picture, extent=extent)
-    plain.set_title("picture", loc="left")
+    plain.set_title("image", loc="left")
     painted.imshow(picture.convert("L"), extent=extent, cmap="gray", vmin=0, vmax=255)
     image = painted.imshow(tokens, extent=extent, alpha=0.65, **SHARES)
     painted.set_title(f"{title}: {tokens.mean():.0%} computed", loc="left")
     for axes in (plain, painted):
         axes.set_axis_off()
     bar = figure.colorbar(image, cax=painted.inset_axes((1.03, 0.0, 0.035, 1.0)))
-    bar.set_label("share of heads that compute")
+    bar.set_label("share of computed heads")
     bar.solids.set_alpha(1)
     bar.outline.set_visible(False)
     figure.savefig(path)
@@ -185,16 +189,16 @@ def frontier_plot(
     y_label: str = "PSNR against all steps computed (dB)",
     plain: float | None = None,
 ) -> None:
-    """Writes quality against computed fraction, one colour a method, in the order in which the methods first occur.
+    """Plot quality against computed fraction, one colour per method, in order of first occurrence.
 
-    A line joins a method's best settings, those that no setting of it with a smaller fraction reaches; the others are
-    pale.
+    A line joins a method's best settings: no setting with a smaller fraction has the same or better quality. Other
+    settings are pale.
 
     Args:
-        highlight: the method whose line stands out.
-        x_label: what the points' fractions are.
-        y_label: what their quality is.
-        plain: that of plain runs, a dashed line; None = none.
+        highlight: the method with the thickest line.
+        x_label: label of the fractions.
+        y_label: label of the quality.
+        plain: quality of plain runs, a dashed line; None = no line.
 
     Raises:
         ShapeError: there are no points.
@@ -207,7 +211,7 @@ def frontier_plot(
     axes = figure.subplots()
     for number, method in enumerate(methods):
         settings = [(fraction, quality) for name, fraction, quality in points if name == method]
-        turn = number // len(SERIES_COLOURS)  # another marker where a colour comes again
+        turn = number // len(SERIES_COLOURS)  # another marker when colours repeat
         style = {
             "color": SERIES_COLOURS[number % len(SERIES_COLOURS)],
             "marker": SERIES_MARKERS[(number + turn) % len(SERIES_MARKERS)],
@@ -235,7 +239,7 @@ def frontier_plot(
 
 
 class LayerCurve(NamedTuple):
-    """Sparsities and relative L1 errors of a layer's attention over its thresholds, and the pair that was chosen."""
+    """Sparsities and relative L1 errors of a layer's attention over its thresholds, and the chosen pair."""
 
     layer: str
     points: list[tuple[float, float]]
@@ -251,21 +255,21 @@ def tuning_figure(
     bound: float | None,
     path: str | Path,
 ) -> None:
-    """Writes what a tuning tried and, where there are layers, each layer's error against its sparsity.
+    """Plot a tuning: all settings and, if there are layers, each layer's error against its sparsity.
 
     Args:
         tried: computed fraction and quality of each setting, means over the tuning prompts.
-        confirmed: the same of the setting taken, over the held-out prompts.
-        target: what the quality was to be.
-        quality: its name, with its unit.
+        confirmed: computed fraction and quality of the chosen setting, means over the held-out prompts.
+        target: required quality.
+        quality: label of the quality, with its unit.
         layers: curves, from the first layer to the last.
-        bound: error that layers were allowed; None without layers.
+        bound: maximum error of a layer; None without layers.
     """
     figure = new_figure(11.0 if layers else 6.0, 4.6)
     axes, *others = np.atleast_1d(figure.subplots(1, 2 if layers else 1))
     axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label="target")
     axes.plot(*zip(*tried, strict=True), "o", color=SERIES_COLOURS[0], alpha=0.5, label="tried, tuning prompts")
-    axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="taken, held-out prompts")
+    axes.plot(*confirmed, "*", color=ERROR_COLOUR, markersize=14, label="chosen, held-out prompts")
     axes.set_xlabel("computed fraction of FLOPs (less is faster)")
     axes.set_ylabel(quality)
     axes.legend(frameon=False, loc="best")
@@ -299,7 +303,7 @@ def _draw_layers(axes: Axes, layers: Sequence[LayerCurve], bound: float | None) 
 
 
 def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The ``(fraction, psnr)`` pairs, by ascending fraction, whose PSNR no pair of at most that fraction reaches."""
+    """Return the Pareto front of ``(fraction, psnr)`` pairs, by ascending fraction and PSNR."""
     best: list[tuple[float, float]] = []
     for fraction, quality in sorted(settings, key=lambda pair: (pair[0], -pair[1])):
         if not best or quality > best[-1][1]:
@@ -308,7 +312,7 @@ def best_settings(settings: Sequence[tuple[float, float]]) -> list[tuple[float, 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches, drawn by Agg.
+    """Create an empty figure of this size in inches, rendered by Agg.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -323,7 +327,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def tidy_axes(axes: Axes, grid: str | None = None) -> None:
-    """Leaves only the lines that carry something."""
+    """Remove lines without information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=GREY, labelcolor="black")
@@ -333,7 +337,7 @@ def tidy_axes(axes: Axes, grid: str | None = None) -> None:
 
 
 def _log_scale(axes: Axes) -> None:
-    """A logarithmic y axis with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5 times powers of ten as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and which interrupted work can go on from."""
+"""Write files atomically, and compare settings before interrupted work resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file under another name in its folder, and rename it when it is whole; devices and pipes as they are."""
+    """Write a file under a temporary name in its folder and rename it; write devices and pipes directly."""
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(data)
@@ -19,7 +19,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def difference_of(found: dict[str, Any], request: dict[str, Any]) -> str | None:
-    """The keys in which what was done differs from what is asked for, with both values of the first; None = in none."""
+    """Return the keys whose values differ, with both values of the first key; None if all are equal."""
     differing = [key for key in {**found, **request} if found.get(key) != request.get(key)]
     if not differing:
         return None

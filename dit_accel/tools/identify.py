@@ -1,4 +1,4 @@
-"""Which model is meant: the family of a name, a folder or an id, without loading or downloading the model."""
+"""Find the family of a model from its name, folder or id, without loading or downloading it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dit_accel.tools.demo import demo_names, demo_path
 if TYPE_CHECKING:
     from dit_accel.models.families.family import Family
 
-DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids, as the families' pages have more
+DISTILLED = ("turbo", "lightning", "hyper", "lightx2v", "distill")  # parts of ids; family files have more
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A model as far as its name or folder tells.
+    """Facts about a model from its name or folder.
 
     Args:
-        name: as it was given.
-        family: as presets call it; ``any`` where no facts are known of it.
-        is_video: whether it makes videos.
-        is_distilled: whether its name says that it was distilled to few steps.
-        is_loadable: whether the name can be loaded; that of a family can't.
-        steps: that the model was distilled to, where its name tells.
+        name: as given by the caller.
+        family: name of the family in presets; ``any`` for an unknown family.
+        is_video: whether the model makes videos.
+        is_distilled: whether its name says that it is distilled for few steps.
+        is_loadable: whether the name can be loaded; False for the name of a family.
+        steps: number of steps that the model is distilled for, if its name says so.
     """
 
     name: str
@@ -45,29 +45,29 @@ class Identity:
 
     @property
     def facts(self) -> Family | None:
-        """The family's page; None where no facts are known."""
+        """Facts of the family; None for an unknown family."""
         return _families().get(self.family)
 
     @property
     def makes_images_alone(self) -> bool:
-        """Whether no model of the family makes videos."""
+        """Return True if no model of the family makes videos."""
         return not self.is_video and self.facts is not None and self.facts.makes == "images"
 
     def takes(self, preset: Preset) -> bool:
-        """Whether a shipped preset is meant for the model: video forms are for videos alone, plain ones for images."""
+        """Return True if a shipped preset suits the model: video presets for videos, others for images."""
         if preset.name in PLAIN or preset.name.startswith("video-"):
             return self.is_video == preset.name.startswith("video-")
         return preset.model in ("any", self.family)
 
 
 def identify(model: str) -> Identity:
-    """The family of a model.
+    """Find the family of a model.
 
     Args:
-        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the hub.
+        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
 
     Raises:
-        UnsupportedError: it is none of these.
+        UnsupportedError: ``model`` is none of these.
     """
     if not isinstance(model, str):
         raise UnsupportedError(f"model must be a name, a folder or an id, got {shown(model)}")
@@ -91,24 +91,24 @@ def identify(model: str) -> Identity:
             f"({', '.join(demo_names())}) or a family ({', '.join([*families, 'any'])}), got {shown(model)}"
         )
     words = {word: name for name, family in families.items() for word in family.words if word in squeezed}
-    # The longest, and of words as long that of the last family, which is more special than those before.
+    # The longest word wins; for equal lengths the last family, which is the most specific.
     name = words[max(reversed(words), key=len)] if words else "any"
     return Identity(model, name, _makes_videos(name) or "video" in squeezed, is_distilled, steps=steps)
 
 
 @cache
 def _families() -> dict[str, Family]:
-    """The families by name; torch comes with the facts, and not before they are asked for."""
+    """Return the families by name; imported on first use, because they import torch."""
     from dit_accel.models.families import FAMILIES
 
     return {family.name: family for family in FAMILIES}
 
 
 def _makes_videos(name: str) -> bool:
-    """Whether all models of a family make videos."""
+    """Return True if all models of a family make videos."""
     return (family := _families().get(name)) is not None and family.makes == "videos"
 
 
 def _is_class(value: object) -> bool:
-    """Whether a value of a pipeline's index is a component: its library and its class."""
+    """Return True if a value of a pipeline's index is a component (library and class)."""
     return isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)

@@ -1,9 +1,9 @@
-"""How far two outputs are apart: PSNR, SSIM and LPIPS of pictures and clips, relative error of latents.
+"""Metrics between two outputs: PSNR, SSIM and LPIPS of images and videos, relative error of latents.
 
-Pictures are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
+Images are PIL images, arrays ``[..., height, width]`` or ``[..., height, width, channels]``, or tensors
 ``[..., height, width]`` or ``[..., channels, height, width]``; channels are 1, 3 or 4. Values of uint8 run over 0..255,
-floating values over 0..1. A clip is a stack of pictures, its frames first. All sums are in float64, of which there is
-never more than one frame of a clip at a time.
+floating values over 0..1. A video is a stack of images, frames first. Sums are in float64; only one frame at a time is
+converted to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Picture = Image.Image | np.ndarray | torch.Tensor
 
-IDENTICAL = 100.0  # dB; what the infinite PSNR of equal pictures counts for in means
+IDENTICAL = 100.0  # dB; replaces the infinite PSNR of equal images in means
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, of R, G, B
 SSIM_WINDOW = 11
 SSIM_SIGMA = 1.5
@@ -33,13 +33,13 @@ LPIPS_BACKBONE = "alexnet-owt-7be5be79.pth"  # torchvision's, which lpips builds
 
 
 def psnr(a: Picture, b: Picture) -> float:
-    """Peak signal-to-noise ratio ``−10 log10(mean((a − b)²))`` in dB, over all values; infinite for equal pictures.
+    """Peak signal-to-noise ratio ``−10 log10(mean((a − b)²))`` in dB, over all values; infinite for equal images.
 
-    The mean over a clip runs over all of its frames at once, so that one bad frame counts. Values are scaled to 0..1
-    first, so a uint8 picture and a float picture of the same scene can be compared.
+    For a video the mean is over all frames at once, so that one bad frame counts. Values are scaled to 0..1 first, so
+    a uint8 image can be compared with a float image.
 
     Raises:
-        ShapeError: the pictures differ in shape, or one holds values that aren't uint8 or floating.
+        ShapeError: the images differ in shape, or hold values that aren't uint8 or floating.
     """
     first, second = _same_shape(a, b)
     pairs = zip(first, second, strict=True)
@@ -48,19 +48,17 @@ def psnr(a: Picture, b: Picture) -> float:
 
 
 def ssim(a: Picture, b: Picture) -> float:
-    """Mean structural similarity in −1..1, 1 for equal pictures (Wang et al. 2004, equation 13 and section III-C).
+    """Mean structural similarity in −1..1, 1 for equal images (Wang et al. 2004, equation 13 and section III-C).
 
-    Gaussian window of 11 × 11 pixels with σ = 1.5, K1 = 0.01, K2 = 0.03, over windows that lie inside the picture.
-    Colour counts by its luma (BT.601); an alpha channel is left out.
+    Gaussian window of 11 × 11 pixels with σ = 1.5, K1 = 0.01, K2 = 0.03, over windows inside the image.
+    Colours are converted to luma (BT.601); an alpha channel is ignored.
 
     Raises:
-        ShapeError: the pictures differ in shape, are smaller than the window, or are not single pictures.
+        ShapeError: the images differ in shape, are smaller than the window, or are not single images.
     """
     first, second = (_luma(_unit_range(picture)) for picture in _same_shape(a, b))
     if min(first.shape) < SSIM_WINDOW:
-        raise ShapeError(
-            f"ssim needs pictures of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels, got {list(first.shape)}"
-        )
+        raise ShapeError(f"ssim needs images of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels, got {list(first.shape)}")
     mean_first, mean_second = _blur(first), _blur(second)
     variance_first = _blur(first * first) - mean_first**2
     variance_second = _blur(second * second) - mean_second**2
@@ -73,10 +71,10 @@ def ssim(a: Picture, b: Picture) -> float:
 
 
 def clip_ssim(a: Picture, b: Picture) -> float:
-    """Mean over the frames of two clips of :func:`ssim`.
+    """Mean :func:`ssim` over the frames of two videos.
 
     Raises:
-        ShapeError: the clips differ in shape, hold no frames, or :func:`ssim` refuses their frames.
+        ShapeError: the videos differ in shape, hold no frames, or :func:`ssim` rejects their frames.
     """
     first, second = _same_shape(a, b)
     return float(np.mean([ssim(*frames) for frames in zip(first, second, strict=True)]))
@@ -98,9 +96,10 @@ def latent_error(estimate: torch.Tensor | np.ndarray, reference: torch.Tensor | 
 
 
 def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], float] | str:
-    """Mean LPIPS (AlexNet) of two clips' frames, float ``[frames, 3, height, width]`` in 0..1; or why there is none.
+    """Return a function for the mean LPIPS (AlexNet) over two videos' frames, or the reason why it is unavailable.
 
-    Nothing is downloaded: the package ``lpips`` and its network's weights must be on this machine.
+    Frames are float ``[frames, 3, height, width]`` in 0..1. Nothing is downloaded: the package ``lpips`` and its
+    network's weights must be on this machine.
     """
     if find_spec("lpips") is None:
         return "the package lpips is not installed"
@@ -121,7 +120,7 @@ def lpips_distance(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor
 
 
 def _same_shape(a: Picture, b: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """The values of both pictures, channels last."""
+    """Return the values of both images, channels last."""
     first, second = _channels_last(a, "a"), _channels_last(b, "b")
     _require_same_shape(first, second)
     return first, second
@@ -144,7 +143,7 @@ def _channels_last(picture: Picture, name: str) -> np.ndarray:
 
 
 def _unit_range(values: np.ndarray) -> np.ndarray:
-    """uint8 over 0..255 or floats over 0..1 as float64 over 0..1."""
+    """Convert uint8 over 0..255 or floats over 0..1 to float64 over 0..1."""
     return values / 255.0 if values.dtype == np.uint8 else values.astype(np.float64)
 
 
@@ -156,12 +155,12 @@ def _array(values: Picture) -> np.ndarray:
 
 
 def _luma(picture: np.ndarray) -> np.ndarray:
-    """One picture, channels last or absent, as ``[height, width]``."""
+    """Convert one image, channels last or absent, to luma ``[height, width]``."""
     if picture.ndim == 2:
         return picture
     if picture.ndim != 3 or picture.shape[-1] not in (1, 3, 4):
         raise ShapeError(
-            f"ssim compares single pictures of 1, 3 or 4 channels, got shape {list(picture.shape)} (channels last)"
+            f"ssim compares single images of 1, 3 or 4 channels, got shape {list(picture.shape)} (channels last)"
         )
     return picture[..., 0] if picture.shape[-1] == 1 else picture[..., :3] @ LUMA
 

@@ -1,4 +1,4 @@
-"""What figures were measured on and with."""
+"""Describe the device, versions and command of a measurement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHECKOUT = Path(__file__).parents[3]
 
 
 def describe_run(device: str | torch.device) -> dict[str, Any]:
-    """Device, driver, versions, commit and command of this process; what is missing is None.
+    """Return device, driver, versions, commit and command of this process; missing values are None.
 
     Args:
-        device: what the process computes on.
+        device: device of the computation.
     """
     on_gpu = torch.device(device).type == "cuda"
     return {
@@ -30,14 +30,14 @@ def describe_run(device: str | torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         **{package: _version(package) for package in ("triton", "flash-attn-4", "diffusers", "cache-dit")},
-        # DIT_ACCEL_COMMIT names it where the tree came without its history, or with another's.
+        # DIT_ACCEL_COMMIT names the commit if the tree has no git history or another one.
         "commit": os.environ.get("DIT_ACCEL_COMMIT") or _commit() or "unknown",
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
     }
 
 
 def _commit() -> str | None:
-    """The checkout's commit; None where the package is installed, inside whatever repository that may be."""
+    """Return the checkout's commit; None for an installed package, even inside another repository."""
     return _output("git", "-C", str(CHECKOUT), "rev-parse", "HEAD") if (CHECKOUT / ".git").exists() else None
 
 
@@ -49,7 +49,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """First line that a command prints, or None if it can't run."""
+    """Return the first line of a command's output, or None if it can't run."""
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):

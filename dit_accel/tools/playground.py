@@ -1,4 +1,4 @@
-"""Plain beside accelerated for who plays with a prompt: told step by step, one run at a time, and each can be stopped.
+"""Run plain and accelerated pipelines for an interactive page, one run at a time, with events and cancellation.
 
 run = playground.start(Wish("a yellow ring", "demo-flux"))
 for event in run:  # Waiting, Began, Step, Made, Compared or Cancelled
@@ -29,12 +29,12 @@ from dit_accel.tools.timing import Output
 
 Side = Literal["plain", "accelerated"]
 
-LIMITS = {  # the least and the most of each number of a wish
+LIMITS = {  # smallest and largest value of each number
     "steps": (1, 200),
     "height": (16, 2048),
     "width": (16, 2048),
     "num_frames": (1, 257),
-    "seed": (0, 2**53 - 1),  # what a page's numbers hold
+    "seed": (0, 2**53 - 1),  # exact in a page's numbers
 }
 LONGEST_PROMPT = 2000
 KEPT = 4  # plain outputs
@@ -42,14 +42,14 @@ KEPT = 4  # plain outputs
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be made.
+    """Request for one comparison.
 
     Args:
-        prompt: what it shows.
-        model: as the playground loads it.
-        preset: its name; None = the one that the model is meant to run with, else `balanced`.
-        target_error: None = the preset's.
-        steps, height, width, num_frames: None = the model's own.
+        prompt: text prompt.
+        model: name that the playground can load.
+        preset: name of a preset; None = the model's own preset, otherwise `balanced`.
+        target_error: None = the preset's value.
+        steps, height, width, num_frames: None = the model's default.
     """
 
     prompt: str
@@ -63,10 +63,10 @@ class Wish:
     num_frames: int | None = None
 
     def require_bounds(self) -> None:
-        """Checks numbers and the prompt's length.
+        """Check numbers and the prompt's length.
 
         Raises:
-            UnsupportedError: one is out of bounds.
+            UnsupportedError: a value is out of bounds.
         """
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
@@ -78,27 +78,27 @@ class Wish:
 
     @property
     def plain(self) -> Wish:
-        """The same for all wishes whose plain side is the same."""
+        """Key of the plain side, equal for all requests that share it."""
         return replace(self, preset=None, target_error=None)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """So many runs come first."""
+    """Number of earlier runs to wait for."""
 
     ahead: int
 
 
 @dataclass(frozen=True)
 class Began:
-    """What goes on from now on, in words."""
+    """Start of an activity, with its name."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step is done: its index from 0, of how many; its mode; the error of its forecast, where it was judged."""
+    """A finished step: index from 0, number of steps, mode, and forecast error if it was measured."""
 
     side: Side
     index: int
@@ -109,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Made:
-    """One side is there. ``kept`` says that it was made for an earlier wish."""
+    """Output of one side. ``kept`` = reused from an earlier request."""
 
     side: Side
     output: Output
@@ -118,7 +118,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Compared:
-    """The end: PSNR in dB, infinite for equal pictures, and speed-up of the denoising loop."""
+    """End of a run: PSNR in dB, infinite for equal outputs, and speed-up of the denoising loop."""
 
     preset: Preset
     psnr: float
@@ -128,18 +128,18 @@ class Compared:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The end, before there was a result."""
+    """End of a cancelled run."""
 
 
 Event = Waiting | Began | Step | Made | Compared | Cancelled
 
 
 class _Stopped(Exception):
-    """Ends a pipeline's call between two steps."""
+    """Stops a pipeline's call between two steps."""
 
 
 class Run:
-    """Events of one wish. Iterating waits for each, ends behind `Compared` or `Cancelled`, and raises what failed."""
+    """Events of one request. Iteration waits for each event, ends after `Compared` or `Cancelled`, or raises."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[Event | None] = SimpleQueue()
@@ -153,30 +153,30 @@ class Run:
             self.future.result()
 
     def cancel(self) -> None:
-        """Stops it behind its present step, or before it begins; nothing happens at its end."""
+        """Stop the run after its current step, or before it begins; no effect on a finished run."""
         self._stop.set()
         if self.future.cancel():  # it has not begun
             self.tell(Cancelled())
             self.tell(None)
 
     def tell(self, event: Event | None) -> None:
-        """The next event; None = there are no more."""
+        """Add an event; None = the last event."""
         self._events.put(event)
 
     def check(self, *_: Any) -> None:
-        """Raises `_Stopped` once the run is cancelled."""
+        """Raise `_Stopped` if the run is cancelled."""
         if self._stop.is_set():
             raise _Stopped
 
 
 class Playground:
-    """Makes what is wished for, in the order of the wishes. One model is in memory, with the plain sides made last.
+    """Queue that runs requests in order. It keeps one model in memory, and the latest plain outputs.
 
     Args:
-        load: the plain pipeline of a model, in place.
-        arguments: of a pipeline's call, from the pipeline, its model and options: ``prompt``, ``steps``, ``height``,
-            ``width`` and ``num-frames``, None where the model's own is meant.
-        make: calls a pipeline with its arguments and a seed, as :func:`~dit_accel.tools.timing.timed_output`.
+        load: loads the plain pipeline of a model onto its device.
+        arguments: returns a call's arguments from the pipeline, its model and the options ``prompt``, ``steps``,
+            ``height``, ``width`` and ``num-frames``, None = the model's default.
+        make: calls a pipeline with its arguments and a seed, like :func:`~dit_accel.tools.timing.timed_output`.
     """
 
     def __init__(
@@ -188,17 +188,17 @@ class Playground:
         self._load, self._arguments, self._call = load, arguments, make
         self._worker = ThreadPoolExecutor(1, "playground")
         self._lock = Lock()
-        self._runs: list[Run] = []  # that have not ended
+        self._runs: list[Run] = []  # unfinished
         self._model: str | None = None
         self._pipe: Any = None
         self._plain: dict[Wish, Output] = {}
-        self._warm: set[tuple[Any, ...]] = set()  # forms of calls that were made before
+        self._warm: set[tuple[Any, ...]] = set()  # forms of earlier calls
 
     def start(self, wish: Wish) -> Run:
-        """Begins a run, or lets it wait for those before it.
+        """Start a run, or queue it after earlier runs.
 
         Raises:
-            UnsupportedError: a number of the wish is out of bounds.
+            UnsupportedError: a value is out of bounds.
         """
         wish.require_bounds()
         run = Run()
@@ -211,18 +211,18 @@ class Playground:
         return run
 
     def close(self) -> None:
-        """Cancels all runs, and waits for the step that is being computed."""
+        """Cancel all runs, and wait for the current step."""
         with self._lock:
             for run in self._runs:
                 run.cancel()
         self._worker.shutdown()
 
     def load(self, model: str) -> Any:
-        """The pipeline of a model, which stays until another is asked for; not to be called while a run goes on."""
+        """Load the pipeline of a model, and keep it until another is requested. Don't call this during a run."""
         if model != self._model:
             self._model = self._pipe = None
             self._warm.clear()
-            gc.collect()  # a pipeline holds itself by its hooks
+            gc.collect()  # a pipeline's hooks refer to it in a cycle
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._pipe, self._model = self._load(model), model
@@ -243,7 +243,7 @@ class Playground:
         overrides = {} if wish.target_error is None else {"target_error": wish.target_error}
         preset = preset_for(pipe, wish.preset or model_preset(wish.model), **overrides)
         with accelerated(pipe, preset):
-            pass  # raises now, and not after a plain run of minutes, if the preset does not fit the pipeline
+            pass  # raises now, before a plain run of minutes, if the preset does not fit the pipeline
         options = {"prompt": wish.prompt, "steps": wish.steps, "height": wish.height, "width": wish.width}
         arguments = self._arguments(pipe, wish.model, {**options, "num-frames": wish.num_frames})
         self._warm_up(pipe, arguments, wish, preset, run)
@@ -279,8 +279,8 @@ class Playground:
         return output
 
     def _warm_up(self, pipe: Any, arguments: dict[str, Any], wish: Wish, preset: Preset, run: Run) -> None:
-        """What a first call of its form takes longer is not to count: two plain steps, and where kernels are compiled a
-        whole accelerated run, since only that is sure to reach every kernel.
+        """Warm up before the first call of a form: two plain steps and, if kernels are compiled, a whole accelerated
+        run, since only a whole run uses every kernel.
         """
         compiles = pipe._execution_device.type == "cuda"
         form = (wish.height, wish.width, wish.num_frames, preset.name if compiles else None)
@@ -298,5 +298,5 @@ class Playground:
             with watched_steps(pipe, tell):
                 return self._call(pipe, arguments, seed)
         except BaseException:
-            pipe.maybe_free_model_hooks()  # what is offloaded leaves the GPU, as at the end of a call
+            pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call
             raise

@@ -1,6 +1,6 @@
-"""Recommend a preset and a command for a model, card and length.
+"""Recommend a preset and a command for a model, GPU and number of steps.
 
-A figure is printed only where the same model, steps, GPUs, card and size were measured. ``recommend.json`` names the
+A speed-up is printed only if the same model, steps, GPUs and size were measured. ``recommend.json`` names the
 file of each figure, and tests compare it with ``docs/results``.
 """
 
@@ -16,11 +16,11 @@ from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.presets import load_preset, preset_names
 from dit_accel.tools.identify import Identity, identify
 
-LONG_CLIP = 13_312  # tokens of the longest clip that a trained model has, and tiles were measured on
+LONG_CLIP = 13_312  # tokens of the longest video of a trained model that tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
 FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
-QUANTIZED = 0.65  # of the peak, at most, since weights are most of it and halve
+QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and quantisation halves them
 
 
 class Card(NamedTuple):
@@ -43,16 +43,16 @@ CARDS = {
 
 
 class Timed(NamedTuple):
-    """A run of a full-size transformer with random weights, in bf16; a fixed schedule computed 14 of its steps.
+    """A timed run of a full-size transformer with random weights in bf16; a fixed schedule computed 14 of its steps.
 
     Args:
-        model: last part of the id, in small letters.
+        model: last part of the id, in lower case.
         size: height, width and frames; None = an image.
-        steps: of the schedule.
-        gpus, card: how many GPUs, and which.
+        steps: number of steps of the schedule.
+        gpus, card: number and type of GPUs.
         way: value of ``--parallel`` on several GPUs.
-        times: speed-up, over diffusers on one GPU, over the same run on one GPU on several.
-        source: the file in ``docs/results`` that has the figure.
+        times: speed-up over diffusers for one GPU; over the same run on one GPU for several GPUs.
+        source: file in ``docs/results`` with the measurement.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Timed(NamedTuple):
     source: str
 
     def fits(self, model: str, gpus: int, gpu: str | None, steps: int | None, size: tuple[int | None, ...]) -> bool:
-        """Whether this is the run that is asked for; a side that is not given is the run's."""
+        """Return True if this is the requested run; sides that are not given match."""
         sides = all(side in (None, timed or 1) for side, timed in zip(size, self.size, strict=True))
         return sides and (model, gpus, gpu, steps) == (self.model, self.gpus, self.card, self.steps)
 
@@ -83,13 +83,13 @@ class Timed(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """GiB that a plain transformer in bf16 takes at most, which decides on ``--offload``.
+    """Peak memory of a plain transformer in bf16, which decides on ``--offload``.
 
     Args:
-        family, part: of models of this family whose ids have this part.
-        transformers: how many a pipeline has.
-        gib: of one.
-        source: the file in ``docs/results`` that has the figure.
+        family, part: models of this family whose ids contain this part.
+        transformers: number of transformers in a pipeline.
+        gib: peak memory of one transformer, in GiB.
+        source: file in ``docs/results`` with the measurement.
     """
 
     family: str
@@ -105,7 +105,7 @@ PEAKS = tuple(Peak(**row) for row in _MEASURED["peaks"])
 
 
 class Choice(NamedTuple):
-    """A preset as ``accelerate_pipeline`` takes it, and when to use it."""
+    """A preset for ``accelerate_pipeline``, and when to use it."""
 
     preset: str
     use: str
@@ -113,11 +113,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to run.
+    """Recommended presets and commands.
 
     Args:
-        choices: the first is the recommended one.
-        timed: the measured run that is exactly what was asked for; None = there is none.
+        choices: presets; the first is the recommended one.
+        timed: the measured run that matches the request exactly; None = not measured.
         notes: whole sentences.
         python, shell: lines to copy.
     """
@@ -143,16 +143,16 @@ def recommend(
     distilled: bool = False,
     gpus: int = 1,
 ) -> Recommendation:
-    """The preset for a model and the command that runs it, with the speed-up where exactly this was measured.
+    """Recommend a preset for a model and the command that runs it, with the speed-up if this run was measured.
 
     Args:
-        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the hub.
-        gpu: a name of :data:`CARDS`; None where there is none.
-        steps: of the schedule; None = those that a distilled model's name tells, or the pipeline's default.
+        model: a family's name, a shipped demo model, a folder of a diffusers pipeline, or an id on the Hub.
+        gpu: a key of :data:`CARDS`; None = unknown GPU.
+        steps: number of steps; None = the number in a distilled model's name, or the pipeline's default.
         height, width: in pixels.
-        frames: of a clip.
-        lora, quantized, distilled: what else is so.
-        gpus: how many are to share one picture or clip.
+        frames: number of frames of a video.
+        lora, quantized, distilled: whether a LoRA is loaded, weights are quantised, the model is distilled.
+        gpus: number of GPUs that share one image or video.
 
     Raises:
         UnsupportedError: ``model`` or ``gpu`` is unknown, or a number is below 1.
@@ -160,10 +160,7 @@ def recommend(
     counts = {"steps": steps, "height": height, "width": width, "frames": frames}
     require_counts(gpus=gpus, **{name: count for name, count in counts.items() if count is not None})
     if gpu is not None and gpu not in CARDS:
-        raise UnsupportedError(
-            f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another card, of which nothing "
-            "is known"
-        )
+        raise UnsupportedError(f"gpu must be one of {', '.join(CARDS)}, got {shown(gpu)}; leave it out for another GPU")
     identity = identify(model)
     if (frames or 1) > 1 and identity.makes_images_alone:
         raise UnsupportedError(f"frames must be left out: {identity.title} makes images, got frames={frames}")
@@ -185,19 +182,19 @@ def recommend(
         *on_sharing,
         *on_memory,
         *_notes_on_weights(lora=lora, quantized=quantized or "--quantize" in options),
-        "What presets leave out and cost on small models: docs/guide/choosing.md; see your own with --compare.",
+        "Savings and quality of presets on small models: docs/guide/choosing.md. For your model, use --compare.",
     ]
     if card is not None and card.capability < (8, 0):
         notes.append("Fused kernels need compute capability 8.0, so computed steps run without them.")
     if identity.family == "any":
         notes.append(
-            "These presets run on any transformer that takes a timestep (docs/reference/transformers.md says which ran "
-            "in tests); pipelines with a UNet, such as Stable Diffusion XL's, can't be accelerated."
+            "These presets run on any transformer that takes a timestep (docs/reference/transformers.md lists tested "
+            "ones); pipelines with a UNet, such as Stable Diffusion XL's, can't be accelerated."
         )
     if len(choices) > 3:
-        notes.append(f"{choices[-1].preset} keeps an attention output for each block and branch in the GPU's memory.")
+        notes.append(f"{choices[-1].preset} keeps one attention output per block and branch in GPU memory.")
     if not identity.is_loadable:
-        notes.append("Put the model's id on the hub, or its folder, in the place of MODEL.")
+        notes.append("Replace MODEL by the model's id on the Hub, or its folder.")
     counts = {"--steps": steps, "--height": height, "--width": width, "--num-frames": frames}
     options = [*(word for option, count in counts.items() if count for word in (option, str(count))), *options]
     start = ["dit-accel", "generate"]
@@ -225,7 +222,7 @@ def _not_measured(
     gpus: int,
     kinds: list[str],
 ) -> str:
-    where = "your card" if card is None else f"the {card.title}"
+    where = "your GPU" if card is None else f"the {card.title}"
     where = where if gpus == 1 else f"{gpus} GPUs ({where})"
     length = "" if steps is None else f" at {steps} steps"
     asked = " and this size" if any(size) else ""
@@ -234,11 +231,11 @@ def _not_measured(
 
 
 def _choices(model: Identity, size: tuple[int | None, ...]) -> tuple[Choice, ...]:
-    """Presets in the order in which to try them."""
+    """Return presets in the order in which to try them."""
     choices = (
         Choice("balanced", "first choice"),
         Choice("quality", "closer to the plain result"),
-        Choice("turbo", "faster; small details may move"),
+        Choice("turbo", "faster; small details may change"),
     )
     height, width, frames = (side or 0 for side in size)
     if not model.is_video or ((frames - 1) // 4 + 1) * (height // 16) * (width // 16) < LONG_CLIP:
@@ -246,32 +243,32 @@ def _choices(model: Identity, size: tuple[int | None, ...]) -> tuple[Choice, ...
     presets = map(load_preset, preset_names())
     own = [preset for preset in presets if preset.model == model.family and preset.schedule.control == "adaptive"]
     sparge = [preset.name for preset in own if preset.skip.policy == "sparge"]
-    return (*choices, *(Choice(name, "for long clips, where turbo is too slow") for name in sparge[:1]))
+    return (*choices, *(Choice(name, "for long videos, if turbo is too slow") for name in sparge[:1]))
 
 
 def _notes_on_steps(steps: int | None, *, few: bool) -> list[str]:
     if steps is None:
-        which = "add --steps with the number that the model's page names" if few else "the pipeline's default is run"
+        which = "add --steps with the number on the model's page" if few else "the pipeline's default is used"
         return [f"No number of steps was given: {which}."]
     if steps <= NOTHING_TO_SKIP:
-        return [f"Of {steps} steps balanced computes all or nearly all: nothing is gained."]
+        return [f"balanced computes all or nearly all of {steps} steps: no speed-up."]
     if steps <= FEW_STEPS:
-        return [f"Of {steps} steps most or all are computed: expect little or no gain."]
+        return [f"Most or all of {steps} steps are computed: expect little or no speed-up."]
     return []
 
 
 def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: bool) -> tuple[list[str], list[str]]:
-    """Options by which a pipeline fits its card, and the notes on them."""
+    """Return options that make a pipeline fit its GPU, and notes on them."""
     if card is None or quantized:
         return [], []
     name = model.name.lower()
     peak = next((peak for peak in PEAKS if peak.family == model.family and peak.part in name), None)
     if is_shared or peak is None:
-        return [], ["Memory was not measured for this; where it does not fit, see --offload and --quantize."]
+        return [], ["Memory was not measured for this setup; if it does not fit, use --offload or --quantize."]
     if peak.transformers * peak.gib <= card.memory_gib / 2:
         return [], []
-    options, parts = ["--offload", "model"], "Keep the pipeline's parts in host memory while others run"
-    why = f"the {card.title} is small for this transformer (docs/results/{peak.source}.md)"
+    options, parts = ["--offload", "model"], "Keep the pipeline's other models in host memory while one runs"
+    why = f"the {card.title} has little memory for this transformer (docs/results/{peak.source}.md)"
     if peak.gib <= card.memory_gib:
         return options, [f"{parts}: {why}."]
     if QUANTIZED * peak.gib <= card.memory_gib:
@@ -283,19 +280,17 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
 def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
     page = "docs/reference/concepts.md, What works with it"
     notes = [f"A LoRA may be loaded, fused or swapped before or after ({page})."] if lora else []
-    return (
-        [*notes, f"Quantised layers run as they are ({page}); nothing was measured with them."] if quantized else notes
-    )
+    return [*notes, f"Quantised layers run unchanged ({page}); their speed was not measured."] if quantized else notes
 
 
 def _shared(model: Identity, gpus: int, *, few: bool) -> tuple[str | None, list[str]]:
-    """How GPUs share a picture or clip, and what to heed; models distilled to few steps have no second branch."""
+    """Return how GPUs share an image or video, and notes; models distilled for few steps have no second branch."""
     page = "docs/guide/scaling.md"
     if gpus == 1:
         return None, []
     sharing = () if model.facts is None else model.facts.sharing
     if "ulysses" not in sharing:
-        return None, [f"No plan shares this model's tokens, so the command is for one GPU; see branches=2 in {page}."]
+        return None, [f"This model's tokens can't be split, so the command is for one GPU; see branches=2 in {page}."]
     branches = 2 if "branches" in sharing and gpus % 2 == 0 and not few else 1
     ways = {"ulysses": gpus // branches, "branches": branches}
     way = ",".join(f"{name}={count}" for name, count in ways.items() if count > 1)

@@ -1,4 +1,4 @@
-"""Runs that are timed in turn, plain, accelerated, plain, …: what several times of one run say."""
+"""Statistics of runs timed alternately: plain, accelerated, plain, …"""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-REPEATS = 3  # how often a run is timed, beside plain steps each time
-PLAIN_STEPS = 3  # of a plain run that is timed beside another: every call of it does the same work
-DISTURBED = 0.25  # speed-ups of repeats that differ by more were not of runs alone on the machine
+REPEATS = 3  # timed runs, each followed by plain steps
+PLAIN_STEPS = 3  # of a plain run for comparison: all its steps do the same work
+DISTURBED = 0.25  # relative difference of speed-ups above which other work on the machine disturbed the runs
 
 
 class Spread(NamedTuple):
-    """Repeats of one figure."""
+    """Median and range of repeated measurements."""
 
     median: float
     least: float
@@ -25,23 +25,23 @@ class Spread(NamedTuple):
 
     @property
     def width(self) -> float:
-        """How much more the most is than the least, as a share of the least."""
+        """Relative difference of the largest and the smallest value."""
         return self.most / self.least - 1
 
     def __str__(self) -> str:
-        """``3.42× (3.31 to 3.50)``, or the median alone where the repeats are within 2%."""
+        """Format as ``3.42× (3.31 to 3.50)``, or only the median if the range is within 2%."""
         median = f"{self.median:.2f}×"
         return median if self.width <= 0.02 else f"{median} ({self.least:.2f} to {self.most:.2f})"
 
 
 def speedup(plain: Sequence[float], fast: Sequence[float]) -> Spread:
-    """Of runs that were timed in turn: the ratios of neighbours."""
+    """Speed-up from runs timed alternately: the ratios of neighbouring runs."""
     return Spread.of(one / other for one, other in zip(plain, fast, strict=True))
 
 
 def disturbed(what: str, width: float) -> str:
-    """The remark on times that were, and what helps."""
+    """Return the warning about disturbed times, with advice."""
     return (
-        f"{what} were disturbed: speed-ups of repeats differ by up to {width:.0%}. Close what else runs on this "
+        f"{what} were disturbed: speed-ups of repeats differ by up to {width:.0%}. Stop other programs on this "
         "machine, or raise --repeats."
     )

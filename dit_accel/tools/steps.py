@@ -1,4 +1,4 @@
-"""Tells each denoising step of a pipeline as it ends, in the place of the bar that the pipeline draws."""
+"""Report each denoising step of a pipeline to a callback, instead of showing its progress bar."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 
 class StepBar(tqdm):
-    """The bar that a pipeline advances, which draws nothing and tells how far it is.
+    """Invisible progress bar that reports a pipeline's steps to a callback.
 
     Args:
-        tell: gets how many steps are done, and how many there are. What it raises ends the pipeline's call.
+        tell: called with the number of finished steps and of all steps. An exception from it ends the pipeline's call.
     """
 
-    monitor_interval = 0  # needs no thread that looks after it
+    monitor_interval = 0  # no monitor thread
 
     def __init__(
         self, tell: Callable[[int, int], None], iterable: Any = None, total: int | None = None, **_: Any
@@ -32,7 +32,7 @@ class StepBar(tqdm):
 
     def update(self, n: float | None = 1) -> bool | None:
         drawn = super().update(n)
-        self._tell()  # not in display, where what it raises would leave tqdm's lock taken
+        self._tell()  # not in display, where an exception would leave tqdm's lock held
         return drawn
 
     def _tell(self) -> None:
@@ -42,7 +42,7 @@ class StepBar(tqdm):
 
 @contextmanager
 def watched_steps(pipe: Any, tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within, the pipeline tells its steps; see :class:`StepBar`."""
+    """Within the block, the pipeline reports its steps to ``tell``; see :class:`StepBar`."""
     pipe.progress_bar = partial(StepBar, tell)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Plain against accelerated: pictures, clips and their frames side by side, with labels.
+"""Plain and accelerated images, videos and frames side by side, with labels.
 
-Each function returns a PIL image or a clip, a uint8 array ``[frames, height, width, 3]``.
+Each function returns a PIL image or a video, a uint8 array ``[frames, height, width, 3]``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from PIL import Image, ImageDraw, ImageFont
 from dit_accel.errors import ShapeError
 
 AMPLIFICATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
-MINIMUM_PANEL = 320  # pixels; smaller pictures are enlarged so that labels stay readable
+MINIMUM_PANEL = 320  # pixels; smaller images are enlarged so that labels stay readable
 
 
 def amplification(plain: Image.Image, fast: Image.Image) -> int:
-    """The largest of `AMPLIFICATIONS` that leaves all but one in a thousand of the differing values unsaturated."""
+    """Return the largest of `AMPLIFICATIONS` that saturates at most 0.1% of the differences."""
     peak = float(np.quantile(_difference(plain, fast), 0.999))
     return max((factor for factor in AMPLIFICATIONS if factor * peak <= 255), default=1)
 
@@ -25,14 +25,14 @@ def amplification(plain: Image.Image, fast: Image.Image) -> int:
 def comparison_strip(
     plain: Image.Image, fast: Image.Image, labels: tuple[str, str] = ("plain", "dit-accel"), factor: int | None = None
 ) -> Image.Image:
-    """Both pictures side by side with their absolute difference, times a factor that its label states.
+    """Both images side by side with their amplified absolute difference; its label states the factor.
 
     Args:
-        labels: captions of the two pictures.
-        factor: amplification of the difference; None chooses the largest that does not saturate.
+        labels: captions of the two images.
+        factor: amplification of the difference; None = see :func:`amplification`.
 
     Raises:
-        ShapeError: the pictures differ in size.
+        ShapeError: the images differ in size.
     """
     if plain.size != fast.size:
         raise ShapeError(f"plain and fast must have the same size, got {plain.size} and {fast.size}")
@@ -43,17 +43,17 @@ def comparison_strip(
 
 
 def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]) -> np.ndarray:
-    """Both clips side by side with their labels above, frame by frame.
+    """Both videos side by side with their labels above, frame by frame.
 
     Args:
-        plain: uint8 ``[frames, height, width, 3]``, as is ``fast``.
-        labels: captions of the two.
+        plain, fast: uint8 ``[frames, height, width, 3]``.
+        labels: captions of the two videos.
 
     Returns:
         uint8 ``[frames, …, …, 3]``.
 
     Raises:
-        ShapeError: the clips differ in shape.
+        ShapeError: the videos differ in shape.
     """
     _require_same_clips(plain, fast)
     pairs = zip(plain, fast, strict=True)
@@ -61,10 +61,10 @@ def comparison_clip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str]
 
 
 def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], count: int = 6) -> Image.Image:
-    """At most ``count`` frames of both clips, evenly spaced from the first to the last, the plain ones above.
+    """At most ``count`` frames of both videos, evenly spaced from the first to the last; plain frames above.
 
-    Frames wider than `MINIMUM_PANEL` are made smaller, and smaller ones enlarged by whole pixels while they stay below
-    it. Arguments and errors are those of :func:`comparison_clip`.
+    Frames wider than `MINIMUM_PANEL` are shrunk; smaller frames are enlarged by whole factors up to this width. For
+    arguments and errors see :func:`comparison_clip`.
     """
     _require_same_clips(plain, fast)
     chosen = np.unique(np.linspace(0, len(plain) - 1, count).round().astype(int))
@@ -82,10 +82,10 @@ def frame_strip(plain: np.ndarray, fast: np.ndarray, labels: tuple[str, str], co
 
 
 def captioned_row(panels: Sequence[Image.Image], captions: Sequence[str], scale: int | None = None) -> Image.Image:
-    """RGB pictures of one size in a row, each with its caption above.
+    """RGB images of one size in a row, each with its caption above.
 
     Args:
-        scale: pixels that a side of each pixel becomes; None = enough to make panels `MINIMUM_PANEL` wide.
+        scale: integer enlargement factor; None = panels are at least `MINIMUM_PANEL` wide.
     """
     scale = scale or -(-MINIMUM_PANEL // panels[0].width)
     width, height = panels[0].width * scale, panels[0].height * scale

@@ -1,6 +1,6 @@
-"""Modes and errors of a run's steps as an SVG picture that can be drawn anew with each step, in no time.
+"""Modes and errors of a run's steps as an SVG image, fast enough to update at each step.
 
-:func:`~dit_accel.tools.figures.timeline_figure` draws a finished run, with its times, for paper.
+:func:`~dit_accel.tools.figures.timeline_figure` plots a finished run, with its times.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dit_accel.tools.figures import ERROR_COLOUR, MODE_COLOURS
 
 WIDTH, HEIGHT = 720, 150
 LEFT, TOP = 44, 24  # of the plot, below the legend
-DECADES = (-4, 0)  # powers of ten of the least and the greatest error that the axis has; others lie on its ends
+DECADES = (-4, 0)  # powers of ten at the ends of the error axis; errors outside are clamped
 
 
 def timeline_svg(steps: Sequence[tuple[str, float | None]], total: int) -> str:
-    """A column a step in the colour of its mode, and in it a dot for the error of its forecast, on a logarithmic axis.
+    """Return an SVG with one column per step, coloured by mode, and a dot for its forecast error on a log axis.
 
     Args:
-        steps: mode and error of each step so far; None = no forecast was judged.
-        total: steps of the whole run, which share the width.
+        steps: mode and error of each step so far; None = no error was measured.
+        total: number of steps of the whole run, which share the width.
     """
     least, greatest = DECADES
     plot = HEIGHT - TOP - 8
@@ -33,10 +33,10 @@ def timeline_svg(steps: Sequence[tuple[str, float | None]], total: int) -> str:
     columns, dots = [], []
     for index, (mode, error) in enumerate(steps):
         left = LEFT + index * slot
-        told = f"step {index + 1}: {mode}" + ("" if error is None else f", error {error:.4f}")
+        label = f"step {index + 1}: {mode}" + ("" if error is None else f", error {error:.4f}")
         columns.append(
             f'<rect x="{left:.1f}" y="{TOP}" width="{0.86 * slot:.1f}" height="{plot}" fill="{MODE_COLOURS[mode]}" '
-            f'fill-opacity="0.55"><title>{told}</title></rect>'
+            f'fill-opacity="0.55"><title>{label}</title></rect>'
         )
         if error is not None:
             dots.append((left + 0.43 * slot, level(error)))
@@ -57,7 +57,7 @@ def timeline_svg(steps: Sequence[tuple[str, float | None]], total: int) -> str:
 
 
 def _legend(steps: Sequence[tuple[str, float | None]]) -> list[str]:
-    """How many steps had which mode, and what the dots are."""
+    """Return the legend: number of steps by mode, and the meaning of the dots."""
     entries = [(f"{sum(each == mode for each, _ in steps)} {mode}", colour) for mode, colour in MODE_COLOURS.items()]
     return [
         f'<rect x="{LEFT + 100 * place}" y="4" width="10" height="10" fill="{colour}"/>'

@@ -1,4 +1,4 @@
-"""A pipeline's call with what it made and how long it took, and hooks that are taken off again."""
+"""Run and time a pipeline's call, with hooks that are removed afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """What one call made, seconds of the whole call and of its denoising loop, and calls of its transformers.
+    """Results of one call, seconds of the whole call and of its denoising loop, and number of transformer calls.
 
-    Video pipelines make clips, uint8 ``[frames, height, width, 3]``.
+    Results of video pipelines are uint8 ``[frames, height, width, 3]``.
     """
 
     results: list[Image.Image] | list[np.ndarray]
@@ -35,10 +35,10 @@ class Output:
 
 
 def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
-    """Calls the pipeline with noise from ``seed``, drawn on the CPU so that every device starts alike.
+    """Call the pipeline with noise from ``seed``, generated on the CPU so that it is equal on all devices.
 
     Args:
-        seed: of all that is made, or one for each prompt of a batch, which then has the noise that it has alone.
+        seed: one seed for the call, or one for each prompt of a batch, for the same noise as in a call of its own.
     """
     seeds = [seed] if isinstance(seed, int) else seed
     generators = [torch.Generator("cpu").manual_seed(each) for each in seeds]
@@ -53,12 +53,13 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
 
 
 def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:
-    """What one call makes, float32 on the CPU: its last ``latents``, and ``frames`` ``[frames, 3, height, width]``.
+    """Return a call's final ``latents`` and its ``frames`` ``[frames, 3, height, width]``, float32 on the CPU.
+
+    Only the first image or video of a batch is returned. An image is one frame; values are in 0..1.
 
     Args:
-        pipe: the pipeline; of a batch the first picture or clip counts, and a picture is one frame in 0..1.
-        arguments: of its call, without prompt and generator.
-        seed: of the noise, which is drawn on the CPU.
+        arguments: of the pipeline's call, without prompt and generator.
+        seed: of the noise, which is generated on the CPU.
     """
     latents: list[torch.Tensor] = []
 
@@ -73,12 +74,12 @@ def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -
 
 
 def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None = None) -> torch.Tensor:
-    """Latents after the first steps of a call; nothing is decoded.
+    """Return the latents after the first steps of a call, without decoding them.
 
     Args:
         arguments: of the pipeline's call, with its prompt.
-        seed: of the noise, which is drawn on the CPU.
-        steps: how many; None = all. Fewer need a pipeline that takes ``callback_on_step_end``.
+        seed: of the noise, which is generated on the CPU.
+        steps: number of steps; None = all. Fewer steps need a pipeline that takes ``callback_on_step_end``.
     """
 
     def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,7 +93,7 @@ def denoise(pipe: Any, arguments: dict[str, Any], seed: int, steps: int | None =
 
 @contextmanager
 def removed_after(handles: Iterable[Any]) -> Iterator[None]:
-    """Takes hooks off, by their handles, behind the ``with`` block."""
+    """Remove hooks, by their handles, after the ``with`` block."""
     try:
         yield
     finally:
@@ -101,7 +102,7 @@ def removed_after(handles: Iterable[Any]) -> Iterator[None]:
 
 
 class _Clock:
-    """Calls of the transformers, on the GPU's own clock where they run there, so that timing adds no wait."""
+    """Timer of transformer calls; on a GPU it uses CUDA events, so that timing adds no synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self.calls = 0
@@ -111,12 +112,12 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        """Inside the calls."""
+        """Time inside the calls."""
         return sum(read() for read in self._inside)
 
     @property
     def loop_seconds(self) -> float:
-        """From the start of the first call to the end of the last."""
+        """Time from the start of the first call to the end of the last."""
         return self._loop()
 
     def enter(self, *_: Any) -> None:
@@ -131,7 +132,7 @@ class _Clock:
 
 @contextmanager
 def transformer_clock(pipe: Any) -> Iterator[_Clock]:
-    """Times every call of the pipeline's transformers, whatever has replaced their forwards."""
+    """Time every call of the pipeline's transformers, even if their forward was replaced."""
     clock = _Clock(pipe._execution_device)
     modules = denoisers(pipe).values()
     handles = [module.register_forward_pre_hook(clock.enter) for module in modules]

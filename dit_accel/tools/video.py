@@ -1,7 +1,7 @@
-"""Clips on disk: mp4 (H.264 through imageio-ffmpeg, the extra `video`), gif, or a folder of numbered PNG pictures.
+"""Write videos: mp4 (H.264 through imageio-ffmpeg, extra `video`), gif, or a folder of numbered PNG files.
 
-A clip is a uint8 array ``[frames, height, width, 3]``. A folder keeps every bit; a gif is cut down to 256 colours a
-frame, and mp4 loses a little detail.
+A video is a uint8 array ``[frames, height, width, 3]``. A folder is lossless, a gif has 256 colours per frame, and mp4
+loses a little detail.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dit_accel.errors import ShapeError
 from dit_accel.tools.extras import require_extra
 
 FILE_SUFFIXES = (".mp4", ".gif")
-# Constant rate factor of x264: 0 loses nothing, 23 is its default, and at 12 a difference is hard to see.
+# Constant rate factor of x264: 0 is lossless, 23 is the default, and at 12 the loss is hard to see.
 RATE_FACTOR = "12"
-SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter ones much slower
+SHORTEST_GIF_FRAME = 20  # milliseconds; players show shorter frames much slower
 
 
 def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
-    """Checks that what a clip's file needs is installed: imageio-ffmpeg for all but a gif and a folder of frames.
+    """Check that imageio-ffmpeg is installed if ``path`` needs it; a gif or a folder of frames does not.
 
     Args:
-        path: of the clip.
-        what: the option or argument that names it, for the message.
-        folder: whether it is a folder of frames, whatever its suffix.
+        path: path of the video.
+        what: name of the option or argument, for the message.
+        folder: whether the path is a folder of frames even if it has a suffix.
 
     Raises:
         UnsupportedError: imageio-ffmpeg is missing.
@@ -38,31 +38,31 @@ def require_codec(path: Path, what: str, *, folder: bool = False) -> None:
 
 
 def is_folder_of_frames(path: Path) -> bool:
-    """Whether a path is meant for a folder of frames: it has no suffix, or is a folder already."""
+    """Return True if a path stands for a folder of frames: it has no suffix, or is an existing folder."""
     return os.path.isdir(path) or not path.suffix
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Names in a folder that are no frames of one clip; empty where there is no such folder."""
+    """Return names in a folder that are not frames of one video; empty if the folder does not exist."""
     found = {path.name for path in folder.iterdir()} if os.path.isdir(folder) else set()
     return sorted(found - {path.name for path in _frames(folder)})
 
 
 def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None = None) -> None:
-    """Writes a clip in the format that ``path`` asks for.
+    """Write a video in the format of ``path``.
 
-    Frames that a folder held before, from 0000.png to the first gap, are removed. An mp4's sides are even: an odd one
-    repeats its last row or column. In a gif equal frames that follow each other become one that lasts longer.
+    Old frames in a folder, from 0000.png to the first gap, are removed. An mp4 needs even sides: an odd side repeats
+    its last row or column. In a gif, equal neighbouring frames become one frame of longer duration.
 
     Args:
         clip: uint8 ``[frames, height, width, 3]``.
-        path: ends in one of `FILE_SUFFIXES`, or is a folder, made if missing.
-        fps: frames a second; a folder has none, and a gif's frames last whole hundredths of a second, two at least.
-        folder: whether to write a folder of frames; None = if :func:`is_folder_of_frames` says so.
+        path: ends in one of `FILE_SUFFIXES`, or is a folder, created if missing.
+        fps: frames per second; ignored for a folder. A gif frame lasts a multiple of 0.01 s, at least 0.02 s.
+        folder: whether to write a folder of frames; None = as :func:`is_folder_of_frames` decides.
 
     Raises:
-        ShapeError: ``clip`` is no clip, or the suffix is another.
-        UnsupportedError: an mp4 needs imageio-ffmpeg, and it is not installed.
+        ShapeError: ``clip`` has another shape or dtype, or the suffix is unknown.
+        UnsupportedError: imageio-ffmpeg is not installed, which an mp4 needs.
     """
     _require_clip(clip)
     if is_folder_of_frames(path) if folder is None else folder:
@@ -73,7 +73,7 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
             Image.fromarray(frame).save(_frame(path, index))
     elif path.suffix.lower() == ".gif":
         first, *others = map(Image.fromarray, clip)
-        duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow would cut off what is no hundredth
+        duration = max(SHORTEST_GIF_FRAME, 10 * round(100 / fps))  # Pillow truncates to hundredths of a second
         first.save(path, save_all=True, append_images=others, duration=duration, loop=0)
     elif path.suffix.lower() == ".mp4":
         require_codec(path, "path")
@@ -88,7 +88,7 @@ def write_clip(clip: np.ndarray, path: Path, fps: float, *, folder: bool | None 
 
 
 def as_clip(frames: np.ndarray) -> np.ndarray:
-    """A pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, as a clip."""
+    """Convert a pipeline's frames, floats in 0..1 ``[frames, height, width, 3]``, to uint8."""
     return np.round(255 * np.clip(frames, 0, 1)).astype(np.uint8)
 
 
@@ -97,7 +97,7 @@ def _frame(folder: Path, index: int) -> Path:
 
 
 def _frames(folder: Path) -> list[Path]:
-    """The frames in a folder: 0000.png, 0001.png, … up to the first that is missing."""
+    """Return the frames in a folder: 0000.png, 0001.png, … up to the first gap."""
     return list(takewhile(Path.is_file, (_frame(folder, index) for index in count())))
 
 

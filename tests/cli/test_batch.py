@@ -207,7 +207,9 @@ def test_a_batch_that_is_too_large_is_made_line_by_line(run, calls, model, tmp_p
     (tmp_path / "prompts.txt").write_text("a\nlarge\nc\n")
     options = ["-m", model, "--prompts", "prompts.txt", *SMALL[:-1], "--batch-size", "2"]
     result = run("generate", *options)
-    assert result.exit_code == 0 and "note: lines 1, 2 are made one at a time, for in one call: out of" in result.output
+    assert (
+        result.exit_code == 0 and "note: lines 1, 2 run one at a time, because one call failed: out of" in result.output
+    )
     assert calls == [["a", "large"], "a", "large", "c"] and len(manifest(tmp_path)) == 3
 
 
@@ -267,16 +269,16 @@ def test_lines_that_say_nothing_useful_are_refused(generate, tmp_path, line, tol
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ((), "--prompt: needs a text"),
-        (("-p", "a", "--prompts", "x.txt"), "--prompts: can't be given beside --prompt"),
+        ((), "--prompt: must be given"),
+        (("-p", "a", "--prompts", "x.txt"), "--prompts: can't be combined with --prompt"),
         (("--prompts", "x.txt"), "--output-dir: must name a folder"),
-        (("-p", "a", "--output-dir", "out"), "--output-dir: is for --prompts"),
-        (("-p", "a", "--batch-size", "2"), "--batch-size: goes with --prompts"),
+        (("-p", "a", "--output-dir", "out"), "--output-dir: needs --prompts"),
+        (("-p", "a", "--batch-size", "2"), "--batch-size: needs --prompts"),
         (
             ("--prompts", "x.txt", "--output-dir", "out", "--batch-size", "2", "--image", "x.png"),
             "--batch-size: can't be used with --image",
         ),
-        (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: is for one --prompt"),
+        (("--prompts", "x.txt", "--output-dir", "out", "--compare"), "--compare: needs --prompt;"),
     ],
 )
 def test_what_does_not_go_together_says_so(run, options, told):

@@ -104,7 +104,7 @@ def test_a_run_too_short_to_forecast_says_what_helps(run, models, arguments, not
     """A closed loop that computed every step advises more of them; a preset that wants every step does not."""
     result = run("generate", "-p", "a", "-m", models / "flux", "--height", 64, "--width", 64, *arguments)
     assert result.exit_code == 0, result.output
-    assert ("note: every step was computed; a run of more --steps" in result.stdout) is noted
+    assert ("note: every step was computed; with more --steps" in result.stdout) is noted
 
 
 def test_quiet_prints_nothing(run, models):
@@ -159,8 +159,8 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
         pytest.param(
             "max_sequence_lenght=8", "no max_sequence_lenght (did you mean 'max_sequence_length'?)", id="unknown"
         ),
-        pytest.param("height=64", "height is set by an option of its own already", id="option"),
-        pytest.param("generator=1", "generator is set by --seed already", id="seed"),
+        pytest.param("height=64", "height is already set by its own option", id="option"),
+        pytest.param("generator=1", "generator is already set by --seed", id="seed"),
         pytest.param("height", "--call: must be NAME=VALUE", id="form"),
         pytest.param("max_sequence_length=long", "max_sequence_length must be a number or a bool, such as", id="text"),
     ],
@@ -177,23 +177,23 @@ MISTAKES = {
     "preset-of-another-family": (["--preset", "flux-fora", "-m", "{models}/sd3", "--compare"], "for flux models"),
     "preset-file": (["--preset", "missing.yaml"], "missing.yaml does not exist"),
     "set-keyword": (["--set", "ordr=2"], "unknown keyword 'ordr' (did you mean 'order'?)"),
-    "call-of-scheduler": (["--call", "sigmas=far"], "FluxPipeline refuses its arguments: could not convert string"),
+    "call-of-scheduler": (["--call", "sigmas=far"], "FluxPipeline rejects its arguments: could not convert string"),
     "set-before-loading": (["--set", "ordr=2", "-m", "nowhere/at-all"], "unknown keyword 'ordr'"),
     "set-key": (["--set", "forecast.ordr=2"], "did you mean 'order'"),
     "set-value": (["--set", "forecast.order=many"], "forecast.order"),
     "set-syntax": (["--set", "forecast.order"], "--set: must be KEY=VALUE"),
     "set-no-key": (["--set", "=1"], "--set: must be KEY=VALUE"),
     "set-yaml": (["--set", "forecast.order=[1"], "is not valid YAML"),
-    "model-path": (["-m", "./missing"], "--model: ./missing is neither"),
-    "model-name": (["-m", "missing"], "--model: missing is neither"),
-    "model-folder": (["-m", "."], "no model_index.json"),
+    "model-path": (["-m", "./missing"], "--model: ./missing is not a pipeline's folder"),
+    "model-name": (["-m", "missing"], "--model: missing is not a pipeline's folder"),
+    "model-folder": (["-m", "."], "model_index.json is missing"),
     "device": (["--device", "cuda:99"], "--device: "),
-    "device-name": (["--device", "gpu"], "'gpu' is no device"),
+    "device-name": (["--device", "gpu"], "'gpu' is not a device"),
     "offload-without-gpu": (["--device", "cpu", "--offload", "model"], "needs a CUDA device"),
     "image-missing": (["--image", "missing.png"], "--image: missing.png does not exist"),
-    "image-unreadable": (["--image", "{models}/flux/model_index.json"], "can't be read as a picture"),
+    "image-unreadable": (["--image", "{models}/flux/model_index.json"], "can't be read as an image"),
     "output-folder": (["-o", "missing/o.png"], "missing does not exist"),
-    "output-is-a-folder": (["-o", "."], "is a folder"),
+    "output-is-a-folder": (["-o", "."], ". has no name"),
     "output-format": (["-o", "o.txt"], "must end in .png"),
     "plain-is-a-folder": (["-o", "{models}/o.png", "--compare"], "o-plain.png is a folder"),
     "numbered-is-a-folder": (["-o", "{models}/n.png", "--num-images", "2"], "n-1.png is a folder"),

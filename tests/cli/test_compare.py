@@ -100,11 +100,11 @@ def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--prompt: needs a text, or --prompts a file"),
-        (("-p", "a", "--prompts", "b.txt"), "--prompt: was given beside --prompts"),
-        (("-p", "a", "--presets", ""), "--presets: names none"),
+        ((), "--prompt: must be given, or --prompts"),
+        (("-p", "a", "--prompts", "b.txt"), "--prompt: can't be combined with --prompts"),
+        (("-p", "a", "--presets", ""), "--presets: is empty"),
         (("--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
-        (("-p", "a", "--peers", "magic"), "--peers: 'magic' is no peer; there are taylorseer, "),
+        (("-p", "a", "--peers", "magic"), "--peers: 'magic' is unknown; methods are taylorseer, "),
         (("-p", "a", "--presets", "flux-balance"), "did you mean 'balanced'"),
         (("-p", "a", "--output", "no/where"), "no does not exist"),
     ],

@@ -32,11 +32,11 @@ TOLD_AT_ONCE = {
     "model-empty": (["-m", ""], "--model: "),
     "model-long": (["-m", LONG], LONG_SHOWN),
     "model-long-path": (["-m", f"./{LONG}"], LONG_SHOWN),
-    "model-loop": (["-m", "loop.yaml"], "--model: loop.yaml is neither"),
-    "model-no-home": (["-m", "~nobody-of-that-name/x"], "is neither a pipeline's folder"),
+    "model-loop": (["-m", "loop.yaml"], "--model: loop.yaml is not a pipeline's folder"),
+    "model-no-home": (["-m", "~nobody-of-that-name/x"], "is not a pipeline's folder"),
     "image-long": (["--image", LONG], "--image: aaa"),
-    "image-broken": (["--image", "broken.png"], "--image: broken.png can't be read as a picture"),
-    "image-folder": (["--image", "."], "--image: . can't be read as a picture: Is a directory"),
+    "image-broken": (["--image", "broken.png"], "--image: broken.png can't be read as an image"),
+    "image-folder": (["--image", "."], "--image: . can't be read as an image: Is a directory"),
     "output-not-installed": (["-o", "o.wmf"], "--output: o.wmf must end in .png"),
     "output-no-picture": (["-o", "o.h5"], "--output: o.h5 must end in .png"),
     "output-only-read": (["-o", "o.psd"], "--output: o.psd must end in .png"),
@@ -48,7 +48,7 @@ TOLD_AT_ONCE = {
     "output-exists": (["-o", "picture.png"], "--output: picture.png exists; name another file, or replace it with"),
     "numbered-exists": (["-o", "n.png", "--num-images", "2"], "--output: n-1.png exists"),
     "compare-exists": (["-o", "c.png", "--compare"], "--output: c-compare.png exists"),
-    "unnamed-numbered": (["-o", ".", "--num-images", "2"], "--output: . is a folder without a name"),
+    "unnamed-numbered": (["-o", ".", "--num-images", "2"], "--output: . has no name"),
     "json-exists": (["--json", "picture.png"], "--json: picture.png exists"),
     "json-in-proc": (["--json", "/proc/o.json"], "--json: /proc/o.json can't be written: "),
     "plot-exists": (["--plot", "picture.png"], "--plot: picture.png exists"),
@@ -125,9 +125,9 @@ def test_numbers_beyond_reason_are_refused_by_their_option(run, tmp_path, argume
         ("meta", "--device: meta can't run here"),
         ("xpu", "--device: xpu can't run here"),
         ("hpu", "--device: hpu can't run here"),
-        ("cuda:99999999999999", "is no device"),
-        ("", "'' is no device"),
-        (LONG, "(5,002 characters) is no device"),
+        ("cuda:99999999999999", "is not a device"),
+        ("", "'' is not a device"),
+        (LONG, "(5,002 characters) is not a device"),
     ],
     ids=["meta", "xpu", "hpu", "index", "empty", "long"],
 )
@@ -161,11 +161,11 @@ def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("-o", "a.png", "--plot", "a.png"), "--plot: a.png is written by --output too; name another file"),
-        (("-o", "a.png", "--json", "./a.png"), "--json: a.png is written by --output too"),
-        (("-o", "a.png", "--json", "a-plain.png", "--compare"), "--json: a-plain.png is written by --output too"),
-        (("--json", "output.png"), "--json: output.png is written by --output too"),
-        (("--json", "a.png", "--plot", "a.png"), "--json: a.png is written by --plot too"),
+        (("-o", "a.png", "--plot", "a.png"), "--plot: a.png is also written by --output; name another file"),
+        (("-o", "a.png", "--json", "./a.png"), "--json: a.png is also written by --output"),
+        (("-o", "a.png", "--json", "a-plain.png", "--compare"), "--json: a-plain.png is also written by --output"),
+        (("--json", "output.png"), "--json: output.png is also written by --output"),
+        (("--json", "a.png", "--plot", "a.png"), "--json: a.png is also written by --plot"),
     ],
     ids=["plot", "json", "plain", "default", "plot-and-json"],
 )
@@ -193,11 +193,11 @@ def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, mod
     """A layer without symbols is told with those that have some; the folder stays empty."""
     asked = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni-paper", "--quiet", "--output", "run")
     sized = ("--steps", 12, "--height", 64, "--width", 64)
-    assert_refused(run(*asked, *sized, "--layer", "nope"), "--layer: no symbols of layer 'nope'; layers: transformer_")
+    assert_refused(run(*asked, *sized, "--layer", "nope"), "--layer: no symbols for layer 'nope'; layers: transformer_")
     assert list((tmp_path / "run").iterdir()) == []
     (tmp_path / "run" / "density.png").touch()
     assert_refused(run(*asked), "--output: run/density.png exists")
-    assert_refused(run(*asked[:-1], "run/density.png"), "--output: run/density.png can't be made: File exists")
+    assert_refused(run(*asked[:-1], "run/density.png"), "--output: run/density.png can't be created: File exists")
 
 
 @pytest.mark.parametrize(

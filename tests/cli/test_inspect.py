@@ -70,7 +70,7 @@ def test_symbols_that_fit_no_picture_are_told(pipe, monkeypatch, tmp_path, capsy
 
 @pytest.mark.parametrize("level, fix", [("head", "run more --steps"), ("output", "use a preset of level head")])
 def test_a_layer_without_symbols_says_what_would_help(pipe, level, fix):
-    with pytest.raises(OptionError, match=r"no symbols of layer 'nope'; layers: blocks\.0, blocks\.1, blocks\.2"):
+    with pytest.raises(OptionError, match=r"no symbols for layer 'nope'; layers: blocks\.0, blocks\.1, blocks\.2"):
         inspect._require_symbols(pipe, "nope")
     inspect._require_symbols(pipe, "blocks.0")
     pipe.dit_accel.symbols().clear()

@@ -62,15 +62,15 @@ def test_degrees_that_fit(processes, count, text, degrees):
 @pytest.mark.parametrize(
     ("count", "text", "told"),
     [
-        (1, "ulysses=2", "needs 2 processes, and there is 1: torchrun --nproc-per-node 2"),
-        (2, "ulysses=2,branches=2", "needs 4 processes, and there are 2"),
-        (1, "ulysses=1", "needs 2 processes, and there is 1"),
+        (1, "ulysses=2", "needs 2 processes, but there is 1: torchrun --nproc-per-node 2"),
+        (2, "ulysses=2,branches=2", "needs 4 processes, but there are 2"),
+        (1, "ulysses=1", "needs 2 processes, but there is 1"),
         (2, "tokens=2", "must be ulysses=COUNT, branches=COUNT or both, got 'tokens=2'"),
         (2, "ulysses", "must be ulysses=COUNT"),
         (2, "ulysses=0", "must be ulysses=COUNT"),
         (2, "ulysses=-2", "must be ulysses=COUNT"),
         (2, "ulysses=two", "must be ulysses=COUNT"),
-        (2, None, "torchrun started 2 processes: say how, e.g. ulysses=2"),
+        (2, None, "torchrun started 2 processes, e.g. --parallel ulysses=2"),
     ],
 )
 def test_degrees_that_do_not_fit_say_what_would(processes, count, text, told):
@@ -98,7 +98,7 @@ def test_branches_are_shared_by_an_accelerated_run(run, processes):
     """A plain one calls the transformer with both, or with one after the other, and waits for nobody."""
     processes(2)
     common = ("generate", "-p", "a", "-m", "nowhere/at-all", "--preset", "none", "--parallel")
-    assert "--parallel: branches are shared in an accelerated run" in run(*common, "branches=2").stderr
+    assert "--parallel: branches need an accelerated run" in run(*common, "branches=2").stderr
     assert "accelerated run" not in run(*common, "ulysses=2", "--device", "nowhere").stderr
 
 
@@ -144,8 +144,8 @@ def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, aske
 @pytest.mark.parametrize(
     ("device", "rank", "told"),
     [
-        ("cuda", 2, "--parallel: needs a GPU for each of 4 processes, and there are 2"),
-        ("cuda:1", 0, "--device: must be cuda or cpu with --parallel, which counts GPUs itself, got cuda:1"),
+        ("cuda", 2, "--parallel: needs a GPU for each of 4 processes, but there are 2"),
+        ("cuda:1", 0, "--device: must be cuda or cpu with --parallel, which assigns GPUs itself, got cuda:1"),
         ("mps", 0, "--device: must be cuda or cpu"),
     ],
 )

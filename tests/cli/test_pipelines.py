@@ -58,7 +58,7 @@ def test_call_takes_whatever_a_pipeline_takes():
         with pytest.raises(OptionError, match=r"guidance_rescale must be a number or a bool, such as 0\.0"):
             call_arguments(strict, "some/model", {}, {"guidance_rescale": value})
     assert call_arguments(strict, "some/model", {}, {"sigmas": {"a": 1}}) == {"sigmas": {"a": 1}}
-    with pytest.raises(OptionError, match="num_inference_steps is set by an option of its own already"):
+    with pytest.raises(OptionError, match="num_inference_steps is already set by its own option"):
         call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
 
 
@@ -89,7 +89,7 @@ def check_inputs(error):
 def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
     """What a pipeline's own checks raise is the user's; the same error from elsewhere is a defect of somebody's."""
     for kind in (ValueError, TypeError):
-        with pytest.raises(UnsupportedError, match="dict refuses its arguments: not so"), explained_failures(dict):
+        with pytest.raises(UnsupportedError, match="dict rejects its arguments: not so"), explained_failures(dict):
             check_inputs(kind("not so"))
         with pytest.raises(kind, match=r"^not so$"), explained_failures(dict):
             raise kind("not so")

@@ -43,10 +43,10 @@ def test_gpu_that_is_there_is_the_default(run, monkeypatch):
         "NVIDIA H200": "4.61 times",
         "NVIDIA GeForce RTX 4090": "on the RTX 4090",
         "NVIDIA A100-SXM4-40GB": "on the A100 of 40 GB",
-        "NVIDIA GeForce RTX 4090 Laptop GPU": "on your card",
-        "NVIDIA GH200 480GB": "on your card",
-        "NVIDIA H200 NVL": "on your card",
-        "NVIDIA RTX A1000": "on your card",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "on your GPU",
+        "NVIDIA GH200 480GB": "on your GPU",
+        "NVIDIA H200 NVL": "on your GPU",
+        "NVIDIA RTX A1000": "on your GPU",
     }
     for name, said in cards.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)

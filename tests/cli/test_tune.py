@@ -55,7 +55,7 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
     """Exit code 1 with one line; the closest preset is there, and its header says that it misses."""
     result = tune("--target-error", 1e-9, "--quiet")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "error: no setting that saves anything meets latent error ≤ 1e-09 on the held-out prompts" in result.stderr
+    assert "error: no setting saves work and meets latent error ≤ 1e-09 on the held-out prompts" in result.stderr
     assert (tmp_path / "tuned.yaml").read_text().startswith("# MISSES its target")
 
 
@@ -69,7 +69,7 @@ def test_a_target_that_can_not_be_met_is_told(tune, tmp_path):
         (("--target-psnr", 30, "--prompts", "missing.txt"), "--prompts: missing.txt can't be read"),
         (("--target-psnr", 30, "--output", "no/mine.yaml"), "no does not exist"),
         (("--target-psnr", 30, "--output", "mine.txt"), "--output: mine.txt must end in .yaml"),
-        (("--target-psnr", 30, "--preset", "a.yaml", "--output", "./b/../a.yaml"), "which it would replace"),
+        (("--target-psnr", 30, "--preset", "a.yaml", "--output", "./b/../a.yaml"), "is the preset to start from"),
         (("--target-psnr", 30, "--preset", "balanced", "--set", "skip.tau=1"), "unknown key 'skip.tau'"),
     ],
     ids=["no-target", "two-targets", "plain", "preset", "prompts", "folder", "suffix", "own-base", "key"],

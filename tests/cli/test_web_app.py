@@ -128,7 +128,7 @@ def test_a_visitor_sees_both_pictures_and_every_step(visitor):
     assert "0 dispatch" in last["plain_steps"] and "0 dispatch" not in last["fast_steps"]
 
     again = shown(begin(client, target=0.01))[-1]
-    assert " s (kept) |" in again["figures"]
+    assert " s (cached) |" in again["figures"]
     np.testing.assert_array_equal(np.asarray(Image.open(again["beside"][0])), plain)
     captions = [each["caption"] for each in again["gallery"]]
     assert ["target_error 0.01" in caption for caption in captions] == [True, False]
@@ -151,7 +151,7 @@ def test_two_visitors_each_get_their_own(visitor):
     one = begin(first, "two whales", seed=1)
     until(lambda: one.outputs())
     pages, others = (shown(job) for job in (begin(second, "a green frog", seed=2), one))
-    assert pages[0]["status"] == "Waiting: 1 before you."
+    assert pages[0]["status"] == "Waiting for 1 earlier run."
     for page, prompt, seed in ((others[-1], "two whales", 1), (pages[-1], "a green frog", 2)):
         np.testing.assert_array_equal(np.asarray(Image.open(page["beside"][0])), expected(prompt, seed))
         assert len(page["gallery"]) == 1 and prompt in page["gallery"][0]["caption"]
@@ -233,7 +233,7 @@ def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
     page.goto(site.url)
     for label, value in {"Prompt": "a red star", "Steps": STEPS, "Height": 32, "Width": 32}.items():
         page.get_by_label(label, exact=True).fill(str(value))
-    page.get_by_role("button", name="Make both").click()
+    page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=Done: balanced")
     until(lambda: page.locator("img").count() >= 3)  # both sides, and the accelerated one in the history
     page.get_by_role("slider").first.press("End")
@@ -242,7 +242,7 @@ def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
     assert [url for url in asked if not url.startswith((site.url, "data:", "blob:"))] == []
     for label, value in {"Steps": 200, "Height": 128, "Width": 128}.items():
         page.get_by_label(label, exact=True).fill(str(value))
-    page.get_by_role("button", name="Make both").click()
+    page.get_by_role("button", name="Generate both").click()
     page.wait_for_selector("text=of 200")
     page.close()
     until(lambda: all(run.future.done() for run in site.playground._runs))

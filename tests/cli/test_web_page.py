@@ -39,7 +39,7 @@ def test_figures_are_of_both_sides():
     """Seconds of the denoising loop; a plain one that was kept says so, and equal pictures have no PSNR."""
     black, white = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
     view = seen(made("plain", black, 6.0, kept=True), made("accelerated", white, 2.0), compared())
-    assert "| 6.00 s (kept) | 2.00 s | 3.00× | 30.0 dB | 25% |" in view.figures
+    assert "| 6.00 s (cached) | 2.00 s | 3.00× | 30.0 dB | 25% |" in view.figures
     assert [each.getpixel((0, 0))[0] for each in view.pictures()] == [0, 255] and view.clips() == [None, None]
     view = seen(
         made("plain", black, 6.0), made("accelerated", black, 2.0, kept=True), compared(math.inf, preset="exact")

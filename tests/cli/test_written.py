@@ -75,7 +75,7 @@ def test_what_is_of_one_prompt_is_refused_for_a_file_of_prompts(run, reached, op
     """It would say nothing, or write what nobody asked for."""
     value = {"--num-images": ("2",), "--compare": ()}.get(option, ("a.png",))
     result = run("generate", "--prompts", "two.txt", "--output-dir", "out", option, *value)
-    assert result.exit_code == 2 and f"{option}: is for one --prompt" in result.stderr and not reached
+    assert result.exit_code == 2 and f"{option}: needs --prompt;" in result.stderr and not reached
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_a_run_that_says_why_it_computed_every_step_gets_no_other_advice(capsys,
     sides = Sides(None, fast, report)
     comparison.print_summary(Console(width=200), comparison.summary_of(None, sides), load_preset("balanced"), sides)
     out = capsys.readouterr().out
-    assert ("a run of more --steps" in out) == advised and all(f"note: {note}" in out for note in notes)
+    assert ("with more --steps" in out) == advised and all(f"note: {note}" in out for note in notes)

@@ -61,7 +61,7 @@ def test_what_is_out_of_bounds_is_told_in_a_line(wanted, told):
     ("error", "status", "told"),
     [
         (None, 200, "image"),
-        (BackPressureError(num_queued_requests=16, max_queued_requests=16), 503, "busy: 16 requests wait already"),
+        (BackPressureError(num_queued_requests=16, max_queued_requests=16), 503, "busy: 16 requests are waiting"),
         (ActorDiedError(), 500, "failed: ActorDiedError"),
     ],
     ids=["an image", "a full queue", "a replica that died"],

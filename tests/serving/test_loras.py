@@ -75,11 +75,11 @@ def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ("nowhere", "'nowhere' is neither a folder, nor a file, nor a hub id"),
-        ("./nowhere:0.5", r"'\./nowhere' is neither"),
-        ("demo-flux/nowhere", "'demo-flux/nowhere' is neither"),
+        ("nowhere", "'nowhere' is not a folder, a file or a Hub id"),
+        ("./nowhere:0.5", r"'\./nowhere' is not a folder"),
+        ("demo-flux/nowhere", "'demo-flux/nowhere' is not a folder"),
         ("owner/name:nan", "a weight must be a finite number, got nan"),
-        ("\0", "is neither"),
+        ("\0", "is not a folder"),
     ],
 )
 def test_what_is_no_lora_is_told_before_any_work(lora, message):
@@ -174,5 +174,5 @@ def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
     """And what is not there is no repository of that name."""
     monkeypatch.setenv("HOME", str(folder))
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
-    with pytest.raises(OptionError, match="is neither"):
+    with pytest.raises(OptionError, match="is not a folder"):
         parse_loras(["~/nothing"])

@@ -23,7 +23,7 @@ def test_two_names_of_one_file_are_one_file(tmp_path, link):
         target.touch()
     other = tmp_path / "b.png" if link != "folder" else tmp_path / "link" / "a.png"
     os.symlink(target if link != "folder" else target.parent, other if link != "folder" else other.parent)
-    with pytest.raises(OptionError, match=r"--json: .* is written by --output too"):
+    with pytest.raises(OptionError, match=r"--json: .* is also written by --output"):
         require_distinct([("--output", target), ("--json", other)])
     require_distinct([("--output", target), ("--output", other), ("--json", tmp_path / "c.png")])
 

@@ -115,7 +115,7 @@ def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, 
     rows, lines = manifest(tmp_path / "out")
     assert lines == 8 and all(row["report"]["steps"] for row in rows.values())
     again = generate(prompts, "--model", "flux")
-    assert "8 of 8 made before" in again.output and "wrote" not in again.output
+    assert "8 of 8 done before" in again.output and "wrote" not in again.output
     (tmp_path / "out").rename(tmp_path / "shared")
     assert generate(prompts, "--model", "flux").exit_code == 0
     alone, _ = manifest(tmp_path / "out")
@@ -127,7 +127,7 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
     prompts = ["a", "die", "refuse", "raise", "b", "c"]
     result = generate(prompts, *RAY)
     assert result.exit_code == 1
-    assert "error: 3 of 6 lines failed (2, 3, 4); out/manifest.jsonl says why" in result.output
+    assert "error: 3 of 6 lines failed (2, 3, 4); out/manifest.jsonl holds the reasons" in result.output
     assert [result.output.count(f"note: line {line}, attempt") for line in range(1, 7)] == [0, 2, 0, 2, 0, 0]
     rows, lines = manifest(tmp_path / "out")
     assert lines == 6 and {index for index, row in rows.items() if "error" in row} == {1, 2, 3}
@@ -136,7 +136,7 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
     assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == {"a", "b", "c"}
     monkeypatch.setattr(ray_engine, "_Actor", Willing)
     again = generate(prompts, *RAY)
-    assert again.exit_code == 0 and "3 of 6 made before" in again.output
+    assert again.exit_code == 0 and "3 of 6 done before" in again.output
     assert {path.read_text() for path in (tmp_path / "out").glob("*.png")} == set(prompts)
 
 
@@ -144,8 +144,8 @@ def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, t
     """Whatever it was that one of them did; the others are made, and all batches without it."""
     result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
     assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
-    assert "note: lines 3, 4 are made one at a time, for in one call: not with me" in result.output
-    assert result.output.count("note: lines 1, 2 are made one at a time") == 1
+    assert "note: lines 3, 4 run one at a time, because one call failed: not with me" in result.output
+    assert result.output.count("note: lines 1, 2 run one at a time") == 1
     rows, lines = manifest(tmp_path / "out")
     assert lines == 6 and {index: row["batch"] for index, row in rows.items() if "batch" in row} == {
         **{index: [index] for index in (0, 2)},
@@ -269,12 +269,15 @@ def test_a_pipeline_that_nobody_can_load_ends_the_run(cluster, generate, simple,
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--engine", "ray"), "--actors: say how many: each takes one of the Ray cluster's 2 CPUs"),
-        (("--engine", "ray", "--actors", "3"), "--actors: can't be 3: each takes a CPU, and the Ray cluster has 2"),
-        ((*RAY, "--device", "cuda"), "--device: is cuda, and the Ray cluster has no GPU"),
+        (("--engine", "ray"), "--actors: must be given: each actor takes one of the Ray cluster's 2 CPUs"),
+        (
+            ("--engine", "ray", "--actors", "3"),
+            "--actors: can't be 3: each actor takes a CPU, and the Ray cluster has 2",
+        ),
+        ((*RAY, "--device", "cuda"), "--device: is cuda, but the Ray cluster has no GPU"),
         ((*RAY, "--device", "cuda:1"), "--device: must be cuda or cpu with --engine ray"),
         ((*RAY, "--parallel", "ulysses=2"), "--parallel: can't be used with --engine ray"),
-        (("--actors", "2"), "--actors: goes with --engine ray"),
+        (("--actors", "2"), "--actors: needs --engine ray"),
     ],
 )
 def test_what_does_not_go_together_says_so(cluster, generate, options, told):
@@ -292,7 +295,7 @@ def test_gpus_are_taken_where_there_are_some(device, actors, places):
 
 def test_one_prompt_is_no_work_for_ray(run):
     result = run("generate", "--prompt", "a", "--engine", "ray")
-    assert result.exit_code == 2 and "--engine: ray is for --prompts" in result.output
+    assert result.exit_code == 2 and "--engine: ray needs --prompts" in result.output
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once(generate, monkeypatch):

@@ -149,7 +149,7 @@ def test_what_can_not_be_tapped_is_refused():
         AttentionTap(pipeline("framepack"), attend)
     with (
         accelerated(pipeline("flux"), "exact"),
-        pytest.raises(UnsupportedError, match="got an accelerated one: restore it"),
+        pytest.raises(UnsupportedError, match="got an accelerated one: call restore_pipeline"),
     ):
         AttentionTap(pipeline("flux"), attend).__enter__()
     attn = pipeline("flux").transformer.transformer_blocks[1].attn

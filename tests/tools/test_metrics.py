@@ -142,7 +142,7 @@ def test_different_shapes_are_refused(metric):
     [
         (psnr, np.zeros((12, 12), np.int64), "uint8 .* or floating .* got int64"),
         (ssim, np.zeros((8, 40)), r"at least 11 x 11 pixels, got \[8, 40\]"),
-        (ssim, np.zeros((2, 16, 16, 3)), r"single pictures .* got shape \[2, 16, 16, 3\]"),
+        (ssim, np.zeros((2, 16, 16, 3)), r"single images .* got shape \[2, 16, 16, 3\]"),
         (psnr, np.zeros((0, 4)), r"must hold values, got shape \[0, 4\]"),
     ],
     ids=["integers", "too-small", "batch", "empty"],

@@ -1,12 +1,12 @@
-"""Our presets beside what else makes diffusion transformers faster, on the same pipeline, prompts and seeds.
+"""Compare presets with other acceleration methods on the same pipeline, prompts and seeds.
 
     bench = Bench(load, arguments, prompts, tuning_prompt)
     for method in [*our_methods(bench.pipe, presets), *peer_methods(bench.pipe, steps, peers)[0]]:
         row = bench.measure(method)
 
-Every run is compared with the plain run of its prompt and seed. Computed fractions are counted at the linear layers of
-the transformer's blocks, whatever the method (:mod:`~dit_accel.tools.compare.work`); after every method the pipeline is
-shown to be as it was (:mod:`~dit_accel.tools.compare.snapshot`).
+Every run is compared with the plain run of its prompt and seed. For every method, computed fractions are counted at the
+linear layers of the transformer's blocks (:mod:`~dit_accel.tools.compare.work`). After every method a check shows that
+the pipeline is unchanged (:mod:`~dit_accel.tools.compare.snapshot`).
 """
 
 from collections.abc import Sequence
@@ -34,27 +34,27 @@ __all__ = [
     "spread",
 ]
 
-# Who we are compared with: what users of diffusers can run instead, where it is installed.
+# Methods that users of diffusers can run instead.
 PEERS = {**CACHES, **FORECASTERS, **DBCACHES, **FEWER_STEPS}
 
 
 def peer_methods(
     pipe: Any, steps: int, names: Sequence[str] | None = None, settings: int | None = None
 ) -> tuple[list[Method], dict[str, str]]:
-    """Settings of peers, and why some peers are left out.
+    """Return settings of other methods, and the reason for each method that can't run.
 
     Args:
         pipe: a plain pipeline.
-        steps: of its plain runs.
-        names: of `PEERS`; None = all.
-        settings: most of each peer, spread over its sweep; None = all.
+        steps: number of steps of its plain runs.
+        names: keys of `PEERS`; None = all.
+        settings: maximum number of settings per method, spread over its sweep; None = all.
 
     Raises:
-        UnsupportedError: a name is of no peer.
+        UnsupportedError: a name is unknown.
     """
     unknown = [name for name in names or () if name not in PEERS]
     if unknown:
-        raise UnsupportedError(f"{unknown[0]!r} is no peer; there are {', '.join(PEERS)}")
+        raise UnsupportedError(f"{unknown[0]!r} is unknown; methods are {', '.join(PEERS)}")
     reasons = {name: PEERS[name].why_not(pipe) for name in (PEERS if names is None else names)}
     able = [PEERS[name] for name, reason in reasons.items() if reason is None]
     methods = [method for peer in able for method in spread(peer.methods(steps), settings)]
@@ -62,7 +62,7 @@ def peer_methods(
 
 
 def spread(methods: list[Method], count: int | None) -> list[Method]:
-    """``count`` of the methods, evenly from the first to the last; all where there are no more."""
+    """Return ``count`` methods, evenly spaced from the first to the last; all if there are no more."""
     if count is None or len(methods) <= count:
         return methods
     if count == 1:

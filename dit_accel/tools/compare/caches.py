@@ -1,7 +1,7 @@
-"""The caches that ship with diffusers, each swept over its own knobs.
+"""The caches of diffusers, each with a sweep of settings.
 
-Settings follow each cache's documentation; what is done beyond it, so that none does badly for want of care, is said
-where it is done and in docs/notes/comparisons.md.
+Settings follow each cache's documentation. Improvements beyond it, which give each cache its best results, are
+explained at the code and in docs/notes/comparisons.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dit_accel.models import denoisers
 from dit_accel.tools.compare.methods import Method, Peer, Subject
 from dit_accel.tools.timing import removed_after
 
-# Parts of blocks whose outputs TaylorSeer forecasts "per layer", as its paper does, and those that need not run then.
+# Layers whose outputs TaylorSeer forecasts "per layer", as in its paper, and layers that it then skips.
 _LAYERS = [
     r"(transformer_)?blocks\.\d+\.(attn|attn1|attn2|ff|ffn|ff_context)",
     r"single_transformer_blocks\.\d+\.proj_out",
@@ -38,7 +38,7 @@ _TAYLOR_SETTINGS += [(8, 1, 3), (8, 1, 6)]
 _MAG_SETTINGS = [(0.02, 1, 0.2), (0.06, 2, 0.2), (0.06, 3, 0.2), (0.12, 4, 0.2), (0.12, 4, 0.1), (0.24, 6, 0.1)]
 _MAG_SETTINGS += [(0.5, 5, 0.2), (0.5, 8, 0.1), (2.0, 4, 0.1), (2.0, 6, 0.1)]
 _SEA_SETTINGS = [(0.05, 1), (0.1, 1), (0.1, 2), (0.15, 2), (0.25, 2), (0.25, 3), (0.4, 4), (0.6, 5), (1.0, 6), (2.0, 8)]
-# Warm-up and interval, of caches of attentions.
+# Warm-up and interval of attention caches.
 _INTERVALS = [(3, 2), (3, 3), (3, 4), (3, 6), (3, 10), (8, 4)]
 
 
@@ -50,25 +50,25 @@ def _cache(
     *,
     series: str | None = None,
     by_branch: bool = False,
-    told_steps: bool = False,
+    needs_steps: bool = False,
 ) -> Peer:
-    """A cache of diffusers.
+    """Make a method from a cache of diffusers.
 
     Args:
-        cache: its configuration's class is of this name with ``Config`` behind.
-        name: of a setting, with its values filled in.
-        arguments: gives those of the configuration for a subject and a setting's values.
+        cache: name of the configuration class without ``Config``.
+        name: format string for the name of a setting.
+        arguments: returns the arguments of the configuration for a subject and a setting's values.
         series: None = the cache's name.
-        by_branch: it keeps one state for all branches, so that each here gets its own.
-        told_steps: it wants step and sigma in the cache context.
+        by_branch: the cache keeps one state for all branches; each branch gets its own here.
+        needs_steps: the cache needs step and sigma in the cache context.
     """
     config = f"{cache}Config"
 
     @contextmanager
     def put_on(subject: Subject, setting: tuple) -> Iterator[dict[str, Any]]:
         with contextlib.ExitStack() as stack:
-            if told_steps:
-                stack.enter_context(_telling_steps(subject))
+            if needs_steps:
+                stack.enter_context(_with_steps(subject))
             make = getattr(diffusers, config)
             stack.enter_context(_enabled(subject.pipe, lambda: make(**arguments(subject, *setting))))
             if by_branch:
@@ -79,7 +79,7 @@ def _cache(
         if not hasattr(diffusers, config):
             return f"diffusers {diffusers.__version__} has no {config}"
         uncached = [type(module).__name__ for module in denoisers(pipe).values() if not hasattr(module, "enable_cache")]
-        return f"{uncached[0]} takes no caches" if uncached else None
+        return f"{uncached[0]} does not support caches" if uncached else None
 
     def of(*setting: Any) -> Method:
         return Method(series or cache, name.format(*setting), partial(put_on, setting=setting))
@@ -104,7 +104,7 @@ def _taylorseer(variant: str, label: str, settings: Sequence[tuple[int, int, int
 
 
 def _mag(subject: Subject, threshold: float, skipped: int, retained: float) -> dict[str, Any]:
-    """Its magnitude ratios come from a run on the tuning prompt: as its calibration prints them, the branches' mean."""
+    """Arguments of MagCache. Its calibration on the tuning prompt prints magnitude ratios; their mean over branches."""
     if "mag_cache" not in subject.calibrations:
         config = diffusers.MagCacheConfig(calibrate=True, num_inference_steps=subject.steps)
         with _enabled(subject.pipe, lambda: config), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -130,9 +130,9 @@ def _sea(subject: Subject, threshold: float, consecutive: int) -> dict[str, Any]
 
 
 def _vision_latents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Latents ``[C, T, H, W]`` of each sample, or None where they can't be told, and every step is computed.
+    """Return latents ``[C, T, H, W]`` of each sample, or None if their shape is unknown; then all steps are computed.
 
-    FLUX's tokens ``[B, S, C]`` are put back into their picture.
+    FLUX's tokens ``[B, S, C]`` are unpacked to their image shape.
     """
     latents = kwargs["hidden_states"]
     if latents.ndim == 4:
@@ -160,7 +160,7 @@ def _faster(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:
     return {
         "spatial_attention_block_skip_range": interval,
         "spatial_attention_timestep_skip_range": (1, subject.steps - warmup + 1),
-        # It can skip the unconditional branch only where that comes in one batch with the other, as in none of ours.
+        # It can skip the unconditional branch only if both branches run in one batch, which no tested pipeline does.
         "is_guidance_distilled": True,
         # The paper's weight grows from 0 to 1 over the run.
         "attention_weight_callback": lambda _: 1 - _steps_left(subject) / subject.steps,
@@ -169,20 +169,20 @@ def _faster(subject: Subject, warmup: int, interval: int) -> dict[str, Any]:
 
 
 def _steps_left(subject: Subject) -> int:
-    """Counts down to 1 at the last step; given for the timestep, whose values bunch where schedules are shifted."""
+    """Steps left, 1 at the last step. Replaces the timestep, whose values are uneven under shifted schedules."""
     return subject.steps - (subject.pipe.scheduler.step_index or 0)
 
 
 CACHES = {
-    # Attentions are forecast, the default; its own patterns don't find Wan's attentions, these do.
+    # Forecasts attentions, the default. Its own patterns don't match Wan's attentions; these do.
     "taylorseer": _taylorseer(
         "", "attention", [(3, 1, 2), (3, 1, 4), (3, 1, 8), (3, 2, 4), (8, 1, 6)], cache_identifiers=_ATTENTIONS
     ),
-    # Attentions and MLPs are forecast, the paper's TaylorSeer.
+    # Forecasts attentions and MLPs, as the paper does.
     "taylorseer-layers": _taylorseer(
         " per layer", "layers", _TAYLOR_SETTINGS, cache_identifiers=_LAYERS, skip_predict_identifiers=_IDLE_LAYERS
     ),
-    # The transformer's output is forecast, and no block runs.
+    # Forecasts the transformer's output; no block runs.
     "taylorseer-lite": _taylorseer(" lite", "lite", _TAYLOR_SETTINGS, use_lite_mode=True),
     "first-block-cache": _cache(
         "FirstBlockCache",
@@ -191,8 +191,8 @@ CACHES = {
         lambda _, threshold: {"threshold": threshold},
     ),
     "mag-cache": _cache("MagCache", "MagCache {:g} K={} R={:g}", _MAG_SETTINGS, _mag),
-    # Only diffusers' Wan pipeline tells it step and sigma; for others they are put into the cache context here.
-    "sea-cache": _cache("SeaCache", "SeaCache {:g} K={}", _SEA_SETTINGS, _sea, told_steps=True),
+    # Only diffusers' Wan pipeline passes step and sigma; for others they are added to the cache context here.
+    "sea-cache": _cache("SeaCache", "SeaCache {:g} K={}", _SEA_SETTINGS, _sea, needs_steps=True),
     "pab": _cache("PyramidAttentionBroadcast", "PAB W={} N={}", _INTERVALS, _pab, by_branch=True),
     "faster-cache": _cache("FasterCache", "FasterCache W={} N={}", _INTERVALS, _faster, by_branch=True),
 }
@@ -212,18 +212,18 @@ def _enabled(pipe: Any, config: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _telling_steps(subject: Subject) -> Iterator[None]:
-    """Within, cache contexts hold the step, its sigma and the number of steps, where the pipeline does not say."""
+def _with_steps(subject: Subject) -> Iterator[None]:
+    """Within the block, add step, sigma and number of steps to cache contexts if the pipeline does not."""
     scheduler = subject.pipe.scheduler
 
-    def telling(plain: Callable[..., Any], name: str, **told: Any) -> Any:
+    def with_steps(plain: Callable[..., Any], name: str, **given: Any) -> Any:
         step = scheduler.step_index or 0
         known = {"step_index": step, "sigma": float(scheduler.sigmas[step]), "num_inference_steps": subject.steps}
-        return plain(name, **{**known, **told})
+        return plain(name, **{**known, **given})
 
     transformers = denoisers(subject.pipe).values()
     for transformer in transformers:
-        transformer.cache_context = partial(telling, transformer.cache_context)
+        transformer.cache_context = partial(with_steps, transformer.cache_context)
     try:
         yield
     finally:
@@ -232,10 +232,10 @@ def _telling_steps(subject: Subject) -> Iterator[None]:
 
 
 def _state_by_branch(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Within, each branch of guidance has its own state of every hook that keeps one as ``hook.state``.
+    """Within the block, give each branch of guidance its own state for every hook with ``hook.state``.
 
-    These hooks take both branches to come in one batch. Where they come one after the other, the second would be given
-    what the first has computed.
+    These hooks expect both branches in one batch. If the branches run one after the other, the second would get the
+    outputs of the first.
     """
     handles = []
     for transformer in denoisers(subject.pipe).values():

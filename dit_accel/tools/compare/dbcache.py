@@ -1,4 +1,4 @@
-"""cache-dit, where it is installed: DBCache alone and with its calibrators, and its masks of steps (SCM)."""
+"""cache-dit, if installed: DBCache alone and with its calibrators, and its step masks (SCM)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from dit_accel.tools.compare.methods import Method, Peer, Subject
 # Warm-up and threshold.
 _SETTINGS = [(3, 0.06), (3, 0.12), (3, 0.2), (3, 0.3), (3, 0.45), (3, 0.7), (8, 0.12), (8, 0.3)]
 MASKS = ("slow", "medium", "fast", "ultra")
-CALIBRATORS = {"TaylorSeer": "D=1", "DMD": "DMD", "FoCa": "FoCa"}  # as names of methods tell them; with their defaults
+CALIBRATORS = {
+    "TaylorSeer": "D=1",
+    "DMD": "DMD",
+    "FoCa": "FoCa",
+}  # labels of the calibrators, which run with their defaults
 
 
 def _why_not(pipe: Any, calibrator: str = "TaylorSeer") -> str | None:
-    """Why cache-dit can't run on a pipeline, or None."""
+    """Return the reason why cache-dit can't run on a pipeline, or None."""
     if find_spec("cache_dit") is None:
         return "cache-dit is not installed"
     import cache_dit
@@ -59,7 +63,7 @@ def _put_on(
     cache_dit.enable_cache(
         subject.pipe,
         cache_config=cache_dit.DBCacheConfig(
-            Fn_compute_blocks=1,  # its default 8 of a full-size model's 57 are more than a demo model has
+            Fn_compute_blocks=1,  # the default 8 (of 57 in a full-size model) exceeds a demo model's blocks
             Bn_compute_blocks=0,
             max_warmup_steps=warmup,
             residual_diff_threshold=threshold,
@@ -77,7 +81,7 @@ def _put_on(
 
 
 def _quieten() -> None:
-    """It tells every setting on the console, and that it was taken off as a warning."""
+    """Silence cache-dit, which logs every setting, and a warning for every removal."""
     for name in logging.root.manager.loggerDict:
         if name.lower().startswith(("cache_dit", "cache-dit")):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -105,8 +109,8 @@ DBCACHES = {
     "dbcache-taylorseer": _calibrated("TaylorSeer"),
     "dbcache-dmd": _calibrated("DMD"),
     "dbcache-foca": _calibrated("FoCa"),
-    # Masks of the steps that may be left out: its ready-made ones, and, since those stay above 0.35, one in so many.
-    # Under policy `dynamic` some of the masked steps compute all the same.
+    # Masks of skippable steps: the ready-made masks and, since those compute more than 0.35, one step in N.
+    # Under policy `dynamic` some masked steps are computed anyway.
     "scm": _masks(
         [
             *(_scm(warmup=8, mask=mask, policy="static") for mask in MASKS),

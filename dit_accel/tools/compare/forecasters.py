@@ -1,10 +1,10 @@
-"""Rivals that forecast the transformer's output, where the steps to compute are known before the run.
+"""Published methods that forecast the transformer's output, with the computed steps fixed before the run.
 
-Most were published for outputs of blocks. Here each forecasts what leaves the transformer, as TaylorSeer lite does, so
-that no block runs in a step that is left out. Formulas and settings come from the sources that are named at each;
-docs/notes/comparisons.md says what is our reading of them.
+Most were published for outputs of blocks. Here each forecasts the transformer's output, like TaylorSeer lite, and no
+block runs in a forecast step. Formulas and settings come from the cited sources; docs/notes/comparisons.md explains
+our interpretation.
 
-A forecast is a sum of records, under weights that follow from the records' steps or from their inner products.
+A forecast is a weighted sum of records. The weights depend on the records' steps or on their inner products.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dit_accel.tools.compare.mean_velocity import average_velocities, velocity_c
 from dit_accel.tools.compare.methods import Method, Peer, Subject
 
 HOOK = "dit_accel_rival"
-MOVES = ("skipped", "whole")  # what MeanCache's mean velocity moves: the steps that are left out, or the interval
+MOVES = ("skipped", "whole")  # steps that MeanCache's mean velocity moves: the skipped steps, or the whole interval
 
 
 class Record(NamedTuple):
-    """What the transformer, or a forecast in its place, gave at a step."""
+    """Output of the transformer, or its forecast, at a step."""
 
     step: int
     output: torch.Tensor  # [B, ...]
@@ -41,15 +41,15 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps that are computed, and what stands in for the others."""
+    """Computed steps, and the forecast for the others."""
 
     computed: Collection[int]
-    forecast: Callable[[Sequence[Record], int], torch.Tensor]  # from all records so far, for a step
-    moved: Collection[int] = ()  # computed steps in which the pipeline gets a forecast all the same, made with theirs
+    forecast: Callable[[Sequence[Record], int], torch.Tensor]  # from all earlier records, for a step
+    moved: Collection[int] = ()  # computed steps whose output is still replaced by a forecast that includes it
 
 
 def weighted(records: Sequence[Record], weights: np.ndarray) -> torch.Tensor:
-    """The records' sum in float32, under weights ``[records]``, or ``[B, records]`` where samples have their own."""
+    """Weighted sum of the records in float32; weights are ``[records]``, or ``[B, records]`` per sample."""
     newest = records[-1].output
     shares = torch.from_numpy(np.asarray(weights, np.float32)).to(newest.device)
     total = torch.zeros_like(newest, dtype=torch.float32)
@@ -61,8 +61,8 @@ def weighted(records: Sequence[Record], weights: np.ndarray) -> torch.Tensor:
 def spectrum(records: Sequence[Record], step: int, *, steps: int, blend: float) -> torch.Tensor:
     """Spectrum: Chebyshev polynomials up to degree 4 through all computed records, by ridge regression at 0.1.
 
-    ``blend`` of it is mixed with the line through the last two records; 1 is the paper's predictor, and its authors'
-    code (hanjq17/Spectrum) recommends 0.5 to 1. Steps of the whole run are mapped to [-1, 1].
+    ``blend`` is the polynomial's share; the rest is the line through the last two records. 1 is the paper's predictor,
+    and its authors' code (hanjq17/Spectrum) recommends 0.5 to 1. Steps of the whole run are mapped to [-1, 1].
     """
     known = [record for record in records if record.computed]
     at = np.array([record.step for record in known])
@@ -87,7 +87,7 @@ def differences(at: Sequence[int], order: int) -> np.ndarray:
 
 
 def hicache(records: Sequence[Record], step: int, *, order: int, scale: float) -> torch.Tensor:
-    """HiCache: TaylorSeer with Hermite polynomials, ``sⁿ Hₙ(s k)``, in the place of the powers ``kⁿ``.
+    """HiCache: TaylorSeer with Hermite polynomials, ``sⁿ Hₙ(s k)``, instead of the powers ``kⁿ``.
 
     k is the distance from the last computed step, and s, here ``scale``, the paper's sigma in (0, 1).
     """
@@ -102,10 +102,10 @@ def hicache(records: Sequence[Record], step: int, *, order: int, scale: float) -
 
 
 def foca(records: Sequence[Record], step: int) -> torch.Tensor:
-    """FoCa: a step of BDF2 forecasts, and the trapezoidal rule (Heun) calibrates.
+    """FoCa: BDF2 gives a forecast, and the trapezoidal rule (Heun) corrects it.
 
-    The derivative of the feature's ODE is the slope between the last two computed records; both formulas go on from the
-    last records, forecasts among them.
+    The derivative of the feature's ODE is the slope between the last two computed records. Both formulas start from the
+    last records, including forecasts.
     """
     known = [record for record in records if record.computed]
     if len(known) < 2:
@@ -118,10 +118,10 @@ def foca(records: Sequence[Record], step: int) -> torch.Tensor:
 
 
 def dmd(records: Sequence[Record], step: int) -> torch.Tensor:
-    """Dynamic mode decomposition as cache-dit's calibrator has it: powers of the linear map from record to record.
+    """Dynamic mode decomposition as in cache-dit's calibrator: powers of the linear map from record to record.
 
-    It takes the last 4 to 6 computed records at even distances, of each sample alone; modes below 1e-4 of the first
-    are noise. Where there are fewer it is TaylorSeer of order 1. Records' inner products are all that is decomposed.
+    It uses the last 4 to 6 evenly spaced computed records of each sample; modes below 1e-4 of the first are noise. With
+    fewer records it is TaylorSeer of order 1. Only the records' inner products are decomposed.
     """
     known = [record for record in records if record.computed]
     at = [record.step for record in known]
@@ -137,7 +137,7 @@ def dmd(records: Sequence[Record], step: int) -> torch.Tensor:
 
 
 def _powers(products: np.ndarray, distance: float) -> np.ndarray:
-    """Weights ``[records]`` of a forecast ``distance`` spacings on, from inner products ``[records, records]``."""
+    """Return weights ``[records]`` of a forecast ``distance`` spacings ahead, from inner products of the records."""
     reuse = np.eye(len(products))[-1]
     squares, modes = np.linalg.eigh(products[:-1, :-1])
     kept = squares > 1e-8 * squares[-1]
@@ -147,24 +147,24 @@ def _powers(products: np.ndarray, distance: float) -> np.ndarray:
         mixing = inverse @ vectors  # modes over all records but the oldest
         between = mixing.conj().T @ products[1:]
         start = np.linalg.lstsq(between[:, 1:] @ mixing, between[:, -1], rcond=None)[0]
-    except np.linalg.LinAlgError:  # as where all records are zero
+    except np.linalg.LinAlgError:  # e.g. if all records are zero
         return reuse
     weights = np.concatenate([[0.0], (mixing @ (factors.astype(complex) ** distance * start)).real])
     return weights if np.isfinite(weights).all() else reuse
 
 
 def meancache(records: Sequence[Record], step: int, *, weights: Mapping[int, np.ndarray]) -> torch.Tensor:
-    """MeanCache: the mean velocity until the next computed step, by weights on the latest records of each step."""
+    """MeanCache: mean velocity until the next computed step, from weights on the latest records."""
     return weighted(records[-len(weights[step]) :], weights[step])
 
 
 def every(interval: int, warmup: int, steps: int) -> set[int]:
-    """The first ``warmup`` steps, every N-th from there, and the last."""
+    """Return the first ``warmup`` steps, then every N-th step, and the last one."""
     return {step for step in range(steps) if step < warmup or (step - warmup + 1) % interval == 0 or step == steps - 1}
 
 
 def widening(interval: float, growth: float, steps: int) -> set[int]:
-    """Spectrum's steps: the first 5, and then at an interval, rounded down, that grows with each."""
+    """Return Spectrum's steps: the first 5, then at an interval (rounded down) that grows with each step."""
     computed, latest = set(range(min(5, steps))), 4
     while (latest := latest + math.floor(interval)) < steps:
         computed.add(latest)
@@ -173,20 +173,20 @@ def widening(interval: float, growth: float, steps: int) -> set[int]:
 
 
 class _Forecasting(Hook):
-    """Runs a transformer in the steps that a plan computes, and forecasts its output in the others."""
+    """Hook that runs a transformer in a plan's computed steps, and forecasts its output in the others."""
 
     def __init__(self, scheduler: Any, plan: Plan) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._plan = plan
         self._step = self._branch = -1
-        self._structure: Any = None  # of what the transformer gives around its one tensor
-        # By branch, which is told by the order of calls.
+        self._structure: Any = None  # container of the transformer's single output tensor
+        # By branch, which follows from the order of calls.
         self.trails: defaultdict[int, list[Record]] = defaultdict(list)
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         scheduler = self._scheduler
-        # Of this run, which may begin in the middle of the schedule.
+        # Relative to this run, which may begin in the middle of the schedule.
         step = 0 if scheduler.step_index is None else scheduler.step_index - (scheduler.begin_index or 0)
         if step < self._step:  # another run
             self.trails.clear()
@@ -198,7 +198,7 @@ class _Forecasting(Hook):
             leaves, self._structure = pytree.tree_flatten(self.fn_ref.original_forward(*args, **kwargs))
             if len(leaves) != 1:
                 model = type(module).__name__
-                raise UnsupportedError(f"{model} must give one tensor to be forecast, got {len(leaves)}: leave it out")
+                raise UnsupportedError(f"{model} must return one tensor, got {len(leaves)}: leave this method out")
             output = leaves[0]
             trail.append(Record(step, output, computed=True))
         if not computed or step in self._plan.moved:
@@ -210,7 +210,7 @@ class _Forecasting(Hook):
 
 @contextmanager
 def forecasting(pipe: Any, plan: Plan) -> Iterator[list[_Forecasting]]:
-    """Within, the pipeline's transformers run by a plan; yields what holds their records."""
+    """Within the block, run the pipeline's transformers by a plan; yield the hooks that hold their records."""
     hooks = {module: _Forecasting(pipe.scheduler, plan) for module in denoisers(pipe).values()}
     try:
         for module, hook in hooks.items():
@@ -228,7 +228,7 @@ def _rival(
     plan: Callable[..., Plan],
     why_not: Callable[[Any], str | None] = lambda pipe: None,
 ) -> Peer:
-    """A rival whose plan is made for a subject of a setting's values, with which its name is filled in."""
+    """Make a method from a function that returns the plan of a setting, and a format string for its name."""
 
     @contextmanager
     def put_on(subject: Subject, setting: tuple) -> Iterator[dict[str, Any]]:
@@ -256,7 +256,7 @@ def _plan_interval(forecast: Callable[..., torch.Tensor], subject: Subject, warm
 
 
 def _plan_meancache(subject: Subject, share: float, moves: str) -> Plan:
-    """What a velocity costs where it stands for others is learned from a run on the tuning prompt."""
+    """Plan of MeanCache; the errors of mean velocities are measured on a run with the tuning prompt."""
     if "meancache" not in subject.calibrations:
         with forecasting(subject.pipe, Plan(range(subject.steps), foca)) as hooks:
             subject.tuning_run()
@@ -275,7 +275,7 @@ def _without_sigmas(pipe: Any) -> str | None:
 # Interval, its growth, and the polynomial's share of the forecast. The paper's settings grow by 0.75 and 3.
 _SPECTRUM = [(2, 0.0, 0.5), (2, 0.1, 0.5), (2, 0.25, 0.5), (2, 0.75, 0.5), (2, 0.75, 1.0), (2, 1.5, 0.5)]
 _SPECTRUM += [(2, 3.0, 0.5), (2, 3.0, 1.0)]
-# Share of the steps that it may compute, and what the mean velocity moves.
+# Maximum share of computed steps, and the steps that the mean velocity moves.
 _MEANCACHE = [(0.2, "skipped"), (0.25, "skipped"), (0.3, "skipped"), (0.3, "whole"), (0.35, "whole"), (0.4, "whole")]
 _MEANCACHE += [(0.5, "whole")]
 # Warm-up, order, interval and scale; warm-up and interval.

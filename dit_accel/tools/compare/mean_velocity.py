@@ -1,13 +1,13 @@
-"""MeanCache's schedule: which steps to compute, and how the velocities between become their mean.
+"""MeanCache's schedule: the steps to compute, and the mean velocity between them.
 
-From a computed step t to the next one, s, the mean velocity is taken for ``û = v_t + (σ_s − σ_t) · JVP``. JVP is read
-off the latest K velocities, from the step r on: ``JVP = (u − v_r) / Δσ``, u their mean and Δσ the way of sigma. A plain
-run tells for every t, s and K by how much û would be off, and the steps to compute are those of the path through the
-run on which the sum of these costs, to a power that suppresses peaks, is lowest.
+From a computed step t to the next computed step s, the mean velocity is ``û = v_t + (σ_s − σ_t) · JVP``. JVP comes from
+the latest K velocities, starting at step r: ``JVP = (u − v_r) / Δσ``; u is their mean and Δσ the change of sigma. A
+plain run gives the error of û for every t, s and K. The computed steps are the path through the run with the lowest sum
+of errors, raised to a power that suppresses peaks.
 
-The formula is the paper's (arXiv 2601.19961), by which û moves the latents from t on; its authors' code
-(UnicomAI/MeanCache) moves them by v_t in the computed step, and by û from the next on. Here are both. JVP, and K from 1
-to 6, are the code's, whose tables of steps, found so for other models, never leave out more than 7 steps in a row.
+The formula is the paper's (arXiv 2601.19961), where û moves the latents from t on. The authors' code
+(UnicomAI/MeanCache) moves them by v_t in the computed step, and by û from the next step on. Both are implemented here.
+JVP and K from 1 to 6 follow the code; its step tables for other models skip at most 7 steps in a row.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 
 WINDOWS = 6
 SPAN = 8
-PEAK = 4  # the power of costs; the paper's own was not to be found, and of 1 to 4 this one was best on the demo model
+PEAK = 4  # power of the costs; the paper gives no value, and of 1 to 4 this was best on the demo model
 
 Costs = dict[tuple[int, int], tuple[float, np.ndarray]]
 
 
 def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
-    """Weights ``[window]`` of the latest velocities in their continuation.
+    """Return weights ``[window]`` of the latest velocities in the mean velocity.
 
     Args:
-        falls: of sigma, of the steps of the window and of those that the continuation stands for until the next
-            computed step, the window's last among these.
-        window: how many velocities it is read off.
+        falls: changes of sigma in the steps of the window, and in the steps that the mean velocity replaces until the
+            next computed step; the window's last step belongs to both.
+        window: number of velocities.
     """
     own = falls[:window]
     weights = own / own.sum()
@@ -43,16 +43,16 @@ def velocity_weights(falls: np.ndarray, window: int) -> np.ndarray:
 
 
 def velocity_costs(trails: Sequence[Sequence[torch.Tensor]], sigmas: Sequence[float], whole: bool) -> Costs:
-    """By how much a mean velocity is off where the steps between two computed ones are left out.
+    """Compute the error of the mean velocity for each pair of computed steps with skipped steps between.
 
     Args:
-        trails: the velocities of a plain run, step by step, one sequence a branch.
-        sigmas: of the run's steps, and the one behind the last.
-        whole: whether it stands for the computed step's velocity too.
+        trails: velocities of a plain run by step, one sequence per branch.
+        sigmas: sigmas of the run's steps, and the sigma after the last step.
+        whole: whether the mean velocity also replaces the computed step's velocity.
 
     Returns:
         ``{(computed, next computed): (cost, weights)}``: the mean absolute error of the mean velocity, and the weights
-        of the window in which it is lowest. A run ends as if the step behind the last were computed.
+        of the window with the lowest error. The end of the run counts as a computed step.
     """
     steps = len(trails[0])
     falls = np.diff(np.array(sigmas))[:steps]
@@ -82,9 +82,9 @@ def velocity_costs(trails: Sequence[Sequence[torch.Tensor]], sigmas: Sequence[fl
 
 
 def average_velocities(costs: Costs, count: int, whole: bool) -> tuple[list[int], dict[int, np.ndarray]]:
-    """The steps to compute, at most ``count`` where so few do, and weights on the latest records at those moved by û.
+    """Return the steps to compute (at most ``count``, if possible), and weights on the latest records by skipped step.
 
-    The first step after a computed one makes û (and, if it is for the ``whole``, that one too); others repeat it.
+    The first step after a computed one calculates û (with ``whole``, the computed step does too); others repeat it.
     """
     steps = 1 + max(start for start, _ in costs)
     best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [0])}]

@@ -1,4 +1,4 @@
-"""What is compared: a method is something that can be put on a pipeline and taken off again, and ours are presets."""
+"""Methods to compare: each can be applied to a pipeline and removed again. Our methods are presets."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any, NamedTuple
 from dit_accel.pipeline import accelerated, preset_for
 from dit_accel.presets import Preset, load_preset
 
-OURS = "dit-accel"  # series of our closed loop, with whatever else its presets do
+OURS = "dit-accel"  # series of all presets with our closed loop
 TARGETS = (0.1, 0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.6, 2.5, 4.0, 6.0)  # times target_error, for fractions of 0.2 to 0.6
 
 
 @dataclass
 class Subject:
-    """A pipeline as methods get it."""
+    """Pipeline that methods run on."""
 
-    pipe: Any  # plain; it is another one after a reload
+    pipe: Any  # plain; replaced after a reload
     steps: int  # of a plain run
-    branches: int  # transformer calls a step, 2 where guidance calls it once with and once without the prompt
-    tuning_run: Callable[[], Any]  # on a prompt that no figure is taken from, for methods that need calibration
-    calibrations: dict[str, Any] = field(default_factory=dict)  # what these found, by method
+    branches: int  # transformer calls per step; 2 if guidance calls it with and without the prompt
+    tuning_run: Callable[[], Any]  # run on a prompt outside the comparison, for methods that need calibration
+    calibrations: dict[str, Any] = field(default_factory=dict)  # results of the calibrations, by method
 
 
 @dataclass(frozen=True)
 class Method:
-    """One setting of something that is compared.
+    """One setting of a compared method.
 
     Args:
-        series: what it is a setting of, a line in plots.
-        name: told apart by it.
-        put_on: within it a subject's pipeline runs this way; it yields changes to the arguments of the call.
-        reports_work: whether its kernels do work beside the leaves, so that its own report says how much; this is for
-            our presets that leave out rows or tiles.
-        digest: of what its preset holds, so that an edited one is told from what was measured; empty for peers, whose
-            names say all.
+        series: method of the setting; a line in plots.
+        name: unique name of the setting.
+        put_on: context in which a subject's pipeline runs with the method; yields changes to the call's arguments.
+        reports_work: whether the computed fraction comes from the run's own report. True for our presets that skip
+            rows or tiles, whose kernels skip work that the layers don't show.
+        digest: hash of the preset's values, which detects an edited preset; empty for other methods, whose names hold
+            all values.
     """
 
     series: str
@@ -49,29 +49,29 @@ class Method:
 
     @property
     def ours(self) -> bool:
-        """Whether it is our closed loop; fixed schedules that run on our engine count as rivals."""
+        """Return True for our closed loop; fixed schedules on our engine count as other methods."""
         return self.series == OURS
 
 
 class Peer(NamedTuple):
-    """One way to make a pipeline faster that is not ours."""
+    """An acceleration method that is not ours."""
 
-    methods: Callable[[int], list[Method]]  # its settings for runs of so many steps
-    why_not: Callable[[Any], str | None]  # why it can't run on a pipeline here, or None
-    of: Callable[..., Method] | None = None  # one more setting, by its values; None = there are no others
+    methods: Callable[[int], list[Method]]  # its settings for a number of steps
+    why_not: Callable[[Any], str | None]  # reason why it can't run on a pipeline, or None
+    of: Callable[..., Method] | None = None  # makes another setting from its values; None = no other settings
 
 
 def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Preset | None = None) -> list[Method]:
-    """Presets as methods, and a sweep of one closed-loop preset's target.
+    """Make methods from presets, and from a sweep of one closed-loop preset's target.
 
     Args:
-        pipe: what they must fit.
+        pipe: pipeline that the presets must fit.
         presets: names, paths or presets.
         target_of: closed-loop preset whose ``target_error`` is swept; None = none.
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: one does not fit the pipeline.
+        UnsupportedError: a preset does not fit the pipeline.
     """
     loaded = [preset_for(pipe, preset) for preset in presets]
     methods = [of_preset(_series(preset), preset.name, preset) for preset in loaded]
@@ -84,7 +84,7 @@ def our_methods(pipe: Any, presets: Sequence[str | Preset], target_of: str | Pre
                 methods.append(of_preset(OURS, f"{base.name} target_error={target:g}", swept))
     for preset in loaded:
         with accelerated(pipe, preset):
-            pass  # raises now, and not after runs of minutes
+            pass  # raises now, before runs of minutes
     return methods
 
 
@@ -96,7 +96,7 @@ def _series(preset: Preset) -> str:
 
 
 def of_preset(series: str, name: str, preset: Preset) -> Method:
-    """A preset as a method."""
+    """Make a method from a preset."""
 
     @contextmanager
     def put_on(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -109,6 +109,6 @@ def of_preset(series: str, name: str, preset: Preset) -> Method:
 
 
 def _digest(preset: Preset) -> str:
-    """Of all values that have an effect, which its description has not."""
+    """Hash of all values that affect the output; the description does not."""
     values = preset.effective() | {"description": ""}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

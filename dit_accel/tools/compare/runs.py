@@ -1,4 +1,4 @@
-"""Runs of methods beside plain runs, and the proof after each that nothing of it is left."""
+"""Run methods and compare them with plain runs; check after each method that the pipeline is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dit_accel.tools.timing import denoise, run_pipeline, transformer_clock
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is drawn, and the seed of its noise."""
+    """Text prompt, and the seed of its noise."""
 
     prompt: str
     seed: int
@@ -33,16 +33,16 @@ class Prompt:
 
 @dataclass
 class _Trace:
-    """What the runs of one method took and left, each with plain steps behind it."""
+    """Times of one method's runs, each followed by plain steps, and changes that the method left on the pipeline."""
 
-    share: float  # of the setting that one run is
+    share: float  # share of the setting that one run is
     seconds: list[float] = field(default_factory=list)
-    plain_seconds: list[float] = field(default_factory=list)  # that a whole plain run would have taken
+    plain_seconds: list[float] = field(default_factory=list)  # estimated for a whole plain run
     left_behind: dict[str, int] = field(default_factory=dict)
-    distance: float = 0.0  # most that plain steps were off
+    distance: float = 0.0  # largest difference of plain steps
 
     def times(self) -> dict[str, Any]:
-        """As they stand in a row."""
+        """Return the times as columns of a row."""
         each = {"seconds_each": self.seconds, "plain_seconds_each": self.plain_seconds}
         return {"seconds": statistics.median(self.seconds), **each}
 
@@ -51,12 +51,12 @@ class Bench:
     """A pipeline with its plain runs, on which methods are measured.
 
     Args:
-        load: gives the pipeline, plain and in place; called again if a method leaves something on it.
-        arguments: of its call, without prompt and generator.
-        prompts: of the runs that are compared.
-        tuning_prompt: for methods that need calibration; none of ``prompts``.
-        begin: called before each run with what it is of, and its share of all runs of a setting.
-        repeats: how often each method is timed at least; runs that are made for quality count.
+        load: loads the plain pipeline onto its device; called again if a method changes the pipeline permanently.
+        arguments: of the pipeline's call, without prompt and generator.
+        prompts: prompts of the compared runs.
+        tuning_prompt: prompt for calibration; not in ``prompts``.
+        begin: called before each run with its name, and its share of all runs of a setting.
+        repeats: minimum number of timed runs per method; runs for quality count too.
 
     Raises:
         UnsupportedError: the pipeline takes no ``callback_on_step_end``, or has no transformer.
@@ -79,8 +79,8 @@ class Bench:
         parameters = inspect.signature(pipe.__call__).parameters
         if not denoisers(pipe) or "callback_on_step_end" not in parameters:
             raise UnsupportedError(
-                f"{type(pipe).__name__} can't be compared: it needs a transformer, and a call that takes "
-                "callback_on_step_end"
+                f"{type(pipe).__name__} can't be compared: its call must take callback_on_step_end, and it "
+                "must have a transformer"
             )
         steps = arguments.get("num_inference_steps") or parameters["num_inference_steps"].default
         self._arguments = {**arguments, "num_inference_steps": steps}
@@ -94,7 +94,7 @@ class Bench:
         self.subject.branches = max(1, clock.calls // steps)
         self._plain += [self._run(prompt, "plain") for prompt in prompts[1:]]
         self._first_steps, _ = self._run_first_steps()
-        self._tolerance = self._distance_to_plain()[0]  # 0 but on devices that don't repeat themselves
+        self._tolerance = self._distance_to_plain()[0]  # 0 except on devices with nondeterministic results
         self._snapshot = Snapshot(pipe)
         self._lpips = lpips_distance(pipe.device)
 
@@ -104,35 +104,35 @@ class Bench:
 
     @property
     def repeatable(self) -> bool:
-        """Whether plain runs give the same, bit for bit."""
+        """Return True if plain runs are equal bit for bit."""
         return self._tolerance == 0.0
 
     @property
     def lpips(self) -> str | None:
-        """Why there is no LPIPS, or None."""
+        """Reason why LPIPS is unavailable, or None."""
         return None if callable(self._lpips) else self._lpips
 
     def measure(self, method: Method) -> dict[str, Any]:
-        """The method's figures, each the mean over prompts; where it fails, ``error`` in their stead.
+        """Measure a method; return its metrics as means over prompts, or ``error`` if it fails.
 
-        Beside them lie ``psnr_db_each`` and ``computed_fraction_each`` by prompt, ``fraction_from`` (``leaves``, or the
-        ``report`` of our own kernels), ``left_behind`` (attributes that the method left on the transformers, which are
-        taken off) and ``reloaded`` (whether the pipeline had to be loaded anew for plain runs to be as before).
-        Of times ``seconds`` is the median, ``seconds_each`` holds every run that was timed, and ``plain_seconds_each``
-        a plain run's by the steps of it behind each of these.
+        Further keys: ``psnr_db_each`` and ``computed_fraction_each`` by prompt; ``fraction_from`` (``leaves``, or the
+        ``report`` of our own kernels); ``left_behind`` (attributes that the method left on the transformers, removed
+        here); ``reloaded`` (whether the pipeline was reloaded to restore plain runs). ``seconds`` is the median time,
+        ``seconds_each`` holds every timed run, and ``plain_seconds_each`` the time of a plain run, estimated from its
+        first steps after each of these runs.
         """
         row: dict[str, Any] = {key: getattr(method, key) for key in ("series", "name", "ours", "digest")}
         trace = _Trace(1 / max(len(self._prompts), self._repeats + self._is_cold(method)))
         try:
             with method.put_on(self.subject):
-                pass  # what needs calibration does it now, and not where runs are counted
+                pass  # calibrate now, outside the counted runs
             pairs = zip(self._prompts, self._plain, strict=True)
             figures = [self._compared(method, trace, *pair) for pair in pairs]
             self._time(method, trace)
             row |= {key: statistics.fmean(each[key] for each in figures) for key in figures[0]}
             row |= {f"{key}_each": [each[key] for each in figures] for key in ("psnr_db", "computed_fraction")}
             row |= {"fraction_from": "report" if method.reports_work else "leaves", **trace.times()}
-        except Exception as error:  # whatever one method raises, the others go on
+        except Exception as error:  # one failing method must not stop the others
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
             self._plain_steps(trace)
         reloaded = trace.distance > self._tolerance
@@ -141,7 +141,7 @@ class Bench:
         return row | {"left_behind": trace.left_behind, "reloaded": reloaded}
 
     def retime(self, method: Method) -> dict[str, Any]:
-        """Its times alone, as :meth:`measure` has them; what the method left on the transformers is taken off."""
+        """Measure only the times of :meth:`measure`; attributes that the method leaves are removed."""
         trace = _Trace(1 / (self._repeats + self._is_cold(method)))
         try:
             self._time(method, trace)
@@ -150,11 +150,11 @@ class Bench:
         return trace.times()
 
     def time_plain(self) -> float:
-        """Seconds inside the transformers of a plain run, the median over repeats of its first steps."""
+        """Estimate the seconds inside the transformers of a plain run: the median over repeats of its first steps."""
         return statistics.median(self._run_first_steps()[1] for _ in range(self._repeats))
 
     def _time(self, method: Method, trace: _Trace) -> None:
-        """Runs the method, prompt after prompt, until it was timed often enough."""
+        """Run the method on one prompt after the other until it has enough times."""
         while len(trace.seconds) < self._repeats:
             prompt = self._prompts[len(trace.seconds) % len(self._prompts)]
             with self._timed(method, trace) as (changes, _):
@@ -165,11 +165,11 @@ class Bench:
     def _timed(
         self, method: Method, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Within, the method is on for one run, which is timed beside plain steps.
+        """Within the block, apply the method for one run; time it and the plain steps after it.
 
         Args:
-            beneath: what lies around the run, and around the plain steps; what it gives is yielded with the changes
-                to the arguments of the call.
+            beneath: context around the run and around the plain steps; its value is yielded with the changes to the
+                call's arguments.
         """
         with beneath() as entered, method.put_on(self.subject) as changes, transformer_clock(self.pipe) as clock:
             yield changes, entered
@@ -180,7 +180,7 @@ class Bench:
         self._warm.add(method.name)
 
     def _is_cold(self, method: Method) -> bool:
-        """Whether the method's next run may compile kernels, which are no part of its time."""
+        """Return True if the method's next run may compile kernels, so that it is not timed."""
         return bool(self.pipe.device.type == "cuda" and method.name not in self._warm)
 
     def _compared(
@@ -197,15 +197,15 @@ class Bench:
             "latent_error": latent_error(made["latents"], plain["latents"]),
         }
         if not math.isfinite(figures["psnr_db"]):
-            raise ValueError("the picture holds values that are not finite")
+            raise ValueError("the output contains values that are not finite")
         if callable(self._lpips):
             figures["lpips"] = self._lpips(made["frames"], plain["frames"])
         return figures
 
     def _plain_steps(self, trace: _Trace, beneath: Callable[[], AbstractContextManager[Any]] = nullcontext) -> float:
-        """Takes off what was left and repeats the plain run's first steps, which shows whether they are as before.
+        """Remove attributes that the method left; repeat the plain run's first steps and compare them.
 
-        Returns seconds that the whole plain run would have taken.
+        Returns the estimated seconds of a whole plain run.
         """
         trace.left_behind |= self._snapshot.restore()
         with beneath():
@@ -214,24 +214,24 @@ class Bench:
         return seconds
 
     def _reload(self) -> None:
-        """Loads the pipeline anew, once the old one is gone: a device may not hold two."""
+        """Reload the pipeline after freeing the old one, since a device may not hold two."""
         del self.subject.pipe, self._snapshot
         self._counter.move_to({})
-        gc.collect()  # modules and their hooks hold each other
+        gc.collect()  # modules and hooks form reference cycles
         self.subject.pipe = self._load()
         self._counter.move_to(denoisers(self.pipe))
         self._snapshot = Snapshot(self.pipe)
-        # Where a freshly loaded pipeline differs as well, that is the device's doing.
+        # If a freshly loaded pipeline differs too, the device is nondeterministic.
         self._tolerance = max(self._tolerance, self._distance_to_plain()[0])
 
     def _distance_to_plain(self) -> tuple[float, float]:
-        """Largest difference of the latents after the first steps now from those at first, and seconds as below."""
+        """Return the largest difference of the latents after the first steps from the initial ones, and the seconds."""
         latents, seconds = self._run_first_steps()
         distance = float((latents - self._first_steps).abs().max())
         return (math.inf if math.isnan(distance) else distance), seconds
 
     def _run_first_steps(self) -> tuple[torch.Tensor, float]:
-        """Latents after the plain run's first steps, and seconds of all its calls at the pace of these."""
+        """Return the latents after the plain run's first steps, and the seconds of a whole run at the same pace."""
         self._begin("plain", 0.0)
         prompt = self._prompts[0]
         with transformer_clock(self.pipe) as clock:

@@ -1,4 +1,4 @@
-"""What a pipeline's transformers carry, so that whatever a method leaves on them can be found and taken off."""
+"""Record the attributes of a pipeline's transformers, to find and remove changes that a method leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Snapshot:
     """Attributes of a pipeline's transformers, of all their modules, and of the classes of these and of the pipeline.
 
     Args:
-        pipe: a plain pipeline that has run once, so that what runs make for themselves is there.
+        pipe: a plain pipeline that has run once, so that attributes created by runs exist.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -22,7 +22,7 @@ class Snapshot:
         self._pipe = pipe, set(vars(pipe))
 
     def restore(self) -> dict[str, int]:
-        """Puts every attribute back; names of those that were new or others, and on how many objects they were."""
+        """Restore every attribute; return the changed names, and the number of objects for each."""
         left: Counter[str] = Counter()
         for holder, before in (*self._classes, *self._modules):
             now = vars(holder)

@@ -1,4 +1,4 @@
-"""Fewer steps, with the model's own solver and with solvers of higher order over its noise levels."""
+"""Fewer steps, with the model's own solver or a higher-order solver on its noise levels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHARES = (0.16, 0.2, 0.26, 0.3, 0.36, 0.4, 0.5, 0.6)  # of the plain run's steps
 
 
 class _FlowSchedule:
-    """Before a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded.
+    """Mixin for a solver of diffusers: takes noise levels and timesteps from the pipeline's own scheduler, unrounded.
 
-    Where a pipeline leaves the levels to it (Wan), Euler's choice ends in a leap that no higher order crosses; they are
-    even before the shift then, as FLUX's and HunyuanVideo's pipelines ask for, and as these solvers choose themselves.
+    If a pipeline does not set the levels (Wan), Euler's default ends in a step too large for higher orders. Then the
+    levels are even before the shift, as in the FLUX and HunyuanVideo pipelines and as these solvers choose themselves.
     """
 
     own: Any
@@ -33,10 +33,10 @@ class _FlowSchedule:
         self.own.set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
         super().set_timesteps(len(self.own.timesteps), device=device)
         self.timesteps = self.own.timesteps.clone()
-        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # where all is noise the logarithm of the signal is −∞
+        self.sigmas = self.own.sigmas.cpu().clamp(max=1 - 1e-6)  # at sigma 1 the logarithm of the signal is −∞
 
     def _sigma_to_alpha_sigma_t(self, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of picture and noise."""
+        """Return the weights of image and noise."""
         return 1 - sigma, sigma
 
 
@@ -53,17 +53,17 @@ SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 
 
 def fewer_steps(solver: str | None, steps: int) -> list[Method]:
-    """The model's own solver with so many of ``steps``, or one of `SOLVERS`, with all of them too.
+    """Return settings with shares of ``steps``; for one of `SOLVERS` also with all steps.
 
-    That last one is near the picture that it converges to, which is not quite the plain one: others come closer to that
-    only where their error resembles Euler's.
+    With all steps, a higher-order solver is close to its own limit, which differs from the plain output. Another
+    setting comes closer to the plain output only if its error resembles Euler's.
     """
     counts = sorted({max(2, round(share * steps)) for share in SHARES} - {steps})
     return [with_steps(solver, count) for count in (counts if solver is None else (*counts, steps))]
 
 
 def with_steps(solver: str | None, count: int) -> Method:
-    """Runs of ``count`` steps, with the model's own solver or one of `SOLVERS`."""
+    """Make a method of ``count`` steps, with the model's own solver or one of `SOLVERS`."""
     if solver is None:
         return Method("fewer steps", f"{count} steps", lambda _: nullcontext({"num_inference_steps": count}))
     put_on = partial(_solved, solver=solver, count=count)
@@ -71,9 +71,9 @@ def with_steps(solver: str | None, count: int) -> Method:
 
 
 def _why_not(pipe: Any) -> str | None:
-    """Why solvers of flow models can't run a pipeline, or None."""
+    """Return the reason why flow solvers can't run a pipeline, or None."""
     name = type(pipe.scheduler).__name__
-    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not Euler's of flow matching"
+    return None if name == "FlowMatchEulerDiscreteScheduler" else f"{name} is not FlowMatchEulerDiscreteScheduler"
 
 
 FEWER_STEPS = {
@@ -84,11 +84,11 @@ FEWER_STEPS = {
 
 
 def solver_over(own: Any, solver: str) -> Any:
-    """One of `SOLVERS` over the noise levels and timesteps that the scheduler ``own`` of a flow model chooses."""
+    """Make one of `SOLVERS` that uses the noise levels and timesteps of a flow model's scheduler ``own``."""
     scheduler = SOLVERS[solver](num_train_timesteps=own.config.num_train_timesteps, prediction_type="flow_prediction")
     scheduler.own = own
     shift = {key: own.config[key] for key in SHIFT if key in own.config}
-    scheduler.register_to_config(**shift)  # pipelines read from it how far to shift the noise levels
+    scheduler.register_to_config(**shift)  # pipelines read the shift of the noise levels from it
     return scheduler
 
 

@@ -1,4 +1,4 @@
-"""A comparison as it grows: rows in a JSON file, one a method, written as each is measured."""
+"""A comparison in progress: a JSON file with one row per method, saved after each measurement."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dit_accel.tools.files import difference_of, write_whole
 
 
 class Sweep:
-    """Rows of a comparison, in a file that an interrupted sweep goes on from.
+    """Rows of a comparison, in a file from which an interrupted sweep resumes.
 
     Args:
-        stem: of the files: ``STEM.json``, and what :meth:`publish` writes beside it.
-        settings: what all rows have in common, JSON values; a file of others is refused.
+        stem: stem of ``STEM.json`` and of the files that :meth:`publish` writes.
+        settings: settings of all rows, JSON values; a file with other settings is rejected.
 
     Raises:
-        ComparisonError: the file holds a comparison with other settings, or none.
+        ComparisonError: the file holds a comparison with other settings, or no comparison.
     """
 
     def __init__(self, stem: Path, settings: dict[str, Any]) -> None:
@@ -36,10 +36,10 @@ class Sweep:
         return self.document["results"]
 
     def describe(self, bench: Bench, origin: dict[str, Any], left_out: dict[str, str], retime: bool = False) -> None:
-        """Says what this process measures with, on what, and whom it leaves out.
+        """Record the origin, the plain run and the unavailable methods of this process.
 
-        Seconds of the plain run stay those that the rows of the file were timed beside, on the same device and unless
-        ``retime``.
+        The seconds of the plain run in the file are kept, because its rows were timed with them, unless the device has
+        changed or ``retime`` is set.
         """
         moved = self.document["origin"].get("device") != origin.get("device")
         known = None if retime or moved else self.document["plain"].get("seconds")
@@ -49,21 +49,21 @@ class Sweep:
         self._save()
 
     def missing(self, methods: Sequence[Method], again: Sequence[str] = ()) -> list[Method]:
-        """Methods without figures, those whose preset was another then, and those that are named."""
+        """Return methods without results, methods with a changed preset, and methods named in ``again``."""
         known = {(row["name"], row.get("digest", "")) for row in self.rows if "error" not in row}
         return [method for method in methods if method.name in again or (method.name, method.digest) not in known]
 
     def add(self, row: dict[str, Any]) -> None:
-        """Puts a row in the place of the one of its name, or behind all others."""
+        """Replace the row of the same name, or append the row."""
         places = {known["name"]: place for place, known in enumerate(self.rows)}
         place = places.get(row["name"], len(self.rows))
         self.rows[place : place + 1] = [row]
         self._save()
 
     def merge(self, other: Path, order: Sequence[str]) -> None:
-        """Takes in the rows of another file of the same settings; rows then stand in that order of their names.
+        """Merge the rows of another file with the same settings, and sort all rows by ``order``, a list of names.
 
-        Seconds of the plain run stay, where they are known.
+        Known seconds of the plain run are kept.
 
         Raises:
             ComparisonError: the other file holds a comparison with other settings.
@@ -78,14 +78,14 @@ class Sweep:
         self._save()
 
     def publish(self) -> list[Path]:
-        """Writes the tables and plots beside the JSON file, whose margins it brings up to date; all paths."""
+        """Update the margins in the JSON file, and write tables and plots to its folder; return all paths."""
         self.document["margins"] = margins(self.rows)
         self.document["frontiers"] = frontier_table(self.rows)
         self._save()
         markdown = self._file.with_suffix(".md")
         write_whole(markdown, table(self.document) + "\n")
-        drawn = figures(self.document, self._file.with_suffix(".png")) if approximations(self.rows) else []
-        return [self._file, markdown, *drawn]
+        plots = figures(self.document, self._file.with_suffix(".png")) if approximations(self.rows) else []
+        return [self._file, markdown, *plots]
 
     def _save(self) -> None:
         write_whole(self._file, json.dumps(self.document, indent=1) + "\n")
@@ -99,7 +99,7 @@ def _read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
         raise ComparisonError(f"{file} holds no comparison: name another output, or remove the file") from None
     if difference is not None:
         raise ComparisonError(
-            f"{file} holds a comparison that differs in {difference}: ask for the same again to go on, name another "
-            "output, or remove the file"
+            f"{file} holds a comparison that differs in {difference}: use the same settings to resume, name "
+            "another output, or remove the file"
         )
     return document

@@ -1,8 +1,8 @@
-"""FLOPs that a transformer's blocks do, counted where they are done: at their linear layers and convolutions.
+"""Count the FLOPs of a transformer's blocks at their leaves: linear layers and convolutions.
 
-Methods skip work by replacing the forward of blocks, of attentions or of single layers. A counter that lies beneath all
-of these, at the leaves, sees what is left, whoever did the skipping. An attention is paid for by the leaf that runs
-last before it (the projection of values): it runs exactly when the attention does.
+Methods skip work by replacing the forward of blocks, attentions or single layers. A counter at the leaves, below all of
+these, sees the remaining work of any method. The FLOPs of an attention are added to the leaf that runs last before it
+(the value projection), because both run in the same steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LEAVES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class WorkCounter:
-    """Counts the FLOPs of some transformers' blocks, those in module lists; without such lists, of everything.
+    """Counter of the FLOPs of transformers' blocks in module lists; of the whole transformer without such lists.
 
     Args:
         transformers: by name.
 
     Attributes:
-        plain_flops: of the blocks in a whole plain run, once that was calibrated on.
+        plain_flops: FLOPs of the blocks in a whole plain run, set by :meth:`calibrating`.
     """
 
     def __init__(self, transformers: Mapping[str, nn.Module]) -> None:
@@ -38,7 +38,7 @@ class WorkCounter:
         self.plain_flops = 0.0
 
     def move_to(self, transformers: Mapping[str, nn.Module]) -> None:
-        """Counts those of other transformers that are built alike from now on; what leaves cost stays known."""
+        """Switch to other transformers of the same structure; the calibration is kept."""
         self._blocks = {
             f"{name}.{path}": block
             for name, transformer in transformers.items()
@@ -53,7 +53,7 @@ class WorkCounter:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Within, one plain run tells what each leaf costs, and what a whole run does."""
+        """Within the block, measure the FLOPs of each leaf and of a whole run on one plain run."""
         spent: Counter[str] = Counter()
         taken: Counter[str] = Counter()
         latest: list[str] = []
@@ -66,7 +66,7 @@ class WorkCounter:
             latest[:] = [name]
 
         def attended(flops: int) -> None:
-            if latest:  # else it is outside of blocks: of text encoders, refiners or the autoencoder
+            if latest:  # otherwise outside of blocks: text encoders, refiners or the autoencoder
                 spent[latest[0]] += flops
 
         def leave_block(*_: Any) -> None:
@@ -80,7 +80,7 @@ class WorkCounter:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], float]]:
-        """Within, leaves are counted; yields a function that gives their FLOPs over those of the plain run."""
+        """Within the block, count FLOPs; yield a function that returns them as a fraction of the plain run."""
         flops = [0.0]
 
         def see(name: str, x: Any, output: Any) -> None:
@@ -91,9 +91,9 @@ class WorkCounter:
 
     @contextmanager
     def _watched(self, see: See) -> Iterator[None]:
-        """Within, every leaf that runs is shown with its input and output.
+        """Within the block, call ``see`` for every leaf that runs, with its input and output.
 
-        The leaf's own forward is wrapped, not hooked: torch's hooks run even where a method has replaced the forward.
+        The leaf's forward is wrapped, not hooked: torch's hooks run even if a method has replaced the forward.
         """
         leaves = list(self._leaves.items())
         own = [vars(leaf).get("forward") for _, leaf in leaves]  # layerwise casting, offload
@@ -109,7 +109,7 @@ class WorkCounter:
 
 
 class _AttentionMeter(TorchFunctionMode):
-    """Tells the FLOPs of every attention that torch computes while it is on."""
+    """Mode that reports the FLOPs of every attention that torch computes."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _seen(name: str, plain: Callable[..., Any], see: See) -> Callable[..., Any]:
 
 
 def _blocks(transformer: nn.Module) -> dict[str, nn.Module]:
-    """What stands in a transformer's module lists, by name; without such lists the transformer itself."""
+    """Return the modules in a transformer's module lists, by name; without such lists the transformer itself."""
     lists = {name: part for name, part in transformer.named_children() if isinstance(part, nn.ModuleList)}
     blocks = {f"{name}.{path}": block for name, part in lists.items() for path, block in part.named_children()}
     return blocks or {"": transformer}

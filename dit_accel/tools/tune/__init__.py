@@ -1,4 +1,4 @@
-"""Thresholds for a model and a target: the preset that runs as cheaply as the quality asked for allows.
+"""Tune a preset's thresholds for a model: the fastest preset that reaches a target quality.
 
     result = tune(pipe, "balanced", target_psnr=40, prompts=prompts)
     result.write("mine.yaml")

@@ -1,4 +1,4 @@
-"""What a tuning may change of a preset as a whole: its run-level thresholds, each as a row of values to choose from."""
+"""Axes of a tuning: the run-level thresholds of a preset, each with its possible values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dit_accel.errors import TuningError
 from dit_accel.presets import Preset, Skip
 from dit_accel.sparse.policies import policy_of
 
-# Geometric where a threshold is an error: the next value is as much looser wherever one stands.
+# Error thresholds are geometric: each value is looser than the one before by the same factor.
 TARGET_ERRORS = tuple(round(0.003 * 1.26**step, 5) for step in range(26))  # 0.003 … 0.97
 INTERVALS = tuple(range(2, 13))
 BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
@@ -21,7 +21,7 @@ WARMUPS = (10, 8, 6, 5, 4, 3, 2)
 
 LINEAR_BOUNDS = (0.0, 0.003, 0.005, 0.007, 0.009, 0.011, 0.014, 0.018, 0.025, 0.04, 1.0)
 
-# Not keys of a preset: they choose the thresholds of single layers, and which linear layers run in 8 bits.
+# Not keys of a preset: bounds that choose the thresholds of single layers, and the linear layers in 8 bits.
 BOUND, BOUND_RATIO, LINEAR_BOUND = "l1", "l2 / l1", "error of 8 bits"
 
 
@@ -30,9 +30,9 @@ class Axis:
     """One threshold and its values."""
 
     key: str  # dotted key of a preset, or one of the three above
-    values: tuple[float, ...]  # from the closest to the cheapest, where they have such an order
-    start: int  # index of the value to begin with
-    closest_first: bool = True  # whether they have
+    values: tuple[float, ...]  # from the closest to the cheapest, if they have such an order
+    start: int  # index of the first value to try
+    closest_first: bool = True  # whether the values have this order
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < len(self.values)
@@ -42,10 +42,10 @@ Setting = dict[str, float]  # axis key -> value
 
 
 def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
-    """The axes of a preset, the one first that the others are traded against.
+    """Return the axes of a preset; the search fits the first one for each setting of the others.
 
     Args:
-        by_layer: whether layers have thresholds of their own to choose, under the bounds l1 and l2.
+        by_layer: whether each layer gets its own thresholds, under the bounds l1 and l2.
 
     Raises:
         TuningError: the preset has no threshold.
@@ -71,21 +71,21 @@ def axes_of(preset: Preset, *, by_layer: bool) -> list[Axis]:
     if forecasts or by_layer:
         axes.append(_axis("schedule.warmup", WARMUPS, schedule.warmup))
     if not axes:
-        raise TuningError(f"preset {preset.name!r} computes everything: it has no threshold to tune")
+        raise TuningError(f"preset {preset.name!r} computes everything, so it has no threshold to tune")
     return axes
 
 
 def skips_values(config: Skip) -> bool:
-    """Return True if attention leaves tiles out by ``pv_threshold``, beside those that the policy leaves out."""
+    """Return True if attention skips further tiles by ``pv_threshold``, in addition to the policy's tiles."""
     return policy_of(config).options(config).get("pv_threshold") is not None
 
 
 def overrides_of(setting: Setting) -> dict[str, Any]:
-    """The part of a setting that is keys of a preset, as ``load_preset`` takes them."""
+    """Return the part of a setting that ``load_preset`` takes as keys."""
     return {key: value for key, value in setting.items() if key not in (BOUND, BOUND_RATIO, LINEAR_BOUND)}
 
 
 def _axis(key: str, values: tuple[float, ...], near: float) -> Axis:
-    """The axis, beginning at the preset's own value, which takes the place of the one that is nearest to it."""
+    """Make an axis that starts at the preset's own value, which replaces the nearest value."""
     start = min(range(len(values)), key=lambda index: abs(values[index] - near))
     return Axis(key, (*values[:start], near, *values[start + 1 :]), start)

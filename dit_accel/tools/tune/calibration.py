@@ -1,8 +1,8 @@
-"""Thresholds of single layers: how sparse and how wrong attention gets on tensors of a plain run.
+"""Thresholds of single layers: sparsity and error of attention on tensors of a plain run.
 
-SpargeAttn (section 3.6) searches the thresholds of each layer on recorded inputs: those that leave out most with a
-relative L1 error ``Σ|O − O'| / Σ|O|`` of at most l1, then λ with one of at most l2. Here each layer's errors are
-measured once over rows of values, for every policy's own thresholds, so that any l1 and l2 can be answered from them.
+SpargeAttn (section 3.6) searches the thresholds of each layer on recorded inputs: first the sparsest thresholds with a
+relative L1 error ``Σ|O − O'| / Σ|O|`` of at most l1, then λ with an error of at most l2. Here each layer's errors are
+measured once over rows of values of every policy's thresholds, so that thresholds for any l1 and l2 follow from them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from dit_accel.tools.tune.runs import left_out
 
 PV_THRESHOLDS = (-20.0, -15.0, -12.0, -9.0, -7.0, -5.0, -4.0, -3.0)
 SAMPLES = 4  # recorded steps of each layer, across prompts and the run
-LEAST_SPARSITY = 0.02  # a layer that leaves out less is not worth its masks
-MEMORY = 4 * 2**30  # bytes of recorded tensors; of each attention as many heads are kept as fit
+LEAST_SPARSITY = 0.02  # below it a layer gains less than its masks cost
+MEMORY = 4 * 2**30  # bytes of recorded tensors; the number of recorded heads is limited to fit
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Thresholds for one layer and what they do there, means over the recorded steps."""
+    """Thresholds for one layer, with its error and sparsity as means over the recorded steps."""
 
     changes: dict[str, Any]  # keys of section `skip`
     error: float  # relative L1 of the attention's output
-    sparsity: float  # share of the attention that is left out, before pv_threshold
+    sparsity: float  # skipped share of the attention, without pv_threshold
 
     @property
     def skips_values(self) -> bool:
         return self.changes.get("pv_threshold") is not None
 
     def refines(self, other: Candidate) -> bool:
-        """Whether it adds a pv_threshold to the other's tiles."""
+        """Return True if it only adds a pv_threshold to the other candidate."""
         return self.skips_values and {**self.changes, "pv_threshold": None} == other.changes
 
 
@@ -60,13 +60,13 @@ class _Sample:
 
 
 class Recorder:
-    """Keeps q, k and v at a few steps of plain runs, of every block that the preset lets leave something out.
+    """Records q, k and v at a few steps of plain runs, for every block with a sparse policy.
 
     Args:
-        preset: says from which step on, and in which blocks and order of tokens.
-        steps: of a run.
+        preset: gives the first step, the blocks and the token order.
+        steps: number of steps of a run.
         prompts: number of runs, over which the recorded steps are spread.
-        memory: bytes that all of it may take.
+        memory: maximum size of all records in bytes.
     """
 
     def __init__(self, preset: Preset, steps: int, prompts: int, memory: int = MEMORY) -> None:
@@ -83,31 +83,31 @@ class Recorder:
         self._blocks: list[str] = []
 
     def tap(self, pipe: Any, prompt: int) -> AttentionTap:
-        """The tap for the plain run of one prompt."""
+        """Return the tap for the plain run of one prompt."""
         tap = AttentionTap(pipe, self._visit, block=self._preset.blocks.size)
         self._wanted, self._blocks = set(self._chosen[prompt]), tap.blocks
         self._seen: set[tuple[str, int]] = set()
         return tap
 
     def require_every_block(self) -> None:
-        """Each block that may leave something out was seen at some of the chosen steps.
+        """Check that every block with a sparse policy ran in a recorded step.
 
         Raises:
-            TuningError: one was not.
+            TuningError: a block did not.
         """
         skipping = [block for block in self._blocks if self._preset.skip.at(block).policy != "none"]
         missing = [block for block in skipping if block not in self.samples]
         if missing:
             steps = sorted(set().union(*self._chosen))
             raise TuningError(
-                f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: pass as "
-                "num_inference_steps what the pipeline really makes, or set skip.layers to policy none there"
+                f"none of the recorded steps, {steps} of {self._steps}, ran block {', '.join(missing)}: set "
+                "num_inference_steps to the real number of steps, or skip.layers to policy none for these blocks"
             )
 
     def _visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if site.step not in self._wanted or self._preset.skip.at(site.block).policy == "none":
             return
-        if (site.block, site.step) in self._seen:  # of branches, the first
+        if (site.block, site.step) in self._seen:  # only the first branch
             return
         self._seen.add((site.block, site.step))
         heads = q.shape[2]
@@ -121,15 +121,15 @@ class Recorder:
 
 
 def measure(recorder: Recorder, preset: Preset, device: torch.device) -> Iterator[tuple[str, list[Candidate]]]:
-    """Each recorded block's candidates, one block after the other."""
+    """Yield each recorded block with its candidates."""
     for block, samples in recorder.samples.items():
         yield block, _candidates(block, samples, preset, device)
 
 
 def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | None]:
-    """For each block what leaves out most under l1 and, with pv_threshold, under ``l2 = ratio · l1``.
+    """Choose each block's sparsest candidate under l1 and, with pv_threshold, under ``l2 = ratio · l1``.
 
-    None where that would not be worth its masks.
+    None if the candidate gains less than its masks cost.
     """
     chosen: dict[str, Candidate | None] = {}
     for block, candidates in curves.items():
@@ -144,18 +144,18 @@ def choose(curves: Curves, bound: float, ratio: float) -> dict[str, Candidate | 
 
 
 def _sparsest(candidates: Sequence[Candidate], bound: float) -> Candidate | None:
-    """What leaves out most of those that the bound allows."""
+    """Return the sparsest candidate with an error of at most ``bound``."""
     allowed = [each for each in candidates if each.error <= bound]
     return max(allowed, key=lambda each: (each.sparsity, -each.error), default=None)
 
 
 def layers_of(chosen: dict[str, Candidate | None]) -> dict[str, dict[str, Any]]:
-    """The choice as ``skip.layers``."""
+    """Format the choice as ``skip.layers``."""
     return {block: {"policy": "none"} if each is None else dict(each.changes) for block, each in chosen.items()}
 
 
 def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> list[Candidate]:
-    """Rows of values, each up to what no bound allows; and λ for those that some bound would choose."""
+    """Measure rows of values, each until no bound allows the error; and λ for candidates that some bound chooses."""
     config, measured = preset.skip.at(block), _Measured(block, samples, preset, device)
     found: list[Candidate] = []
     for row in _rows(config):
@@ -167,7 +167,7 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
     if not skips_values(config):
         return found
     winners = {id(best): (best, bound) for bound in BOUNDS if (best := _sparsest(found, bound)) is not None}
-    for best, bound in winners.values():  # the widest bound that would choose it
+    for best, bound in winners.values():  # with the largest bound that chooses it
         for threshold in PV_THRESHOLDS:
             further = measured.candidate(config, {**best.changes, "pv_threshold": threshold})
             if further.error > BOUND_RATIOS[-1] * bound:
@@ -177,7 +177,7 @@ def _candidates(block: str, samples: Sequence[_Sample], preset: Preset, device: 
 
 
 def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
-    """Changes to a block's section, in rows of rising sparsity."""
+    """Yield changes to a block's section, in rows of rising sparsity."""
     policy = policy_of(config)
     thresholds = policy.thresholds(config)
     *slow, fast = thresholds.items() if thresholds else [(None, (None,))]
@@ -190,7 +190,7 @@ def _rows(config: Skip) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Measured:
-    """The samples of one block with their dense outputs, on the device."""
+    """Samples of one block with their dense outputs, on the device."""
 
     def __init__(self, block: str, samples: Sequence[_Sample], preset: Preset, device: torch.device) -> None:
         self._preset = preset
@@ -224,7 +224,7 @@ class _Measured:
         return Candidate(changes, statistics.fmean(errors), statistics.fmean(sparsities))
 
     def _at(self, config: Skip, progress: float) -> Skip:
-        """The section at that point of a run: at level head its thresholds grow."""
+        """Return the section at this point of a run: at level head its thresholds grow."""
         if self._preset.forecast.level != "head":
             return config
         return policy_of(config).ramped(config, flashomni.ramped(1.0, progress, self._preset.reuse.ramp))

@@ -1,4 +1,4 @@
-"""Which linear layers bear 8 bits: how wrong each kind gets on the inputs that plain runs give it."""
+"""Errors of linear layers in 8 bits, measured on inputs of plain runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dit_accel.models import denoisers
 from dit_accel.models.beside.quantized_linears import LEAST_ROWS, roundable
 from dit_accel.presets import Linear
 
-EVERY = 9  # calls of a layer from one that is measured to the next; odd, so that both branches have their turn
-ROWS = 256  # of a call that are measured, spread evenly
-SAVED = 0.5  # share of a layer's work that 8 bits are taken to save
+EVERY = 9  # every N-th call of a layer is measured; odd, so that both branches are included
+ROWS = 256  # measured rows of a call, evenly spaced
+SAVED = 0.5  # assumed share of a layer's work that 8 bits save
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers that have their names in common but for the block's number.
+    """Layers with equal names except for the block's number.
 
     Args:
-        pattern: of their names, as ``linear.exclude`` takes it.
+        pattern: pattern of their names for ``linear.exclude``.
         error: relative L2 error ``‖y − ŷ‖ / ‖y‖`` in 8 bits, mean over layers and calls.
-        share: of all such layers' multiplications a token.
+        share: share of all measured layers' multiplications per token.
     """
 
     pattern: str
@@ -39,11 +39,11 @@ class Kind:
 
 
 class LinearTap:
-    """While it is on, measures plain linear layers in a pipeline's blocks.
+    """Context that measures the linear layers in a pipeline's blocks.
 
     Args:
-        pipe: runs plainly.
-        section: of the preset, with a dtype.
+        pipe: a plain pipeline.
+        section: section ``linear`` of the preset, with a dtype.
     """
 
     def __init__(self, pipe: Any, section: Linear) -> None:
@@ -63,7 +63,7 @@ class LinearTap:
             handle.remove()
 
     def kinds(self) -> list[Kind]:
-        """What was measured, the kinds that err most first."""
+        """Return the measured kinds, by descending error."""
         work: dict[str, int] = defaultdict(int)
         for name, layer in self._layers:
             work[_pattern(name)] += layer.weight.numel()
@@ -87,12 +87,12 @@ class LinearTap:
 
 
 def excluded(kinds: Sequence[Kind], bound: float) -> list[str]:
-    """Patterns of the kinds that err more than ``bound``."""
+    """Return the patterns of kinds with an error above ``bound``."""
     return [kind.pattern for kind in kinds if kind.error > bound]
 
 
 def work_left(kinds: Sequence[Kind], bound: float) -> float:
-    """The share of a step's work that is left with all other kinds in 8 bits, if the work were these layers alone."""
+    """Return the remaining share of a step's work with all other kinds in 8 bits, counting only these layers."""
     return 1 - SAVED * sum(kind.share for kind in kinds if kind.error <= bound)
 
 

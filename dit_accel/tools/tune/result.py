@@ -1,4 +1,4 @@
-"""What a tuning was to reach and what it found: a preset file with the measured figures, and a plot."""
+"""Target and result of a tuning: a preset file with the measured values, and a plot."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dit_accel.tools.tune.runs import Figures
 
 @dataclass(frozen=True)
 class Target:
-    """The quality that a mean over prompts must have."""
+    """Required quality, as a mean over prompts."""
 
-    metric: str  # a figure of a run: psnr, of which more is better, or latent_error, of which less is
+    metric: str  # psnr (higher is better) or latent_error (lower is better)
     value: float
 
     @classmethod
@@ -33,7 +33,7 @@ class Target:
         """The target from two arguments, of which one is None.
 
         Raises:
-            TuningError: both or none are given, or it is not a positive number.
+            TuningError: both or none are given, or the target is not a positive number.
         """
         if (psnr is None) == (latent_error is None):
             raise TuningError("tuning needs one target: target_psnr (dB), e.g. 40, or target_error, e.g. 0.05")
@@ -45,17 +45,17 @@ class Target:
 
     @property
     def least(self) -> float:
-        """A noticeable slack."""
+        """Smallest noticeable slack."""
         return 0.25 if self.metric == "psnr" else 0.02
 
     def mean(self, figures: Sequence[Figures]) -> float:
         return statistics.fmean(getattr(each, self.metric) for each in figures)
 
     def slack(self, figures: Sequence[Figures], *, cautious: bool = False) -> float:
-        """How far the mean is on the right side: in dB, or as a share of the error allowed; negative = it misses.
+        """Return the margin of the mean, in dB or as a share of the allowed error; negative = the target is missed.
 
         Args:
-            cautious: the mean is taken to be worse by its standard error: other prompts are then likely to do as well.
+            cautious: subtract the standard error of the mean, so that other prompts are likely to meet the target too.
         """
         values = [getattr(each, self.metric) for each in figures]
         doubt = statistics.stdev(values) / len(values) ** 0.5 if cautious and len(values) > 1 else 0.0
@@ -67,13 +67,13 @@ class Target:
 
 
 def computed_fraction(figures: Sequence[Figures]) -> float:
-    """The mean over runs."""
+    """Return the mean over runs."""
     return statistics.fmean(each.computed_fraction for each in figures)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One setting of the run-level thresholds, and its runs on the tuning prompts."""
+    """One setting of the run-level thresholds, and results of its runs on the tuning prompts."""
 
     setting: Setting
     figures: list[Figures]
@@ -85,16 +85,16 @@ class TuneResult:
 
     Args:
         preset: ready for ``accelerate_pipeline``.
-        base: name or path of the preset that was tuned; None where it was an object.
-        changes: dotted keys that the tuned preset has over its base.
-        target: what was asked for.
-        met: whether the held-out prompts meet it.
+        base: name or path of the tuned preset's base; None if it was an object.
+        changes: dotted keys that differ from the base.
+        target: required quality.
+        met: whether the held-out prompts meet the target.
         setting: the run-level thresholds, with the bounds of the layers' errors.
-        held_out: figures of the held-out prompts' runs.
-        evaluations: what the search tried, in that order.
-        curves: what single layers do over their thresholds; empty where no tiles are left out.
-        chosen: the point on each block's curve that the preset takes; None = the block leaves nothing out.
-        circumstances: what was measured on.
+        held_out: results of the held-out prompts' runs.
+        evaluations: settings that the search tried, in order.
+        curves: sparsity and error of each layer over its thresholds; empty if no tiles are skipped.
+        chosen: the preset's point on each block's curve; None = the block computes all tiles.
+        circumstances: pipeline, device and versions of the measurement.
     """
 
     preset: Preset
@@ -110,7 +110,7 @@ class TuneResult:
     circumstances: dict[str, str]
 
     def figures(self) -> dict[str, str]:
-        """What was measured on the held-out prompts, in words."""
+        """Return the results on the held-out prompts as text."""
         means = {
             key: statistics.fmean(getattr(each, key) for each in self.held_out) for key in Figures.__dataclass_fields__
         }
@@ -124,19 +124,19 @@ class TuneResult:
         }
 
     def write(self, path: str | Path) -> None:
-        """Writes the preset as YAML, with what was measured in its header; the file appears whole or not at all."""
+        """Write the preset as YAML, with the measured values in its header; the write is atomic."""
         path = Path(path)
         facts = {**self.figures(), **self.circumstances}
         width = max(map(len, facts))
-        verdict = f"Tuned for {self.target} by dit-accel tune; confirmed on prompts that the search never saw."
+        verdict = f"Tuned for {self.target} by dit-accel tune; confirmed on prompts that the search did not use."
         if not self.met:
-            verdict = f"MISSES its target, {self.target}: the closest that dit-accel tune has found."
+            verdict = f"MISSES its target, {self.target}: the closest setting that dit-accel tune found."
         lines = [f"# {verdict}", *(f"# {key:{width}}  {value}" for key, value in facts.items())]
         text = "\n".join(lines) + "\n" + yaml.safe_dump(self._values(path), sort_keys=False, allow_unicode=True)
         write_whole(path, text)
 
     def plot(self, path: str | Path) -> None:
-        """Writes what the search tried and, where layers have thresholds, each layer's error against its sparsity."""
+        """Plot all tried settings and, if layers have thresholds, each layer's error against its sparsity."""
         from dit_accel.tools.figures import LayerCurve, tuning_figure
 
         def place(figures: list[Figures]) -> tuple[float, float]:
@@ -161,7 +161,7 @@ class TuneResult:
         )
 
     def _values(self, path: Path) -> dict[str, Any]:
-        """What the file says."""
+        """Return the values of the file."""
         if self.base is None:
             return self.preset.effective()
         base = str(self.base)

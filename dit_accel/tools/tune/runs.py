@@ -1,4 +1,4 @@
-"""Whole pipeline runs of a tuning: each is made once, and survives an interruption."""
+"""Pipeline runs of a tuning. Results are stored, so that an interrupted tuning repeats no run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from dit_accel.tools.timing import run_pipeline
 
 @dataclass(frozen=True)
 class Figures:
-    """One accelerated run beside the plain one."""
+    """Results of one accelerated run compared with the plain run."""
 
-    psnr: float  # dB, over all values of the picture or clip in 8 bits; equal ones count as `IDENTICAL`
+    psnr: float  # dB, over all values of the image or video in 8 bits; equal outputs count as `IDENTICAL`
     latent_error: float  # relative L2 error of the last latents
-    computed_fraction: float  # FLOPs that the blocks did over those of the plain run
-    tile_sparsity: float  # share of tiles that the latest masks leave out of rows that compute, over all blocks
+    computed_fraction: float  # FLOPs of the blocks over the FLOPs of the plain run
+    tile_sparsity: float  # share of tiles that the latest masks skip in computed rows, over all blocks
 
 
 class Store:
-    """What a tuning has found: JSON values in ``state.json`` of a folder, tensors beside it. Files appear whole.
+    """Storage of a tuning: a folder with JSON values in ``state.json`` and tensors in other files; writes are atomic.
 
     Args:
-        folder: made if missing; None = nothing outlives the process.
-        request: what the tuning was asked for, JSON values; the folder of another request is refused.
+        folder: created if missing; None = nothing is stored.
+        request: settings of the tuning, JSON values; a folder of another request is rejected.
 
     Raises:
         TuningError: the folder belongs to another request; the message says what differs.
@@ -58,13 +58,13 @@ class Store:
                 raise TuningError(f"{self._file} holds no tuning: name another output, or remove the folder") from None
             if difference is not None:
                 raise TuningError(
-                    f"{folder} holds another tuning, which differs in {difference}: ask for the same again to go on, "
+                    f"{folder} holds another tuning, which differs in {difference}: use the same settings to resume, "
                     "name another output, or remove the folder"
                 )
         self._save()
 
     def get(self, name: str) -> Any:
-        """The JSON value of that name, or None."""
+        """Return the JSON value of this name, or None."""
         return self._values.get(name)
 
     def put(self, name: str, value: Any) -> None:
@@ -72,7 +72,7 @@ class Store:
         self._save()
 
     def get_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
-        """The tensors of that name, on the CPU, or None."""
+        """Return the tensors of this name on the CPU, or None."""
         file = self._folder and self._folder / f"{name}.safetensors"
         return load_file(file) if file and file.is_file() else None
 
@@ -96,17 +96,17 @@ class Runs:
 
     pipe: Any  # plain
     arguments: dict[str, Any]  # of its call, without prompt and generator
-    prompts: list[str]  # one a run
-    seed: int  # of the first prompt's noise; each further prompt has the next
+    prompts: list[str]  # one per run
+    seed: int  # of the first prompt's noise; the next prompt gets the next seed
     store: Store
-    begin: Callable[[], None]  # called before each run that is made
+    begin: Callable[[], None]  # called before each run
     _plain: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
     def plain(self, index: int, tap: AbstractContextManager | None = None) -> dict[str, torch.Tensor]:
-        """``latents`` float32 and ``frames`` uint8 ``[frames, 3, height, width]`` of the plain run.
+        """Return ``latents`` (float32) and ``frames`` (uint8 ``[frames, 3, height, width]``) of the plain run.
 
         Args:
-            tap: on while it runs; the run is made anew for it.
+            tap: context of the run; with a tap the run is always repeated.
         """
         name = f"plain-{index:02d}"
         known = None if tap else self._plain.get(index) or self.store.get_tensors(name)
@@ -118,7 +118,7 @@ class Runs:
         return known
 
     def figures(self, preset: Preset, indices: Iterable[int]) -> list[Figures]:
-        """Figures of the preset's runs on these prompts."""
+        """Return the results of the preset's runs on these prompts."""
         return [self._measured(preset, index) for index in indices]
 
     def _measured(self, preset: Preset, index: int) -> Figures:
@@ -151,7 +151,7 @@ class Runs:
 
 
 def left_out(plan: AttentionPlan) -> float:
-    """Share of the rows that compute which a plan leaves out: tiles, less the single keys that are kept of them."""
+    """Return the share of computed rows that a plan skips: skipped tiles, minus their single kept keys."""
     rows = plan.work_count.sum().clamp(min=1)
     kept = plan.kv_count.sum() / (rows * plan.blocks)
     if plan.slices is not None:

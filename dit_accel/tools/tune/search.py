@@ -1,8 +1,8 @@
-"""The search over run-level thresholds: as cheap as the target allows, in few evaluations.
+"""Search for the cheapest run-level thresholds that meet the target, in few evaluations.
 
-The first axis is traded against every other: for each setting of those, the cheapest of its values that still meets the
-target is found by galloping from where the search stands and bisecting what that brackets. The others are then moved
-one after the other, in the direction that makes the run cheaper, until none does.
+For each setting of the other axes, the search finds the cheapest value of the first axis that still meets the target.
+It gallops from the current value until the limit is bracketed, then bisects. It moves the other axes one after the
+other in the direction that makes the run cheaper, until no move does.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from dit_accel.tools.tune.axes import Axis, Setting
 
-LEAST_GAIN = 0.002  # of the computed fraction, for which it is worth to leave the preset's own value
+LEAST_GAIN = 0.002  # minimum gain in computed fraction for leaving the preset's own value
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one setting gives."""
+    """Quality and cost of one setting."""
 
-    slack: float  # how far it is on the right side of the target, in the target's unit; negative = it misses it
+    slack: float  # margin to the target, in the target's unit; negative = the target is missed
     cost: float  # computed fraction of the blocks' FLOPs
 
     @property
     def is_close(self) -> bool:
-        """Whether it is as close to the plain run as the target asks."""
+        """Return True if the output is as close to the plain run as the target requires."""
         return self.slack >= 0
 
     @property
@@ -33,13 +33,13 @@ class Score:
 
     @property
     def meets(self) -> bool:
-        """Whether it is of use: what computes everything would meet any target."""
+        """Return True if it meets the target and saves work; computing everything meets any target."""
         return self.is_close and self.saves
 
 
 @dataclass(frozen=True)
 class Found:
-    """A setting with what it gives."""
+    """A setting with its score."""
 
     places: tuple[int, ...]
     score: Score
@@ -49,9 +49,9 @@ class Search:
     """One search.
 
     Args:
-        axes: the first is traded against the others.
-        evaluate: a setting's score; asked once for each setting.
-        evaluations: most settings that are evaluated.
+        axes: the first one is fitted for each setting of the others.
+        evaluate: returns a setting's score; called once for each setting.
+        evaluations: maximum number of evaluated settings.
     """
 
     def __init__(self, axes: Sequence[Axis], evaluate: Callable[[Setting], Score], evaluations: int) -> None:
@@ -61,11 +61,11 @@ class Search:
         self._scores: dict[tuple[int, ...], Score] = {}
 
     def setting(self, places: tuple[int, ...]) -> Setting:
-        """The values at these indices of the axes."""
+        """Return the values at these indices of the axes."""
         return {axis.key: axis.values[place] for axis, place in zip(self._axes, places, strict=True)}
 
     def run(self) -> Found:
-        """The cheapest setting found that meets the target; where none does, the one that saves and comes closest."""
+        """Return the cheapest found setting that meets the target, otherwise the closest one that saves work."""
         best, before = self._begin(), None
         while best is not before:
             before = best
@@ -83,7 +83,7 @@ class Search:
         )
 
     def _begin(self) -> Found | None:
-        """The start, with all other axes moved towards their close ends until the first has a place that is close."""
+        """Fit the first axis at the start; move the other axes to closer values until a fit meets the target."""
         places = tuple(axis.start for axis in self._axes)
         while True:
             best = self._fit(places, limit=float("inf"))
@@ -94,7 +94,7 @@ class Search:
             places = closer
 
     def _follow(self, best: Found, number: int, direction: int) -> Found:
-        """Moves along one axis as long as that makes the run no dearer; returns the cheapest on the way."""
+        """Move along one axis while the cost does not rise; return the cheapest setting on the way."""
         here = best
         while 0 <= (place := here.places[number] + direction) < len(self._axes[number].values):
             found = self._fit((*here.places[:number], place, *here.places[number + 1 :]), limit=best.score.cost)
@@ -106,15 +106,15 @@ class Search:
         return best
 
     def _fit(self, places: tuple[int, ...], limit: float) -> Found | None:
-        """The cheapest place on the first axis that is close enough, from ``places`` on; None if none is.
+        """Return the cheapest place on the first axis that meets the target, starting at ``places``; None if none does.
 
         Args:
-            limit: cost that it must stay below; places that are not close enough and reach it end the search, for
-                closer ones cost more.
+            limit: upper limit of the cost. The search ends at a place that misses the target and reaches the limit,
+                because closer places cost more.
         """
         first, others = places[0], places[1:]
         last = len(self._axes[0].values) - 1
-        low, high = -1, last + 1  # the cheapest place known to be close, and the closest known not to be
+        low, high = -1, last + 1  # cheapest place known to meet the target, and closest place known to miss it
         stride = 1
         while (score := self._score((first, *others))) is not None:
             if score.is_close:
@@ -133,7 +133,7 @@ class Search:
         return None if low < 0 else Found((low, *others), self._scores[low, *others])
 
     def _score(self, places: tuple[int, ...]) -> Score | None:
-        """The score at these places; None where no evaluation is left."""
+        """Return the score at these places; None if no evaluations are left."""
         if places not in self._scores:
             if self._left == 0:
                 return None

@@ -1,9 +1,9 @@
-"""One tuning: plain runs, thresholds of single layers, searches, and confirmations of what they find.
+"""Run one tuning: plain runs, thresholds of single layers, searches, and confirmations of their results.
 
-Plain runs are made once. Thresholds of single layers are chosen by what they do to queries, keys and values recorded
-from these (:mod:`~dit_accel.tools.tune.calibration`), those of the whole run by accelerated runs
-(:mod:`~dit_accel.tools.tune.search`). What is found is confirmed on prompts that the search never saw; where it misses
-its target there, the search is tightened by as much and goes on.
+Plain runs are made once. Thresholds of single layers are chosen by their error on queries, keys and values recorded in
+the plain runs (:mod:`~dit_accel.tools.tune.calibration`), thresholds of the whole run by accelerated runs
+(:mod:`~dit_accel.tools.tune.search`). The result is confirmed on held-out prompts. If it misses the target there, the
+search continues with a target that is tighter by the difference.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ HELD_OUT_PROMPTS = 4
 EVALUATIONS = 24
 CONFIRMATIONS = 4
 
-Progress = Callable[[str, int, int], None]  # what is going on, runs made, runs expected
+Progress = Callable[[str, int, int], None]  # name of the activity, finished runs, expected runs
 
 
 def split_prompts(
     prompts: Sequence[str], tuning: int = TUNING_PROMPTS, held_out: int = HELD_OUT_PROMPTS
 ) -> tuple[list[str], list[str]]:
-    """The first ``tuning`` prompts, and the ``held_out`` ones behind them; of a short list half are held out.
+    """Split prompts: the first ``tuning`` ones, and the next ``held_out`` ones; half of a short list is held out.
 
     Raises:
-        TuningError: fewer than two prompts, or one that occurs twice.
+        TuningError: fewer than two prompts, or a duplicate.
     """
     if len(prompts) < 2 or len(set(prompts)) < len(prompts):
-        raise TuningError(f"prompts must be at least 2, all different, some of them held out; got {len(prompts)}")
+        raise TuningError(f"at least 2 different prompts without duplicates are needed, got {len(prompts)}")
     count = min(tuning, len(prompts) // 2)
     return list(prompts[:count]), list(prompts[count : count + held_out])
 
@@ -69,29 +69,29 @@ def tune(
     progress: Progress | None = None,
     **overrides: Any,
 ) -> TuneResult:
-    """Searches the thresholds that a preset has.
+    """Search the thresholds of a preset.
 
     Args:
-        pipe: a diffusers pipeline; accelerated or not, it is afterwards as it was.
-        preset: where to begin; which thresholds there are is what it says.
-        prompts: for tuning and, behind these, held out, as :func:`split_prompts` divides them.
-        target_psnr: dB, the mean over prompts of the PSNR against plain runs that must be reached.
-        target_error: instead, the mean relative L2 error of the last latents that must not be passed.
-        tuning_prompts, held_out_prompts: how many of each there are at most.
+        pipe: a diffusers pipeline, plain or accelerated; its state is restored afterwards.
+        preset: start of the search; it also determines the thresholds to tune.
+        prompts: prompts for tuning, then held-out prompts; see :func:`split_prompts`.
+        target_psnr: minimum mean PSNR over prompts against plain runs, in dB.
+        target_error: alternatively, the maximum mean relative L2 error of the final latents.
+        tuning_prompts, held_out_prompts: maximum number of each.
         arguments: of the pipeline's call, without prompt and generator.
-        seed: of the first prompt's noise; each further prompt has the next.
-        evaluations: most settings of run-level thresholds that are tried between two confirmations.
-        state: folder where all that was found is kept, so that an interrupted tuning goes on; None = nowhere.
-        progress: called before each run and after each layer; what it raises ends the tuning.
-        overrides: preset keys to change first; that of the closed loop's target is ``schedule={"target_error": …}``.
+        seed: of the first prompt's noise; the next prompt gets the next seed.
+        evaluations: maximum number of settings of run-level thresholds between two confirmations.
+        state: folder for all results, from which an interrupted tuning resumes; None = none.
+        progress: called before each run and after each layer; an exception from it ends the tuning.
+        overrides: preset keys to change first; the closed loop's target is ``schedule={"target_error": …}``.
 
     Returns:
-        The preset with what was measured. Where the target could not be met, ``met`` is False and the preset is the one
-        that came closest.
+        The preset with its measured values. If no setting meets the target, ``met`` is False and the preset is the
+        closest one.
 
     Raises:
         PresetError: unknown preset, key or value.
-        TuningError: no target or two, too few prompts, a preset without thresholds, or a state of another request.
+        TuningError: no target or two, too few prompts, a preset without thresholds, or the state of another request.
         UnsupportedError: the preset does not fit the pipeline.
     """
     target = Target.of(target_psnr, target_error)
@@ -106,7 +106,7 @@ def tune(
     tuner = _Tuner(pipe, preset, base, overrides, target, arguments, *split, seed, by_layer)
     earlier = vars(pipe).get("dit_accel")
     with accelerated(pipe, preset):
-        pass  # raises now, and not after plain runs of minutes, if the preset does not fit the pipeline
+        pass  # raises now, before plain runs of minutes, if the preset does not fit the pipeline
     restore_pipeline(pipe)
     try:
         return tuner.run(axes, evaluations, state and Path(state), progress)
@@ -130,10 +130,10 @@ class _Tuner:
     seed: int
     by_layer: bool
     curves: calibration.Curves = field(default_factory=dict)
-    linears: list[Kind] = field(default_factory=list)  # layers in 8 bits, those that err most first
+    linears: list[Kind] = field(default_factory=list)  # layers in 8 bits, by descending error
 
     def run(self, axes: Sequence[Axis], evaluations: int, folder: Path | None, progress: Progress | None) -> TuneResult:
-        """Plain runs, layers, then searches and confirmations until one of these meets the target."""
+        """Run plain runs and layers, then searches and confirmations until a confirmation meets the target."""
         prompts, count = [*self.tuning, *self.held_out], len(self.tuning)
         store = Store(folder, self._request())
         told = _Told(progress, 2 * len(prompts) + evaluations * count)
@@ -186,7 +186,7 @@ class _Tuner:
         )
 
     def _calibrate(self, runs: Runs, store: Store, told: _Told) -> None:
-        """What single layers bear, from the plain runs of the tuning prompts."""
+        """Measure the thresholds of single layers on plain runs of the tuning prompts."""
         if (stored := store.get("layers")) is None:
             recorder = calibration.Recorder(self.preset, self.arguments["num_inference_steps"], len(self.tuning))
             for index in range(len(self.tuning)):
@@ -200,7 +200,7 @@ class _Tuner:
         self.curves = {block: [calibration.Candidate(**each) for each in values] for block, values in stored.items()}
 
     def _measure_linears(self, runs: Runs, store: Store) -> None:
-        """What linear layers lose in 8 bits, on one plain run."""
+        """Measure the errors of linear layers in 8 bits on one plain run."""
         if (stored := store.get("linears")) is None:
             tap = LinearTap(self.pipe, self.preset.linear)
             runs.plain(0, tap)
@@ -209,14 +209,14 @@ class _Tuner:
         self.linears = [Kind(**each) for each in stored]
 
     def _cost(self, figures: list[Figures], setting: Setting) -> float:
-        """The computed fraction, of which layers in 8 bits take half."""
+        """Return the computed fraction, with half the cost for layers in 8 bits."""
         return computed_fraction(figures) * work_left(self.linears, setting.get(LINEAR_BOUND, 0.0))
 
     def _preset_of(self, setting: Setting) -> Preset:
         return load_preset(self.preset, **self._changes(setting))
 
     def _changes(self, setting: Setting) -> dict[str, Any]:
-        """What a setting says, as keys of the preset."""
+        """Return a setting as keys of the preset."""
         changes = overrides_of(setting)
         if self.by_layer:
             changes["skip.layers"] = calibration.layers_of(self._chosen(setting))
@@ -232,7 +232,7 @@ class _Tuner:
         return calibration.choose(self.curves, setting[BOUND], setting.get(BOUND_RATIO, 1.0))
 
     def _circumstances(self, shape: torch.Size) -> dict[str, str]:
-        """What was measured on, for the header of the preset; ``shape`` is ``[frames, 3, height, width]``."""
+        """Return facts for the header of the preset; ``shape`` is ``[frames, 3, height, width]``."""
         origin = describe_run(self.pipe._execution_device)
         frames, _, height, width = shape
         return {
@@ -247,7 +247,7 @@ class _Tuner:
 
     @property
     def _name(self) -> str:
-        """Class of the pipeline, and what it was loaded from."""
+        """Class of the pipeline, and the name of its source."""
         origin = self.pipe.name_or_path
         return type(self.pipe).__name__ + (f" of {Path(origin).name}" if origin else "")
 
@@ -257,7 +257,7 @@ class _Tuner:
         return str(transformer.dtype).removeprefix("torch.")
 
     def _request(self) -> dict[str, Any]:
-        """All that figures depend on."""
+        """Return all settings that affect the results."""
         return {
             "version": __version__,
             "pipeline": self._name,
@@ -275,10 +275,10 @@ class _Tuner:
 
 @dataclass
 class _Told:
-    """Tells a callback how far a tuning is."""
+    """Reports the progress of a tuning to a callback."""
 
     progress: Progress | None
-    expected: int  # runs that there will be at most, unless the search has to be tightened
+    expected: int  # maximum number of runs, unless the search is tightened
     phase: str = "plain runs"
     made: int = 0
 
@@ -292,7 +292,7 @@ class _Told:
 
 
 def _as_json(value: Any) -> Any:
-    """An argument of a pipeline's call as a JSON value; of pictures and tensors a digest."""
+    """Convert an argument of a pipeline's call to a JSON value; images and tensors become a digest."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, dict):

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "host-memory-is-any-error",
         f"{SERVING}/failures.py",
-        "return told or isinstance(error, MemoryError | torch.OutOfMemoryError)",
+        "return on_host or isinstance(error, MemoryError | torch.OutOfMemoryError)",
         "return isinstance(error, MemoryError | torch.OutOfMemoryError)",
         "host memory that does not suffice is told with advice",
         f"{TEST_CLI}/test_cli.py",

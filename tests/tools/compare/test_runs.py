@@ -234,5 +234,5 @@ def test_settings_are_spread_over_a_sweep():
 
 def test_an_unknown_peer_is_refused(bench):
     """The message lists those that there are."""
-    with pytest.raises(UnsupportedError, match="'magic' is no peer; there are taylorseer, "):
+    with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
         peer_methods(bench.pipe, STEPS, ["magic"])
