@@ -69,7 +69,7 @@ def pipe():
 
 def refused(cache, way_off):
     return pytest.raises(
-        UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* take that one off with {way_off}"
+        UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* remove that one with {way_off}"
     )
 
 
