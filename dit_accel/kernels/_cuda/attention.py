@@ -20,7 +20,7 @@ CONSUMER_THREADS = 256
 
 
 def limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if plan.masks is not None and kv_len is not None:
         return "kv_len must be None where the plan has masks"
     if pv_threshold is not None or qk_dtype is not None:

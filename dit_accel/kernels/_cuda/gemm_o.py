@@ -35,7 +35,7 @@ def limit(
     entries: int = 1,
     tensors: Sequence[tuple[str, torch.Tensor | None]] = (),
 ) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if problem := hopper_kernel_limit(o, "o", o.shape[-1], plan, offset):
         return problem
     if weight.shape[0] % 8:

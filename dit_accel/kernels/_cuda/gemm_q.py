@@ -20,7 +20,7 @@ MAX_ROWS = 24_576  # words of the plan, which the kernel puts where its ring of 
 
 
 def limit(x, weight, bias, plan, offset, norm_weight, rope, stream) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if problem := hopper_kernel_limit(x, "x", stream.shape[-1], plan, offset):
         return problem
     rows = plan.batch * plan.blocks

@@ -93,7 +93,7 @@ def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) 
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why CUDA C++ can't be compiled and launched for a CUDA device, or None."""
+    """Return why CUDA C++ can't be compiled and launched for a CUDA device, or None."""
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
     try:
