@@ -44,13 +44,13 @@ from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 
 GRADIENTS = (
-    "calls whose inputs or weights require gradients run unaccelerated; if you do not train, call the pipeline under "
+    "calls whose inputs or weights require gradients run unaccelerated; if nothing is trained, put them under "
     "torch.no_grad()"
 )
 NO_TIMESTEP = "calls without a timestep run unaccelerated, because their step is unknown"
 NO_NAMES = (
     "calls with unnamed arguments run unaccelerated: the transformer's forward was replaced by a function of *args and "
-    "**kwargs; decorate that function with functools.wraps(the original forward)"
+    "**kwargs; decorate that with functools.wraps of the original forward"
 )
 TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument; "timesteps" is HiDream's, "t" is Z-Image's
 TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
