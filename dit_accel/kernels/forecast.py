@@ -46,7 +46,7 @@ def weighted_sum(
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(history, weights, plan, out)
     first = history[0]

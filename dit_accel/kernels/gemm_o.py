@@ -116,7 +116,7 @@ def gemm_o_dispatch(
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])

@@ -61,7 +61,7 @@ def linear_attention(
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
             ``linear_bits``, or ``accumulate`` is set without ``out``.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:

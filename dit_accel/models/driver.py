@@ -36,7 +36,7 @@ from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.tile_site import TileSite
 
-RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
+RASTER = "tokens keep their order: frames have their own timesteps, or a causal mask"
 BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name of the transformer's list of blocks
 
 
