@@ -116,7 +116,7 @@ def test_level_head_runs_densely_where_tokens_are_shared(found):
     first, second = on_both(found, "level_head")
     assert first["error"] < ROUNDING and first["sum"] == second["sum"] and "dispatch" in first["modes"]
     assert {each["reason"] for each in first["fallbacks"]} == {
-        "level head needs all heads of a token in one place, and context parallelism spreads them"
+        "level head needs all heads of a token on one GPU, and context parallelism distributes them"
     }
 
 

@@ -1,11 +1,14 @@
-"""Sparse kernels: one page per op with its contract, validation, torch reference and dispatch.
+"""Kernels for sparse attention, projections, forecasts and 8-bit layers.
 
-The torch reference is the specification and the CPU backend. Triton kernels live in ``_triton`` and are imported by
-the first call that needs them, so importing this package compiles nothing and touches no GPU.
+Each op has one file with its contract, checks, torch reference and choice of backend. Read `symbols.py` first: it
+defines the packed bits that say what computes, and the plan of index lists that kernels read. Then read `attention.py`.
 
-Every op raises a :class:`~dit_accel.errors.ShapeError` where a shape, dtype, stride, device or number is not as its
-docstring says, an :class:`~dit_accel.errors.UnsupportedError` where the backend that is asked for can't take the
-arguments (the message says why), and a :class:`~dit_accel.errors.BackendError` where it can't run here.
+The torch reference is the specification and the CPU backend. Triton kernels are in ``_triton``, CUDA C++ kernels in
+``_cuda``. The first call that needs them imports them, so importing this package compiles nothing and uses no GPU.
+
+Every op raises a :class:`~dit_accel.errors.ShapeError` if a shape, dtype, stride, device or number violates its
+docstring, an :class:`~dit_accel.errors.UnsupportedError` if the chosen backend does not support the arguments (the
+message says why), and a :class:`~dit_accel.errors.BackendError` if the backend can't run on this machine.
 """
 
 from dit_accel.kernels.attention import attention

@@ -1,15 +1,15 @@
-"""Block-sparse attention: softmax over the tiles that compute, on the rows that compute.
+"""Block-sparse attention: softmax over the tiles that compute, in the rows that compute.
 
 For row ``i`` with key blocks ``J_i``: ``O_i = softmax(Q_i K_J^T * scale) V_J`` (FlashOmni, algorithm 1). Reused rows
-are not launched: what their output holds is the caller's business (FlashOmni, section 3.5, the cached bias stands in).
+are not launched, and their output is left to the caller (FlashOmni, section 3.5, uses the cached bias instead).
 
-Two options need the softmax tile by tile, in the order of the plan's list, with m the running maximum of each query:
+Two options compute the softmax tile by tile, in the order of the plan's list, with m the running maximum of each query:
 
     m' = max(m, s)     l' = e^(m - m') l + sum e^(S - m')     O' = e^(m - m') O + e^(S - m') V     s = row maxima of S
 
-where S is the scaled scores of a tile, with -inf for pairs that its mask leaves out (OmniAttention's CAUSAL and PARTIAL
-blocks). Groups of ``PV_QUERIES`` queries leave a tile out where ``s - m' < pv_threshold`` for all of them: SpargeAttn's
-skip by warps (section 3.4), except that the sum leaves it out as well, so the weights that remain still sum to one.
+S is the scaled scores of a tile, with -inf for masked pairs (OmniAttention's CAUSAL and PARTIAL blocks). A group of
+``PV_QUERIES`` queries skips a tile if ``s - m' < pv_threshold`` for all of them. This is SpargeAttn's skip by warps
+(section 3.4), except that the tile does not count in the sum either, so the remaining weights still sum to one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dit_accel.kernels.slices import add_slices
 from dit_accel.kernels.symbols import AttentionPlan
 from dit_accel.kernels.tile_means import add_tile_means, require_whole_tiles
 
-PV_QUERIES = 64  # queries that decide together what ``pv_threshold`` leaves out
+PV_QUERIES = 64  # queries that decide together which tiles ``pv_threshold`` skips
 
 
 def attention(
@@ -50,30 +50,30 @@ def attention(
     Args:
         q: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k, v: ``[B, S, H_kv, D]`` like q, with H a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``.
-        plan: which rows and tiles compute, for B, H and S tokens, the masks inside tiles, and the single keys beside
-            them, which :mod:`dit_accel.kernels.slices` adds in q's dtype.
+        plan: rows and tiles that compute, for B, H and S tokens, masks inside tiles, and single keys, which
+            :mod:`dit_accel.kernels.slices` adds in q's dtype.
         scale: factor of the scores, positive; None = ``1 / sqrt(D)``.
-        kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part, and tiles that hold only such keys
-            count as not listed. None = all.
-        pv_threshold: negative, in units of the scaled scores. Where the best score in a tile lies further than this
-            below the best so far, for each of 64 queries, these leave the tile out: a key of it would weigh less than
-            ``e^pv_threshold`` times the best key. A row's last tile always counts. None = all tiles do.
+        kv_len: int32 ``[B]``, number of valid keys of each sample; later keys are ignored, and tiles with only such
+            keys count as not listed. None = all.
+        pv_threshold: negative, in units of the scaled scores. 64 queries skip a tile if for each of them its best score
+            is further than this below the best so far: a key in it would weigh less than ``e^pv_threshold`` times the
+            best key. A row's last tile is never skipped. None = no tile is skipped.
         qk_dtype: None = q and k are multiplied in their dtype. "int8" = in 8 bits, with the few largest channels in
-            float16; "int8+fp8" = probabilities and v in float8 e4m3 as well. Errors of 1% and 4% of the output's norm;
-            see :mod:`dit_accel.kernels.quantize`.
+            float16; "int8+fp8" = also probabilities and v in float8 e4m3. The errors are 1% and 4% of the output's
+            norm; see :mod:`dit_accel.kernels.quantize`.
         tile_means: tiles that the plan does not list join the softmax by the means of their keys and values
             (:mod:`dit_accel.kernels.tile_means`). The plan then has no masks, linear attention or single keys.
         return_lse: also return the log-sum-exp of the scaled scores.
-        out: ``[B, S, H, D]`` like q, written in place. Reused rows keep what it holds; with None it is allocated
+        out: ``[B, S, H, D]`` like q, written in place. Reused rows keep their values; with None it is allocated
             **uninitialised**, so its reused rows hold garbage.
-        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+        backend: "auto", "reference", or one of these; "auto" takes the first one that supports the call:
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128; masks without ``kv_len``.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128; ``pv_threshold`` in half precision,
             ``qk_dtype``, masks.
 
     Returns:
-        ``out``, and with ``return_lse`` also float32 ``[B, H, S]``, natural logarithm. A query that computes but has no
-        valid key is 0, with lse -inf. The lse of a reused row is -inf.
+        ``out``, and with ``return_lse`` also the log-sum-exp, float32 ``[B, H, S]``, natural logarithm. The output of a
+        query that computes but has no valid key is 0, with lse -inf. The lse of a reused row is -inf.
     """
     lse = None
     if return_lse:
@@ -137,7 +137,7 @@ def _attention(
 
 
 def _limits(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> dict[str, str | None]:
-    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    """Return why each backend can't take the arguments, or None, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.attention import limit as cuda_limit
 
     limits = {
@@ -161,7 +161,7 @@ def _attention_reference(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -
 
 
 def _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, out, lse) -> None:
-    """The rounding of probabilities to float8 is left out: it depends on the order of the tiles."""
+    """Reference with rounded q, k and v; probabilities are not rounded to float8, which depends on the tiles' order."""
     simulated = simulate(q, k, v, plan, kv_len, qk_dtype)
     result = out.float()
     _attention_reference(simulated.q, simulated.k, simulated.v, plan, scale, kv_len, pv_threshold, result, lse)
@@ -171,7 +171,7 @@ def _quantized_reference(q, k, v, plan, scale, kv_len, pv_threshold, qk_dtype, o
 
 
 def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> None:
-    """One group of queries after the other, by the formulas at the top of this page."""
+    """Attend tile by tile, for one group of queries after the other, by the formulas at the top of this file."""
     kv_group = q.shape[2] // k.shape[2]
     for b, h, row, listed in rows_that_compute(plan):
         tiles = [tile for tile in listed if tile * plan.block < lengths[b]]
@@ -203,7 +203,7 @@ def _attend_by_tile(q, k, v, plan, scale, lengths, pv_threshold, out, lse) -> No
 
 
 def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
-    """Rows of a head with the same tiles go through one dense attention over just those keys."""
+    """Attend with one dense attention for each set of rows of a head that have the same tiles."""
     group = q.shape[2] // k.shape[2]
     for b, h, rows, tiles in rows_alike(plan):
         queries = token_index(rows, plan.block, 0, plan.tokens, q.device)
@@ -220,12 +220,12 @@ def _attend_by_row(q, k, v, plan, scale, lengths, out, lse) -> None:
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # cuDNN takes no rows of odd strides
+    q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # cuDNN does not support rows of odd strides
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
 def _threshold_limit(q: torch.Tensor, pv_threshold: float | None) -> str | None:
-    """What keeps backend "triton" from the option, or None."""
+    """Return why backend "triton" does not support the option, or None."""
     if pv_threshold is not None and q.dtype == torch.float32:  # whole tiles do not fit the registers in float32
         return "with pv_threshold, q must have dtype torch.float16 or torch.bfloat16, got torch.float32"
     if pv_threshold is not None and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 10:
@@ -249,6 +249,6 @@ def require_arguments(q, k, v, plan, scale, kv_len, pv_threshold, out) -> None:
     if pv_threshold is not None and not pv_threshold < 0:
         raise ShapeError(
             f"pv_threshold must be negative (a distance below the best score), got {pv_threshold}; "
-            "use None to leave no tile out"
+            "use None to skip no tile"
         )
     checks.require_typed("kv_len", kv_len, (batch,), torch.int32, "q", q)

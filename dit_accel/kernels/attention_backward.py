@@ -1,6 +1,6 @@
-"""Gradients of block-sparse attention over the tiles of a plan (SLA, equation 7), and the attention that has them.
+"""Gradients of block-sparse attention over the tiles of a plan (SLA, equation 7), and the differentiable op.
 
-For a row with key blocks J, scaled scores S, its output O and the gradient dO of that output:
+For a row with key blocks J, scaled scores S, output O and the gradient dO of O:
 
     P  = exp(S - lse)      dV += P^T dO      dP = dO V^T      delta = rowsum(dO * O)
     dS = P * (dP - delta)  dQ  = scale * dS K                 dK += scale * dS^T Q
@@ -43,15 +43,15 @@ def attention_backward(
     Args:
         q, k, v: ``[B, S, H, D]`` as in :func:`~dit_accel.kernels.attention.attention`, with as many key heads as query
             heads.
-        o: ``[B, S, H, D]`` like q, what attention returned. Rows that do not compute may hold anything.
-        lse: float32 ``[B, H, S]``, natural logarithm, what attention returned with ``return_lse``.
+        o: ``[B, S, H, D]`` like q, the output of attention. Rows that do not compute may hold anything.
+        lse: float32 ``[B, H, S]``, natural logarithm, as attention returns it with ``return_lse``.
         do: ``[B, S, H, D]`` like q, gradient of o. Rows that do not compute may hold anything.
-        plan, scale, kv_len: as attention took them.
+        plan, scale, kv_len: as passed to attention.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous; sums are in float32. Rows that do not compute, or have no
-        key, give dq 0 and add nothing to dk and dv; keys that nobody attends to have dk and dv 0.
+        key, have dq 0 and add nothing to dk and dv; keys that no query attends to have dk and dv 0.
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or keys are shared by heads.
@@ -79,12 +79,12 @@ def differentiable_attention(
     kv_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Attention over the tiles of a plan, through which gradients flow to q, k and v (once: not twice).
+    """Attention over the tiles of a plan with gradients for q, k and v (no second derivatives).
 
     Args:
         q, k, v, plan, scale, kv_len: as in :func:`attention_backward`.
-        backend: as in :func:`~dit_accel.kernels.attention.attention`. "reference" and "triton" hold for the gradients
-            too; beside the others those have "auto".
+        backend: as in :func:`~dit_accel.kernels.attention.attention`. "reference" and "triton" also run the gradients;
+            with any other backend these run with "auto".
 
     Returns:
         ``[B, S, H, D]`` like q. Rows that do not compute are 0, and no gradient flows from them.
@@ -137,7 +137,7 @@ def _attention_backward_reference(q, k, v, o, lse, do, plan, scale, kv_len) -> G
 
 
 def _pairs(plan: AttentionPlan, b: int, h: int, rows: list[int], tiles: tuple[int, ...]) -> torch.Tensor:
-    """Which pairs of a row attend, bool ``[block, tiles * block]``."""
+    """Return the pairs of a row that attend, bool ``[block, tiles * block]``."""
     every_pair = torch.ones(plan.block, plan.block, dtype=torch.bool, device=plan.kv_count.device)
     masks = [tile_mask(plan, b, h, rows[0], tile) for tile in tiles]
     return torch.cat([every_pair[:, :0], *(every_pair if mask is None else mask for mask in masks)], -1)
@@ -146,7 +146,7 @@ def _pairs(plan: AttentionPlan, b: int, h: int, rows: list[int], tiles: tuple[in
 def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
     require_arguments(q, k, v, plan, scale, kv_len, None, None)
     if plan.slices is not None:
-        raise UnsupportedError("plan must have no slices where gradients are wanted; use a policy of whole tiles")
+        raise UnsupportedError("plan must have no slices when gradients are needed; use a policy of whole tiles")
     _require_one_key_head_each(q, k)
     for name, x in (("o", o), ("do", do)):
         checks.require_like(name, x, tuple(q.shape), "q", q)
@@ -157,6 +157,6 @@ def _require_arguments(q, k, v, o, lse, do, plan, scale, kv_len) -> None:
 def _require_one_key_head_each(q: torch.Tensor, k: torch.Tensor) -> None:
     if q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]:
         raise ShapeError(
-            f"k and v must have q's {q.shape[2]} heads where gradients are wanted, got {k.shape[2]}; "
+            f"k and v must have q's {q.shape[2]} heads when gradients are needed, got {k.shape[2]}; "
             "repeat them with repeat_interleave along axis 2"
         )

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: ``auto`` takes the first that can, an explicit choice runs or raises."""
+"""Choice of an op's implementation: ``auto`` takes the first that can run, an explicit choice runs or raises."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TRITON_ONLY: Mapping[str, str | None] = {"triton": None}
 
 
 def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str | None] = TRITON_ONLY) -> str:
-    """The backend that runs an op on ``tensor``.
+    """Return the backend that runs an op on ``tensor``.
 
     Args:
         backend: "auto" (the first of ``limits`` that can run, else "reference"), "reference" or one of ``limits``.
         tensor: the op's main argument; its device and dtype decide.
-        limits: the op's backends besides the reference, in the order in which ``auto`` tries them, and what keeps each
-            from the call's other arguments (None: nothing).
+        limits: the op's backends besides the reference, in the order in which ``auto`` tries them, each with the reason
+            why it does not support the call's other arguments (None: it does).
 
     Raises:
         BackendError: ``backend`` is unknown to the op, or can't run on the tensor's device.
@@ -46,32 +46,32 @@ def resolve_backend(backend: str, tensor: torch.Tensor, limits: Mapping[str, str
 
 
 def backend_status() -> dict[str, str]:
-    """For each backend "ok", or the reason why it can't run on this machine. Never raises."""
+    """Return for each backend "ok", or the reason why it can't run on this machine. Never raises."""
     status = {"reference": "ok"}
     for name, problem_of in _PROBLEMS.items():
         try:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             status[name] = problem_of(torch.device(device), None) or "ok"
-        except Exception as error:  # a broken driver or installation is a status to report, whatever it raises
+        except Exception as error:  # a broken driver or installation may raise anything
             status[name] = f"{type(error).__name__}: {error}"
     return status
 
 
 def hopper_limit(tensor: torch.Tensor) -> str | None:
-    """What keeps a kernel made of Hopper's own instructions (wgmma, TMA) from the tensor's device, or None."""
+    """Return why a kernel with Hopper's instructions (wgmma, TMA) can't run on the tensor's device, or None."""
     if not tensor.is_cuda:
-        return None  # whether there is a GPU at all is the backend's problem, not a limit
+        return None  # a missing GPU is reported by the backend
     capability = _capability(tensor.device)
     return None if capability == (9, 0) else f"it needs compute capability 9.0 (H100, H200), got {capability}"
 
 
-@functools.cache  # asked hundreds of times a step
+@functools.cache  # called hundreds of times per step
 def _runs_on(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     return _PROBLEMS[backend](device, dtype) is None
 
 
 def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why Triton kernels can't run on tensors of this device and dtype, or None."""
+    """Return why Triton kernels can't run on tensors of this device and dtype, or None."""
     try:
         import triton
     except ImportError as error:
@@ -86,13 +86,13 @@ def _triton_problem(device: torch.device, dtype: torch.dtype | None) -> str | No
     return _capability_problem(device)
 
 
-@functools.cache  # parsing it takes longer than all else that is asked at every call
+@functools.cache  # parsing takes longer than all other checks of a call
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why our CUDA C++ kernels can't be compiled and run on this device, or None."""
+    """Return why our CUDA C++ kernels can't be compiled and run on this device, or None."""
     if device.type != "cuda":
         return f"the tensors are on '{device.type}', and CUDA kernels need a CUDA device"
     from dit_accel.kernels._cuda.runtime import why_not

@@ -1,4 +1,4 @@
-"""Argument checks that the ops share. Each error names the argument, what was required and what came."""
+"""Argument checks that the ops share. Each error names the argument, the requirement and the value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRITON_HEAD_DIMS = (16, 32, 64, 128)
 
 
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    """``shape`` holds a number for an axis of known length and a name for a free one."""
+    """Check the shape; ``shape`` holds a number for an axis of known length and a name for a free one."""
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name} must be a tensor [{', '.join(map(str, shape))}], got {type(tensor).__name__}")
     came = tensor.shape
@@ -30,7 +30,7 @@ def require_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ..
 
 
 def require_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Both tensors have one dtype and one device."""
+    """Check that both tensors have the same dtype and device."""
     if tensor.dtype != other.dtype or tensor.device != other.device:
         raise ShapeError(
             f"{name} must have {other_name}'s dtype and device, {other.dtype} on {other.device}, "
@@ -51,7 +51,7 @@ def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_floats(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    """An op's main argument: a floating dtype, and stride 1 along the last axis."""
+    """Check an op's main argument: a floating dtype, and stride 1 along the last axis."""
     require_shape(name, tensor, shape)
     require_dtype(name, tensor, FLOAT_DTYPES)
     require_unit_stride(name, tensor)
@@ -60,7 +60,7 @@ def require_floats(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]
 def require_like(
     name: str, tensor: torch.Tensor | None, shape: tuple[int | str, ...], other_name: str, other: torch.Tensor
 ) -> None:
-    """If it is given, the other's dtype and device, and stride 1 along the last axis."""
+    """Check, if it is given, that a tensor has the other's dtype and device, and stride 1 along the last axis."""
     if tensor is not None:
         require_shape(name, tensor, shape)
         require_same(name, tensor, other_name, other)
@@ -75,7 +75,7 @@ def require_typed(
     other_name: str,
     other: torch.Tensor,
 ) -> None:
-    """If it is given, a dtype of its own, and the other's device."""
+    """Check, if it is given, that a tensor has one of these dtypes, and the other's device."""
     if tensor is not None:
         require_shape(name, tensor, shape)
         require_dtype(name, tensor, (dtype,))
@@ -88,9 +88,9 @@ def require_block(block: int) -> None:
 
 
 def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: int | None = None) -> None:
-    """The plan has the batch (and the heads) of the tensor it is used with, and its device."""
+    """Check that the plan has the tensor's batch, device and, if given, heads."""
     if not isinstance(plan, AttentionPlan):
-        raise ShapeError(f"plan must be an AttentionPlan, as lower or plan gives it, got {type(plan).__name__}")
+        raise ShapeError(f"plan must be an AttentionPlan from lower or plan, got {type(plan).__name__}")
     required = (tensor.shape[0], plan.heads if heads is None else heads)
     if (plan.batch, plan.heads) != required:
         raise ShapeError(
@@ -101,14 +101,14 @@ def require_plan(plan: AttentionPlan, name: str, tensor: torch.Tensor, heads: in
 
 
 def require_whole_plan(plan: AttentionPlan, q: torch.Tensor) -> None:
-    """The plan is one for queries ``[B, S, H, D]``, all of its tokens."""
+    """Check that the plan covers all tokens of queries ``[B, S, H, D]``."""
     require_plan(plan, "q", q, q.shape[2])
     if plan.tokens != q.shape[1]:
         raise ShapeError(f"plan must have q's {q.shape[1]} tokens, got {plan.tokens}; lower symbols of the same length")
 
 
 def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> None:
-    """Tokens ``offset .. offset + length`` lie inside the plan's sequence."""
+    """Check that tokens ``offset .. offset + length`` lie inside the plan's sequence."""
     if offset < 0 or offset + length > plan.tokens:
         raise ShapeError(
             f"{name} must lie inside the plan's {plan.tokens} tokens, got tokens {offset} to {offset + length}; "
@@ -117,7 +117,7 @@ def require_stream(plan: AttentionPlan, name: str, length: int, offset: int) -> 
 
 
 def triton_limit(head_dim: int, plan: AttentionPlan | None = None) -> str | None:
-    """What keeps the Triton kernels from a head dimension, or from the plan's blocks; else None."""
+    """Return why the Triton kernels do not support a head dimension or the plan's blocks, or None."""
     if head_dim not in TRITON_HEAD_DIMS:
         return f"head_dim must be one of {TRITON_HEAD_DIMS}, got {head_dim}"
     if plan is not None and plan.block not in BLOCK_SIZES:

@@ -1,8 +1,8 @@
-"""Classification: the three classes of SLA (section 4.1, equation 3) by the pooled map, straight into packed bits.
+"""Classification of tiles into SLA's three classes (section 4.1, equation 3) by the pooled map, as packed bits.
 
-In each row the tiles of most probability are critical and attend, those of least probability are negligible and take
-no part, and the others are marginal: linear attention stands for them. Of equal probabilities the earlier key block
-counts as more, so the classes have the same sizes in every row and are alike on any backend.
+In each row the tiles of highest probability are critical and attend, tiles of lowest probability are negligible and are
+skipped, and the others are marginal and use linear attention. Among equal probabilities the earlier key block ranks
+higher, so that the classes have the same sizes in every row and are equal on all backends.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def classify_tiles(
     valid_blocks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles of each row are critical and which are marginal.
+    """Return the critical and the marginal tiles of each row.
 
-    Both shares are those of the row's candidates: n key blocks that are valid and not in ``always``. ``critical * n``
-    tiles, rounded, and at least one, are critical; ``negligible * n`` tiles, rounded, as far as there are others, are
-    negligible. Rows and valid columns of ``always`` are critical as a whole.
+    Both shares refer to the row's candidates: n key blocks that are valid and not in ``always``. ``critical * n``
+    tiles, rounded, but at least one, are critical. ``negligible * n`` of the other tiles, rounded, are negligible, or
+    all others if there are fewer. Rows and valid columns of ``always`` are critical as a whole.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
-        critical: share of a row's candidates, 0..1; 0 = none of them, not even one.
+        critical: share of a row's candidates, 0..1; 0 = none.
         negligible: share of a row's candidates, 0..1; with ``critical`` at most 1.
         always: blocks whose rows and columns are critical.
-        valid_blocks: int32 ``[B]``, key blocks with a valid token; later ones are in no class. None = all.
+        valid_blocks: int32 ``[B]``, number of key blocks with a valid token; later ones are in no class. None = all.
         backend: "auto", "reference" or "triton".
 
     Returns:
@@ -73,7 +73,7 @@ def classify_tiles(
 
 
 def require_shares(critical: float, negligible: float) -> None:
-    """Both shares lie between 0 and 1, and so does their sum."""
+    """Check that both shares and their sum lie between 0 and 1."""
     for name, share in (("critical", critical), ("negligible", negligible)):
         if not 0 <= share <= 1:
             raise ShapeError(f"{name} must be between 0 and 1, got {share}")

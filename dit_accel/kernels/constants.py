@@ -1,4 +1,4 @@
-"""Numbers that the reference of an op and its kernels share, so that every backend decides alike."""
+"""Numbers that an op's reference and its kernels share, so that all backends make the same decisions."""
 
 import math
 
@@ -8,12 +8,12 @@ LOG2_E = math.log2(math.e)
 SMALLEST_SQUARED_NORM = 1e-30  # a token shorter than 1e-15 counts as zero
 
 # select_tiles, select_rows
-UNITS = 1 << 30  # of a distribution; 1e-9 of its mass is the finest that counts, and its sum fits 32 bits
-SMALLEST_SHARE = 1 / 16  # the part of a block's guidance that differs is told apart as if it were at least so much
-COUNT_SLACK = 1 << 12  # of UNITS: what rounding a share to units may take from a number of tiles
+UNITS = 1 << 30  # units in a distribution: one is 1e-9 of its mass, and their sum fits 32 bits
+SMALLEST_SHARE = 1 / 16  # lower bound for the share of guidance that differs between blocks, when choosing its unit
+COUNT_SLACK = 1 << 12  # units that may be lost from a number of tiles by rounding a share
 
 # classify_tiles
-SHARE_BITS = 30  # shares are multiples of 2^-30, so that counts come out alike on every backend
+SHARE_BITS = 30  # shares are multiples of 2^-30, so that all backends get the same counts
 
 # select_keys
-BEST_SHARE = 0.999  # of a query's largest probability: below 1 by more than two products of the same vectors differ
+BEST_SHARE = 0.999  # share of a query's largest probability; 1 - 0.999 exceeds the rounding error between two products

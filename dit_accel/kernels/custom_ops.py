@@ -1,11 +1,12 @@
 """Ops in compiled models: ``dit_accel.kernels.<op>`` in Python is ``torch.ops.dit_accel.<op>`` in a graph.
 
-A call by name costs microseconds of dispatch, and a computed step makes hundreds, so Python calls the function itself.
-While a compiler traces, the same function goes to the op of its name: no graph breaks, and nothing of the function is
-traced but how its arguments are taken apart. Schemas know tensors and numbers. They follow from the annotations, and an
-argument that is made of several, as a plan is, becomes one argument for each field: ``plan_kv_index``, ``plan_tokens``.
+Dispatching an op by name costs microseconds, and a computed step makes hundreds of calls, so Python calls the function
+directly. While a compiler traces, the same function calls the op of its name instead. So the graph does not break, and
+only the unpacking of arguments is traced. Schemas allow only tensors and numbers. They are derived from the
+annotations, and an argument with several fields, such as a plan, becomes one argument per field: ``plan_kv_index``,
+``plan_tokens``.
 
-An op's results must be new tensors. Where the function writes into arguments (``out``), the op returns nothing.
+An op's results must be new tensors. If the function writes into arguments (``out``), the op returns nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _TYPES = {
 
 
 def custom_op(empty: Callable | None = None, *, writes: Sequence[str] = ()) -> Callable[[_Function], _Function]:
-    """Registers a function of tensors, under which no gradient flows, as the op of its name.
+    """Register a function of tensors, without gradients, as the op of its name.
 
     Args:
-        empty: of the same keyword arguments (it may gather those that it has no use for): tensors like the function's
-            results, with nothing in them. With ``writes`` it makes ``out`` where a caller gives none. It sees arguments
-            that nobody has checked.
-        writes: arguments, in the op's names, that the function writes into. The op then returns nothing, and the
-            function ``out``, if it has one.
+        empty: function of the same keyword arguments (unused ones may go into ``**_``) that returns uninitialised
+            tensors like the function's results. With ``writes`` it makes ``out`` if the caller passes none. Its
+            arguments are not checked yet.
+        writes: arguments, by their names in the op, that the function writes into. The op then returns nothing, and the
+            function returns ``out``, if it has one.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -52,7 +53,7 @@ def custom_op(empty: Callable | None = None, *, writes: Sequence[str] = ()) -> C
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return in_graph(*args, **kwargs)
-            # the guard takes 4 us, which pipelines, where gradients are off already, do not pay
+            # the guard takes 4 us, which pipelines avoid because gradients are already off
             return (guarded if torch.is_grad_enabled() else function)(*args, **kwargs)
 
         return call
@@ -61,7 +62,7 @@ def custom_op(empty: Callable | None = None, *, writes: Sequence[str] = ()) -> C
 
 
 def like(*names: str) -> Callable:
-    """What ``custom_op`` takes as ``empty`` where each result is like the argument of that name, and contiguous."""
+    """Return an ``empty`` for ``custom_op`` if each result is contiguous and like the argument of that name."""
 
     def empty(**given: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return _one_or_tuple([torch.empty_like(given[name], memory_format=torch.contiguous_format) for name in names])
@@ -70,7 +71,7 @@ def like(*names: str) -> Callable:
 
 
 def _registered(function: Callable, empty: Callable | None, writes: frozenset[str]) -> Callable:
-    """What calls the op, which is made of the function here, with the function's own arguments."""
+    """Register the function as an op, and return a function that calls the op with the function's arguments."""
     hints, signature = get_type_hints(function), inspect.signature(function).parameters
     defaults = {name: each.default for name, each in signature.items() if each.default is not each.empty}
     names = list(signature)
@@ -113,12 +114,12 @@ class _Part:
     """A parameter of a function, or a part of one.
 
     Args:
-        name: of the op's argument, if it is one.
-        type: in the schema; empty where it has parts.
-        optional: whether it may be None.
-        parts: what it is made of.
-        split: the values of its parts.
-        make: the value of those of its parts.
+        name: name of the op's argument, if it is one.
+        type: type in the schema; empty if it has parts.
+        optional: True if it may be None.
+        parts: its parts.
+        split: returns the values of its parts.
+        make: returns its value, from the values of its parts.
     """
 
     name: str
@@ -135,20 +136,20 @@ class _Part:
             yield from part.leaves()
 
     def declared(self, writes: frozenset[str]) -> str:
-        """The op's argument in its schema."""
+        """Return the op's argument as written in the schema."""
         base, brackets = (self.type[:-2], "[]") if self.type.endswith("[]") else (self.type, "")
         alias = f"({self.name}!)" if self.name in writes else ""
         return f"{base}{alias}{brackets}{'?' if self.optional else ''} {self.name}"
 
     def take_apart(self, value: Any) -> list:
-        """Values of its leaves."""
+        """Return the values of its leaves."""
         if self.type:
             return [list(value) if self.type.endswith("[]") else value]
         values = [None] * len(self.parts) if value is None or self.split is None else self.split(value)
         return [leaf for part, held in zip(self.parts, values, strict=True) for leaf in part.take_apart(held)]
 
     def put_together(self, values: Iterator) -> Any:
-        """Undoes :meth:`take_apart`; takes from ``values`` what is its own."""
+        """Undo :meth:`take_apart`; consume its own values from ``values``."""
         if self.type:
             return next(values)
         made = [part.put_together(values) for part in self.parts]
@@ -157,7 +158,7 @@ class _Part:
 
 
 def _part(name: str, hint: Any, optional: bool = False) -> _Part:
-    """The part of that annotation."""
+    """Return the part that an annotation describes."""
     if get_origin(hint) in (types.UnionType, Union):
         (hint,) = (each for each in get_args(hint) if each is not types.NoneType)
         optional = True
@@ -179,7 +180,7 @@ def _part(name: str, hint: Any, optional: bool = False) -> _Part:
 
 
 def _apart_in_memory(made: list[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same tensors, contiguous; one that shares memory with one before is copied, as an op's results must not."""
+    """Return contiguous tensors; copy one that shares memory with an earlier one, which op results must not."""
     held: set[int] = set()
     apart = []
     for tensor in (each.contiguous() for each in made):

@@ -1,6 +1,6 @@
-"""The forecast's one kernel: a weighted sum of remembered features, ``sum_m w_m F_m``.
+"""Kernel of all forecasts: a weighted sum of remembered features, ``sum_m w_m F_m``.
 
-TaylorSeer's expansion is such a sum once its finite differences are written out, and so is plain reuse (FORA).
+TaylorSeer's expansion becomes such a sum when its finite differences are written out; plain reuse (FORA) is one too.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def weighted_sum(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``sum_m weights[m] * history[m]``, summed in float32, or float64, and rounded once. Forward only: no gradient.
+    """``sum_m weights[m] * history[m]``, summed in float32 or float64 and rounded once. Forward only: no gradient.
 
     Args:
         history: M >= 1 tensors of one shape ``[...]``, dtype (float16, bfloat16, float32; the reference takes float64
-            too) and device; a stacked ``[M, ...]`` tensor will do.
+            too) and device; or a stacked ``[M, ...]`` tensor.
         weights: M floats.
         plan: write only the rows that it reuses; the features are then ``[B, S, H, D]`` over the plan's sequence.
-        out: like a history entry, which it may be; required with a plan (last stride 1), else None = allocated.
+        out: like a history entry, or one of them; required with a plan (last stride 1), else None = allocated.
         backend: "auto", "reference" or "triton".
 
     Returns:
-        ``out``; with a plan, rows that compute keep what it held.
+        ``out``; with a plan, rows that compute keep their values.
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, M is 0 or differs, or ``out`` is missing.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(history, weights, plan, out)
     first = history[0]
@@ -65,7 +65,7 @@ def weighted_sum(
 
 
 def _triton_limit(first: torch.Tensor, plan: AttentionPlan | None) -> str | None:
-    """What keeps the Triton kernel from these features, or None."""
+    """Return why the Triton kernel does not support these features, or None."""
     if first.dtype == torch.float64:
         return "it sums in float32, got float64"
     fits = plan is None or plan.block in BLOCK_SIZES
@@ -94,5 +94,5 @@ def _require_arguments(history, weights, plan, out) -> None:
         checks.require_shape("history[0]", first, ("B", plan.tokens, plan.heads, "D"))
         checks.require_plan(plan, "history[0]", first)
         if out is None:
-            raise ShapeError("out must be given with a plan, because rows that compute keep what it holds; got None")
+            raise ShapeError("out must be given with a plan, because rows that compute keep their values; got None")
         checks.require_unit_stride("out", out)

@@ -1,11 +1,11 @@
-"""GEMM-O: the output projection, with a cached bias for heads that are reused (FlashOmni, section 3.5, observation 3).
+"""GEMM-O: the output projection, with a cached bias for reused heads (FlashOmni, section 3.5, observation 3).
 
 ``to_out(O) = b + sum_h O_h W_h``. UPDATE splits the sum by the new symbols and keeps its reused part for every
 remembered update m, ``B_m = b + sum_{h reused} O_h(t_m) W_h``; DISPATCH computes the rest,
-``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m are made under the same symbols: differencing biases made
-under different ones would mix different heads.
+``out = sum_m w_m B_m + sum_{h computed} O_h W_h``. All B_m use the same symbols: differences of biases with different
+symbols would mix different heads.
 
-A remembered update's bias differs from that of the last stack, ``B'``, by the heads whose symbol has changed since:
+A remembered update's bias differs from its bias in the previous stack, ``B'``, by the heads whose symbol has changed:
 ``B_m = B'_{m-1} + sum_{h computed then, reused now} O_h(t_m) W_h - sum_{h reused then, computed now} O_h(t_m) W_h``.
 """
 
@@ -50,27 +50,27 @@ def gemm_o_update(
     offset: int = 0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dense output projection, and the bias stack of the DISPATCH steps to come. Forward only: no gradient flows.
+    """Dense output projection, and bias stack for the next DISPATCH steps. Forward only: no gradient flows.
 
     Args:
         o: attention output ``[B, S, H, D]``, float16, bfloat16 or float32, all heads computed; one stream of the joint
             sequence, any strides, the last being 1.
-        weight: ``[N, H * D]`` like o; any row stride, so the attention columns of a fused ``proj_out`` will do.
+        weight: ``[N, H * D]`` like o; any row stride, so it may be the attention columns of a fused ``proj_out``.
         bias: ``[N]`` like o, or None.
         plan: the **new** symbols, over the joint sequence.
         history: attention outputs of earlier updates, newest first, each shaped like o.
-        previous: the stack of the update before, ``[M, B, S, N]`` like o, contiguous, whose entry m is of
-            ``history[m]``, and the ``mask64`` of the plan that it was made under. Then of the history only heads whose
-            symbol has changed are multiplied, and an entry is rounded once more with each update that it outlives.
-            None = all reused heads of the history are multiplied.
+        previous: the previous update's stack, ``[M, B, S, N]`` like o, contiguous, whose entry m belongs to
+            ``history[m]``, and the ``mask64`` of its plan. Then only heads of the history whose symbol has changed are
+            multiplied, and an entry is rounded once more in each update. None = all reused heads of the history are
+            multiplied.
         offset: token of the plan's sequence at which o begins.
-        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+        backend: "auto", "reference", or one of these; "auto" takes the first one that supports the call:
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
             at a block, N a multiple of 8, rows at multiples of 16 bytes, at most 3 history entries.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
 
     Returns:
-        ``out`` ``[B, S, N]``, the dense linear, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
+        ``out`` ``[B, S, N]``, the dense projection, and ``stack`` ``[1 + len(history), B, S, N]``: B_0 from o, then one
         entry per history entry.
     """
     _require_arguments(o, weight, plan, offset)
@@ -98,14 +98,14 @@ def gemm_o_dispatch(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The output projection of the heads that compute, on top of the forecast bias. Forward only: no gradient flows.
+    """Output projection of the heads that compute, added to the forecast bias. Forward only: no gradient flows.
 
     Args:
-        o: attention output ``[B, S, H, D]`` like that of :func:`gemm_o_update`. Rows that are reused are not read: they
-            may hold anything.
+        o: attention output ``[B, S, H, D]`` as in :func:`gemm_o_update`. Reused rows are not read and may hold
+            anything.
         weight: ``[N, H * D]`` like o.
-        plan: the symbols that the stack was made under.
-        stack: ``[M, B, S, N]`` like o, contiguous, from :func:`gemm_o_update`; it holds the linear's bias.
+        plan: the symbols of the stack.
+        stack: ``[M, B, S, N]`` like o, contiguous, from :func:`gemm_o_update`; it includes the projection's bias.
         weights: M floats, the forecast's weight of each stack entry; they sum to 1 so that the bias counts once.
         offset: token of the plan's sequence at which o begins.
         out: ``[B, S, N]`` like o, contiguous; None = allocated. Every element is written.
@@ -116,7 +116,7 @@ def gemm_o_dispatch(
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, or there are not M weights.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     _require_arguments(o, weight, plan, offset)
     shape = (o.shape[0], o.shape[1], weight.shape[0])
@@ -134,7 +134,7 @@ def gemm_o_dispatch(
 
 
 def _limits(o: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, offset: int, **rest) -> dict[str, str | None]:
-    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    """Return why each backend can't take the arguments, or None, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.gemm_o import limit
 
     return {"cuda": limit(o, weight, plan, offset, **rest), "triton": checks.triton_limit(o.shape[-1])}
@@ -161,7 +161,7 @@ def _update_reference(o, weight, bias, plan, history, previous, offset) -> tuple
 
 
 def _rebased(old, features, weight, plan, mask64, offset) -> torch.Tensor:
-    """float32: a stack entry made under ``mask64``, as it is under the plan."""
+    """Convert a stack entry from ``mask64`` to the plan's symbols, in float32."""
     total = old.to(torch.float32, copy=True)
     for sign, words in ((1, mask64 & ~plan.mask64), (-1, plan.mask64 & ~mask64)):
         changed = replace(plan, mask64=words)
@@ -180,7 +180,7 @@ def _dispatch_reference(o, weight, plan, stack, weights, offset, out) -> None:
 
 
 def _project(o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
-    """One region's share of the linear: ``[tokens, N]``. All its heads go through one product and round once."""
+    """Project one region: ``[tokens, N]``. All its heads go through one product and are rounded once."""
     features = region.read(o).flatten(1)  # [tokens, heads * D]
     columns = take(weight.unflatten(1, o.shape[2:]), region.heads, 1).flatten(1)  # [N, heads * D]
     return F.linear(features, columns, bias)

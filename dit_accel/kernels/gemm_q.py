@@ -1,7 +1,7 @@
 """GEMM-Q: the query projection of the (row-block, head) tiles that compute (FlashOmni, section 3.5, observation 2).
 
-``q_h = RoPE(RMSNorm(x W_h^T + b_h))``; both the norm and the rotation stay inside one token of one head, so a row that
-is reused needs no query at all.
+``q_h = RoPE(RMSNorm(x W_h^T + b_h))``. The norm and the rotation work within one token of one head, so a reused row
+needs no query.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def gemm_q(
 
     Args:
         x: ``[B, S, C]``, float16, bfloat16 or float32; one stream of the joint sequence.
-        weight: ``[H * D, C]`` like x; any row stride, so a slice of a fused qkv weight will do.
+        weight: ``[H * D, C]`` like x; any row stride, so it may be a slice of a fused qkv weight.
         bias: ``[H * D]`` like x, or None.
-        plan: which rows compute, over the joint sequence.
-        offset: token of the plan's sequence at which x begins. A block at a seam is shared by two streams, each of
-            which writes its own tokens.
+        plan: rows that compute, over the joint sequence.
+        offset: token of the plan's sequence at which x begins. Two streams may share a block; each writes its own
+            tokens.
         norm_weight: ``[D]`` like x: per-head RMSNorm with float32 statistics; None = no norm.
         norm_eps: added to the mean square.
         rope: ``(cos, sin)``, float32 ``[plan.tokens, D]``, indexed by token of the plan's sequence. Interleaved pairs,
-            as FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
+            as in FLUX: ``y = x * cos + rotate(x) * sin`` with ``rotate: (x0, x1) -> (-x1, x0)``.
         out: ``[B, plan.tokens, H, D]`` like x; its tokens ``offset .. offset + S`` are written. With None, a tensor of
             x's own length ``[B, S, H, D]`` is allocated **uninitialised**.
-        backend: "auto", "reference", or one of these; "auto" takes the first that can:
+        backend: "auto", "reference", or one of these; "auto" takes the first one that supports the call:
             "cuda": Hopper; float16 and bfloat16, head dimensions 64 and 128, blocks of 128 tokens, streams that begin
             at a block, rows at multiples of 16 bytes.
             "triton": from sm80 on; head dimensions 16, 32, 64 and 128.
 
     Returns:
-        ``out``; rows that do not compute keep what it held.
+        ``out``; rows that do not compute keep their values.
     """
     head_dim = _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out)
     batch, length, _ = x.shape
@@ -76,7 +76,7 @@ def _gemm_q(
     stream: torch.Tensor,
     backend: str,
 ) -> None:
-    """Writes x's queries into ``stream`` ``[B, S, H, D]``; arguments are checked."""
+    """Write x's queries into ``stream`` ``[B, S, H, D]``; the arguments are already checked."""
     arguments = (x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream)
     chosen = resolve_backend(backend, x, _limits(x, weight, bias, plan, offset, norm_weight, rope, stream))
     if chosen == "reference":
@@ -104,7 +104,7 @@ def _gemm_q_reference(x, weight, bias, plan, offset, norm_weight, norm_eps, rope
 
 
 def _limits(x, weight, bias, plan, offset, norm_weight, rope, stream) -> dict[str, str | None]:
-    """What keeps each backend from the arguments, in the order in which "auto" tries them."""
+    """Return why each backend can't take the arguments, or None, in the order in which "auto" tries them."""
     from dit_accel.kernels._cuda.gemm_q import limit
 
     return {
@@ -119,7 +119,7 @@ def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) -> int:
-    """Checks all arguments and returns the head dimension."""
+    """Check all arguments and return the head dimension."""
     checks.require_floats("x", x, ("B", "S", "C"))
     checks.require_plan(plan, "x", x)
     checks.require_like("weight", weight, ("H * D", x.shape[-1]), "x", x)
@@ -132,7 +132,7 @@ def _require_arguments(x, weight, bias, plan, offset, norm_weight, rope, out) ->
     checks.require_like("out", out, (x.shape[0], plan.tokens, plan.heads, head_dim), "x", x)
     if rope is not None:
         if head_dim % 2:
-            raise ShapeError(f"rope turns pairs, so head_dim must be even, got {head_dim}")
+            raise ShapeError(f"rope rotates pairs, so head_dim must be even, got {head_dim}")
         for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
             checks.require_typed(name, table, (plan.tokens, head_dim), torch.float32, "x", x)
             checks.require_unit_stride(name, table)

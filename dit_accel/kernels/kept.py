@@ -1,8 +1,8 @@
-"""Tensors that are made once and kept for later calls, and captures of CUDA graphs that read them.
+"""Caches of tensors for later calls, safe with captures of CUDA graphs that read them.
 
-A tensor that is made during a capture holds nothing until its graph is replayed, and earlier graphs of the same memory
-pool overwrite it. So it belongs to its capture, and no cache may keep it. A tensor that a graph reads from a cache must
-live as long as the graph, whatever the cache drops.
+A tensor made during a capture is uninitialised until its graph is replayed, and earlier graphs of the same memory pool
+overwrite it. So it belongs to its capture, and no cache may keep it. A tensor that a graph reads from a cache must live
+as long as the graph, even if the cache drops it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Value = TypeVar("Value")
-_THREAD = threading.local()  # its `capture` = that in progress
+_THREAD = threading.local()  # `capture` = the thread's capture in progress
 
 
 class Capture:
     """A capture in progress.
 
     Args:
-        held: what it has read from caches.
-        made: what it has made in their place, by cache and key.
+        held: values that it has read from caches.
+        made: values that it has made instead, by cache and key.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Capture:
 
 @contextmanager
 def capturing() -> Iterator[Capture]:
-    """Within, this thread captures."""
+    """Mark this thread as capturing."""
     before, _THREAD.capture = _current(), Capture()
     try:
         yield _THREAD.capture
@@ -42,7 +42,7 @@ def capturing() -> Iterator[Capture]:
 
 
 def is_capturing() -> bool:
-    """Return True if what this thread computes now is computed later, by whoever replays it."""
+    """Return True if this thread is capturing, so that its computations run later, in replays."""
     return _current() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -58,7 +58,7 @@ class Kept(Generic[Value]):
     """The latest values by key.
 
     Args:
-        most: values that are kept; the oldest goes first.
+        most: number of values that are kept; the oldest is dropped first.
     """
 
     def __init__(self, most: int) -> None:
@@ -66,7 +66,7 @@ class Kept(Generic[Value]):
         self._values: dict[Hashable, Value] = {}
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of a key; ``make`` makes it where it is missing, in a capture for that capture alone."""
+        """Return the value of a key. ``make`` makes a missing one; during a capture it is kept for the capture only."""
         value, capture = self._values.get(key), _current()
         if value is not None:
             return hold(value)

@@ -1,11 +1,12 @@
-"""Single keys that carry weight: the bits of FG-Attn's slices, without ever storing the score matrix.
+"""Selection of single keys: the bits of FG-Attn's slices, computed without storing the score matrix.
 
-For a group of queries that share a row of bits, key j stays iff for any of them
+For a group of queries that share a row of bits, key j is selected if and only if for any of them
 
     e^(s_ij - L_i) > min(threshold / N, 0.999 max_j e^(s_ij - L_i))      L_i = log sum_j e^(s_ij)
 
-with s the scaled scores and N the number of keys (FG-Attn, section 4.3: the threshold of one is 0.5 / N). The second
-term acts from ``threshold`` 0.999 on only, where all keys may lie below the first: no query loses its best key.
+with s the scaled scores and N the number of keys (FG-Attn, section 4.3, has the threshold 0.5 / N). The second term
+only matters for a ``threshold`` of 0.999 or more, where all keys may lie below the first: every query keeps its best
+key.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def select_keys(
     kv_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Bits of the keys that any query of a group needs.
+    """Return bits of the keys that any query of a group needs.
 
     Args:
         q: ``[B, Q, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         k: ``[B, S, H, D]`` like q.
-        threshold: probability that a key must exceed for one query, in units of 1 / N; positive.
+        threshold: probability that a key must exceed for at least one query, in units of 1 / N; positive.
         group: queries that share a row of bits: 1, 64 or 128.
         block: tokens in a key block; a row of bits is padded with zeros to whole blocks.
-        kv_len: int32 ``[B]``, valid keys of each sample, and its N; no later key stays. None = all S.
+        kv_len: int32 ``[B]``, valid keys of each sample, which is its N; no later key is selected. None = all S.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
         uint8 ``[B, H, ceil(Q / group), ceil(S / block) * block / 8]``, packed along keys: ``slice_bits`` as in
-        :class:`~dit_accel.kernels.symbols.SparseSymbols` where tiles with all keys have not been told apart yet.
+        :class:`~dit_accel.kernels.symbols.SparseSymbols`, before full tiles are separated from single keys.
     """
     checks.require_floats("q", q, ("B", "Q", "H", "D"))
     batch, _, heads, head_dim = q.shape

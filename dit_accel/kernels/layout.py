@@ -1,4 +1,4 @@
-"""Token layout: which tokens of the joint sequence are text, and how the sequence splits into blocks."""
+"""Token layout: place of text in the joint sequence, and the sequence's blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def block_count(tokens: int, block: int) -> int:
 class TokenLayout:
     """One joint attention sequence of ``text + vision`` tokens, cut into blocks of ``block`` tokens.
 
-    Blocks run over the joint sequence, so a block at the seam may hold text *and* vision; it counts as text,
-    because text rows always compute.
+    Blocks run over the joint sequence, so one block may hold text *and* vision tokens; it counts as text, because text
+    rows always compute.
 
     Args:
         text: number of text tokens (may be 0).
@@ -56,13 +56,13 @@ class TokenLayout:
 
     @property
     def text_blocks(self) -> slice:
-        """The blocks that hold at least one text token."""
+        """Blocks that hold at least one text token."""
         if self.text_first:
             return slice(0, block_count(self.text, self.block))
         return slice(self.vision // self.block if self.text else self.blocks, self.blocks)
 
     @property
     def vision_blocks(self) -> slice:
-        """The blocks that hold vision tokens only."""
+        """Blocks that hold vision tokens only."""
         text = self.text_blocks
         return slice(text.stop, self.blocks) if self.text_first else slice(0, text.start)

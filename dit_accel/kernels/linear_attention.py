@@ -5,8 +5,8 @@ With features ``phi`` and the row's marginal key blocks J_i:
     h_j = phi(K_j)^T V_j      H_i = sum over J_i of h_j      O_i = phi(Q_i) H_i / (phi(Q_i) Z_i)
     z_j = sum of phi(K_j)     Z_i = sum over J_i of z_j
 
-Each h_j is made once. All sums H of a head are one product of its 0/1 matrix of marginal tiles with its h, in which a
-row's cost does not depend on how many tiles it takes, so nothing is ever summed and then subtracted again.
+Each h_j is computed once. All sums H of a head are one product of its 0/1 matrix of marginal tiles with its h. The cost
+does not depend on the number of marginal tiles, so nothing is summed over all tiles and then subtracted.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ def linear_attention(
 
     Args:
         q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
-        plan: which rows compute, and their marginal tiles in ``linear_bits``, for B, H and S tokens.
+        plan: rows that compute, and their marginal tiles in ``linear_bits``, for B, H and S tokens.
         feature_map: "softmax" over the head dimension, "elu" (elu + 1) or "relu".
         projection: ``[D, D]``, any floating dtype; the result is ``O^l projection^T`` (SLA, equation 6). None = O^l.
-        kv_len: int32 ``[B]``, valid keys of each sample; later keys take no part. None = all.
-        out: ``[B, S, H, D]`` like q, written in place. Rows that do not compute keep what it holds; with None it is
+        kv_len: int32 ``[B]``, valid keys of each sample; later keys are ignored. None = all.
+        out: ``[B, S, H, D]`` like q, written in place. Rows that do not compute keep their values; with None it is
             allocated **uninitialised**, so they hold garbage.
-        accumulate: add the result to what ``out`` holds.
+        accumulate: add the result to ``out``.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
-        ``out``. A query that computes but meets no feature, because its row has no marginal tile or all products with
-        phi are 0, is 0.
+        ``out``. The output of a query that computes is 0 if its row has no marginal tile, or all products with phi are
+        0.
 
     Raises:
         ShapeError: a shape, dtype, stride or device does not fit, ``feature_map`` is unknown, the plan has no
-            ``linear_bits``, or ``accumulate`` comes without ``out``.
-        UnsupportedError, BackendError: as every op of :mod:`dit_accel.kernels`.
+            ``linear_bits``, or ``accumulate`` is set without ``out``.
+        UnsupportedError, BackendError: see :mod:`dit_accel.kernels`.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     if accumulate and out is None:
-        raise ShapeError("accumulate adds to what out holds, and out is None; pass out")
+        raise ShapeError("accumulate adds to out, and out is None; pass out")
     checks.require_like("out", out, tuple(q.shape), "q", q)
     if projection is not None:
         checks.require_shape("projection", projection, (q.shape[-1], q.shape[-1]))
@@ -94,7 +94,7 @@ def linear_attention(
 
 
 def row_sums(key_features, values, marginal) -> tuple[torch.Tensor, torch.Tensor]:
-    """H ``[B, H, T, D, D]`` and Z ``[B, H, T, D]`` of each row."""
+    """Return H ``[B, H, T, D, D]`` and Z ``[B, H, T, D]`` of each row."""
     states = (key_features.transpose(-1, -2) @ values).flatten(3)  # h, [B, H, T, D * D]
     return (marginal @ states).unflatten(3, (values.shape[-1], -1)), marginal @ key_features.sum(3)
 
@@ -139,7 +139,7 @@ def require_linear_arguments(q, k, v, plan, feature_map, kv_len) -> None:
         checks.require_like(name, x, tuple(q.shape), "q", q)
     checks.require_whole_plan(plan, q)
     if plan.linear_bits is None:
-        raise ShapeError("plan must have linear_bits, got None; lower symbols that policy sla drew")
+        raise ShapeError("plan must have linear_bits, got None; lower symbols of policy sla")
     if feature_map not in FEATURE_MAPS:
         raise ShapeError(f"feature_map must be one of {FEATURE_MAPS}, got {feature_map!r}")
     checks.require_typed("kv_len", kv_len, (q.shape[0],), torch.int32, "q", q)

@@ -1,16 +1,16 @@
-"""Gradients of linear attention over the marginal tiles of a plan (SLA, equation 8), and the op that has them.
+"""Gradients of linear attention over the marginal tiles of a plan (SLA, equation 8), and the differentiable op.
 
-For a row with features A = phi(Q_i), s = A Z_i and O = A H_i / s, and the gradient dO of that output:
+For a row with features A = phi(Q_i), s = A Z_i, output O = A H_i / s and the gradient dO of O:
 
     dN = dO / s                  dA   = dN H_i^T + ds Z_i^T     dH_i = A^T dN     dZ_i = A^T ds
     ds = -rowsum(dO * O) / s
 
-A key block gets the sums dh_j, dz_j of the dH_i, dZ_i of all rows that it is marginal in:
+A key block gets dh_j and dz_j, the sums of dH_i and dZ_i over all rows in which it is marginal:
 
     dV_j = phi(K_j) dh_j         dphi(K_j) = V_j dh_j^T + 1 dz_j^T
 
-and phi's own derivative leads on to dQ and dK. No gradient flows through the choice of the tiles. Nothing but q, k and
-v is kept from the forward: H and Z are made again, which takes less time than reading them would memory.
+The derivative of phi then gives dQ and dK. No gradient flows through the choice of the tiles. Only q, k and v are kept
+from the forward: H and Z are computed again, which costs little time and saves their memory.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def linear_attention_backward(
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
 
     Returns:
-        dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous. Rows that do not compute, or meet no feature, give dq 0
-        and add nothing to dk and dv; keys that are marginal to no row have dk and dv 0.
+        dq, dk, dv: ``[B, S, H, D]`` in q's dtype, contiguous. Rows that do not compute, or whose output is 0 for lack
+        of features, have dq 0 and add nothing to dk and dv; keys that are marginal to no row have dk and dv 0.
     """
     require_linear_arguments(q, k, v, plan, feature_map, kv_len)
     checks.require_like("do", do, tuple(q.shape), "q", q)
@@ -78,7 +78,7 @@ def differentiable_linear_attention(
     kv_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Linear attention ``O^l`` through which gradients flow to q, k and v (once: not twice).
+    """Linear attention ``O^l`` with gradients for q, k and v (no second derivatives).
 
     Arguments and errors are those of :func:`linear_attention_backward`.
 
@@ -104,7 +104,7 @@ class _LinearAttention(torch.autograd.Function):
 
 
 def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
-    """By the formulas above, in float32, all rows at once; axes as in linear_attention's reference."""
+    """Compute the formulas above in float32 for all rows at once; axes as in linear_attention's reference."""
     inputs = by_block(q, plan)
     features, do = map_features(inputs, feature_map), by_block(do, plan)
     key_features, values = keys_and_values(k, v, plan, feature_map, kv_len)
@@ -133,7 +133,7 @@ def _backward_reference(q, k, v, do, plan, feature_map, kv_len) -> Gradients:
 
 
 def _features_backward(gradient, inputs, features, feature_map: str) -> torch.Tensor:
-    """phi's derivative times the gradient of its result; features that were set to 0 pass nothing on."""
+    """Gradient of phi's input; features that were set to 0 pass no gradient on."""
     if feature_map == "softmax":
         return features * (gradient - (features * gradient).sum(-1, keepdim=True))
     slope = features.clamp(max=1) if feature_map == "elu" else (features > 0).float()

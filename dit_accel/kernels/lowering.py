@@ -1,4 +1,4 @@
-"""Lowering: symbols, which are bits, into the index lists that kernels eat, on the device and without a host sync."""
+"""Lowering of symbols (packed bits) into index lists for kernels, on the device and without a host sync."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _WRITTEN = (
     *("plan_mask64", "plan_kv_count", "plan_kv_index", "plan_full_count", "plan_row_count", "plan_row_index"),
     *("plan_work_count", "plan_work", "plan_slices_count", "plan_slices_work_count", "plan_slices_work"),
 )
-ACROSS_HEADS_ROWS = 1024  # up to here the keys and values of all heads stay about in the cache; see lower
+ACROSS_HEADS_ROWS = 1024  # up to this number the keys and values of all heads nearly fit the cache; see lower
 
 
 def lower(
     symbols: SparseSymbols, *, order: str = "auto", scratch: AttentionPlan | None = None, backend: str = "auto"
 ) -> AttentionPlan:
-    """The plan of a set of symbols; see :class:`~dit_accel.kernels.symbols.AttentionPlan` for its lists.
+    """Return the plan of a set of symbols; see :class:`~dit_accel.kernels.symbols.AttentionPlan` for its lists.
 
     A reused row has ``kv_count`` 0 and is in no list. A row that computes but has no tile is listed, with ``kv_count``
-    0. ``work`` goes from long to short, and by index among rows of equal length. Order "head" sorts each head by itself
-    and goes head by head, so that rows which share keys run at one time; "length" sorts the rows of all heads together,
-    so that no long row starts last.
+    0. ``work`` is sorted from long to short, and by index among rows of equal length. Order "head" sorts each head
+    separately, one head after the other, so that rows that share keys run at the same time. Order "length" sorts the
+    rows of all heads together, so that no long row starts last.
 
     Args:
         symbols: B, H, T as in :class:`~dit_accel.kernels.symbols.SparseSymbols`; ``skip_bits`` None = every tile
             computes.
-        order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values about stay in
-            the cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". A matter of shape alone.
+        order: "head", "length" or "auto": "length" up to 1024 rows ``B * H * T``, where keys and values nearly fit the
+            cache anyway (56 MB at H = 24, 4608 tokens and D = 128), else "head". The choice depends on the shape only.
         scratch: a plan of the same B, H, T and device (and with ``full_count`` where the symbols have masks), whose
-            buffers are overwritten and returned in the new plan. Long video lowers into one scratch for all layers,
+            buffers are overwritten and returned in the new plan. Long videos lower into one scratch for all layers,
             just before use.
         backend: "auto", "reference" or "triton".
 
@@ -67,7 +67,7 @@ def _lower(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int, ba
 
 
 def _lower_slices(plan: AttentionPlan, backend: str) -> None:
-    """Counts each row's single keys and lists the rows that have any."""
+    """Count each row's single keys, and list the rows that have any."""
     slices = plan.slices
     count_slices_into(plan, backend)
     _list_longest_first(slices.work, slices.count.flatten(0, 1), shortest=1)
@@ -94,13 +94,13 @@ def _lower_reference(symbols: SparseSymbols, plan: AttentionPlan, ranked_togethe
     plan.row_count.copy_(rows.sum(-1))
     plan.row_index.copy_(_true_first(rows))
 
-    length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows sort behind empty ones
+    length = torch.where(rows, plan.kv_count, -1).reshape(-1, ranked_together)  # reused rows come after empty ones
     _list_longest_first(plan.work, length, shortest=0)
     plan.work_count.copy_(rows.sum()[None])
 
 
 def _list_longest_first(work: torch.Tensor, length: torch.Tensor, shortest: int) -> None:
-    """Writes the rows of at least that length into ``work``, group by group; ``length`` is ``[groups, rows]``."""
+    """Write the rows of at least that length into ``work``, group by group; ``length`` is ``[groups, rows]``."""
     ranked = torch.sort(length, dim=-1, descending=True, stable=True)
     row = ranked.indices + torch.arange(len(length), device=length.device)[:, None] * length.shape[1]
     work.copy_(row.flatten()[_true_first(ranked.values.flatten() >= shortest)])
@@ -150,8 +150,8 @@ def _reused_plan(symbols: SparseSymbols, scratch: AttentionPlan) -> AttentionPla
             f"got {list(got)} on {scratch.mask64.device}; pass scratch=None to allocate a plan"
         )
     if symbols.masks is not None and scratch.full_count is None:
-        raise ShapeError("scratch must come from symbols with masks where the symbols have masks, got full_count None")
+        raise ShapeError("scratch must come from symbols with masks if the symbols have masks, got full_count None")
     buffers = {field.name: getattr(scratch, field.name) for field in fields(scratch)}
     own = {name: getattr(symbols, name) for name in ("tokens", "block", "masks", "linear_bits")}
-    own["slices"] = _empty_slices(symbols)  # of a kilobyte a head: not worth a place in the scratch
+    own["slices"] = _empty_slices(symbols)  # a kilobyte per head: too small to reuse
     return AttentionPlan(**(buffers | own | ({"full_count": None} if symbols.masks is None else {})))

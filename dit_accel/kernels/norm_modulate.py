@@ -1,9 +1,9 @@
-"""What stands between a block's large operations: gate and residual, LayerNorm and modulation, in one pass each.
+"""Gate and residual, LayerNorm and modulation of a block, each in one pass or both in one.
 
     x' = x + gate * update          y = LayerNorm(x') * (1 + scale) + shift
 
-Each is a row of a few thousand features, so memory is all that it costs; plain PyTorch reads and writes the row six
-times where once is enough.
+Each works on rows of a few thousand features and is bound by memory; plain PyTorch reads and writes a row six times
+instead of once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
 
-MAX_WIDTH_TRITON = 16384  # features of a row, which one program holds
+MAX_WIDTH_TRITON = 16384  # features of a row; one program holds a row
 
 
 @custom_op(like("x"))
@@ -26,8 +26,8 @@ def norm_modulate(
     """``LayerNorm(x) * (1 + scale) + shift``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
-        x: ``[B, S, C]``, float16, bfloat16 or float32; a copy is made where the last stride is not 1.
-        scale, shift: ``[B or 1, S or 1, C]``, floating, both of one shape and dtype.
+        x: ``[B, S, C]``, float16, bfloat16 or float32; copied if the last stride is not 1.
+        scale, shift: ``[B or 1, S or 1, C]``, floating, of the same shape and dtype.
         eps: added to the variance.
         backend: "auto", "reference" or "triton" (at most 16384 features).
 
@@ -44,9 +44,9 @@ def add_gated(
     """``x + gate * update``, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
-        x, update: ``[B, S, C]``, of one dtype: float16, bfloat16 or float32; copied where the last stride is not 1.
+        x, update: ``[B, S, C]``, of the same dtype: float16, bfloat16 or float32; copied if the last stride is not 1.
         gate: ``[B or 1, S or 1, C]``, floating; None = 1.
-        backend: as for :func:`norm_modulate`, which also names what is raised.
+        backend: as for :func:`norm_modulate`, which also lists the errors.
 
     Returns:
         ``[B, S, C]`` like x.
@@ -74,7 +74,7 @@ def add_gated_norm_modulate(
 
 
 def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """x' where there is an update, and y where there is a scale."""
+    """Return x' if there is an update, and y if there is a scale."""
     checks.require_shape("x", x, ("B", "S", "C"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     if update is not None:
@@ -106,7 +106,7 @@ def _rows(x, update, gate, scale, shift, eps, backend) -> tuple[torch.Tensor | N
 
 
 def _require_modulation(x: torch.Tensor, **values: torch.Tensor) -> None:
-    """All of one shape that broadcasts to x's, one dtype and x's device."""
+    """Check that the values have the same shape, which broadcasts to x's, the same dtype, and x's device."""
     (first_name, first), *others = values.items()
     batch, tokens, width = x.shape
     shape = first.shape

@@ -1,6 +1,6 @@
 """RMSNorm and rotary embedding of queries and keys in one pass, into their place in the joint sequence.
 
-Per head, as FLUX and HunyuanVideo, or across all heads of a token, as Wan:
+The norm is per head, as in FLUX and HunyuanVideo, or across all heads of a token, as in Wan:
 
     y = x / sqrt(mean(x^2) + eps) * weight          RoPE: (y0, y1) -> (y0 cos0 - y1 sin0, y1 cos1 + y0 sin1)
 """
@@ -29,7 +29,8 @@ def norm_rope(
 
     Args:
         x: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides of batch and token, heads and features in order.
-        weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: of all heads of a token together; None = no norm.
+        weight: floating ``[D]``: RMSNorm of each head; ``[H * D]``: RMSNorm across all heads of a token; None = no
+            norm.
         rope: ``(cos, sin)``, float32 ``[S, D]``, of interleaved pairs, the last stride being 1; None = no rotation.
         eps: added to the mean square.
         out: ``[B, S, H, D]`` like x, e.g. the stream's tokens of a joint sequence; None = allocated.
@@ -55,12 +56,12 @@ def norm_rope_pair(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`norm_rope` of queries and of keys, in one launch where both lie alike in memory.
+    """:func:`norm_rope` of queries and of keys, in one launch if both have the same layout in memory.
 
     Args:
-        q, k: ``[B, S, H, D]`` each, of one shape and dtype.
-        weights: of the queries' norm and of the keys'.
-        out: where each goes; None = allocated.
+        q, k: ``[B, S, H, D]`` each, of the same shape and dtype.
+        weights: weights of the queries' norm and of the keys' norm.
+        out: output tensors for both; None = allocated.
 
     Returns:
         Queries and keys, both in ``out``.
@@ -80,7 +81,7 @@ def _norm_rope(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Of parts ``(x, weight, out)`` that share all else; returns their outputs."""
+    """Run parts ``(x, weight, out)`` that share all other arguments; return their outputs."""
     parts = [
         (x, weight, torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out)
         for x, weight, out in parts
@@ -115,7 +116,7 @@ def _require_rows(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tenso
     for role, tensor in ((name, x), ("out", out)):
         if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]:
             raise ShapeError(
-                f"{role} must hold a token's heads side by side (stride {tensor.shape[3]}), got strides "
+                f"{role} must hold a token's heads contiguously (stride {tensor.shape[3]}), got strides "
                 f"{list(tensor.stride())}; call .contiguous()"
             )
     if weight is None:

@@ -1,7 +1,7 @@
 """Packing of boolean masks into bytes, least significant bit first.
 
-Bit ``i`` of a row is ``(bytes[i // 8] >> (i % 8)) & 1``: FlashOmni, section 3.4, decode formula with n = 1. The worked
-example of its section 3.3 (bytes 224, 235, 197) prints the same masks most significant bit first.
+Bit ``i`` of a row is ``(bytes[i // 8] >> (i % 8)) & 1``: FlashOmni, section 3.4, decode formula with n = 1. The example
+in its section 3.3 (bytes 224, 235, 197) prints the same masks with the most significant bit first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _empty_mask(bits: torch.Tensor, n: int, **_) -> torch.Tensor:
 
 @custom_op(_empty_bytes)
 def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Bytes that hold a mask along its last axis; bits beyond its end are 0.
+    """Pack a mask along its last axis into bytes; bits beyond its end are 0.
 
     >>> pack_bits(torch.tensor([True, True, False, False, False, False, False, False, True])).tolist()
     [3, 1]
@@ -50,7 +50,7 @@ def pack_bits(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
 
 @custom_op(_empty_mask)
 def unpack_bits(bits: torch.Tensor, n: int, *, backend: str = "auto") -> torch.Tensor:
-    """The first ``n`` bits of each row of bytes; undoes :func:`pack_bits`.
+    """Unpack the first ``n`` bits of each row of bytes; undoes :func:`pack_bits`.
 
     Args:
         bits: uint8 ``[..., ceil(n / 8)]``.

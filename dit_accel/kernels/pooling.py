@@ -1,9 +1,9 @@
 """The pooled attention map that policies score (FlashOmni, section 3.3; SpargeAttn, section 3.2).
 
-Each block is stood for by the mean of its valid tokens, ``P = softmax(q_mean k_mean^T / sqrt(D))``. A block whose
-tokens point in different directions is not stood for well by its mean; its mean pairwise cosine
-``|sum_i x_i / |x_i||^2 / n^2`` says how well. Tokens of zeros have no direction and count in neither sum nor n: a block
-is as similar as its other tokens are, and one of zeros alone, which its mean stands for exactly, is 1.
+The mean of its valid tokens represents each block, ``P = softmax(q_mean k_mean^T / sqrt(D))``. The mean represents a
+block badly if its tokens point in different directions. The block's similarity, the mean pairwise cosine
+``|sum_i x_i / |x_i||^2 / n^2``, measures this. Tokens of zeros have no direction and count neither in the sum nor in n.
+A block of only zeros, which its mean represents exactly, has similarity 1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dit_accel.kernels.layout import block_count
 
 @dataclass(frozen=True)
 class PooledMap:
-    """Block-level view of one attention; T blocks, H heads.
+    """Block-level attention map; T blocks, H heads.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``; each row sums to 1, and key blocks without a valid token have 0.
-        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's queries that are not 0; 0 to 1.
-        k_similarity: the same for keys; 1 where a block has no valid key.
+        q_similarity: float32 ``[B, H, T]``, mean pairwise cosine of the block's non-zero queries; 0 to 1.
+        k_similarity: the same for keys; 1 if a block has no valid key.
     """
 
     probabilities: torch.Tensor
@@ -53,14 +53,14 @@ def pooled_map(
 ) -> PooledMap:
     """Pool queries and keys by block. Forward only: no gradient flows.
 
-    Means of keys are taken from the mean over the sample's valid keys, which leaves the softmax as it is but keeps its
-    exponents small; "triton" takes them from the first block's mean, which costs no second pass and does the same to
-    what all keys share. Similarities are those of the tokens as they come.
+    The mean over the sample's valid keys is subtracted from the means of key blocks. This does not change the softmax
+    but keeps its exponents small. "triton" subtracts the first block's mean, which needs no second pass and also
+    removes the part that all keys share. Similarities are computed from the original tokens.
 
     Args:
         q, k: ``[B, S, H, D]``, float16, bfloat16 or float32; any strides, the last being 1.
         block: tokens in a block, 64 or 128.
-        kv_len: int32 ``[B]``, valid keys of each sample; None = all. Queries are all valid.
+        kv_len: int32 ``[B]``, valid keys of each sample; None = all. All queries are valid.
         backend: "auto", "reference" or "triton" (head dimensions 16, 32, 64 and 128).
     """
     checks.require_floats("q", q, ("B", "S", "H", "D"))
@@ -82,9 +82,9 @@ def pooled_map(
 
 
 def block_means(x: torch.Tensor, block: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The mean of each block's tokens, the last of which may be ragged: ``[B, S, H, D]`` -> ``[B, T, H, D]``.
+    """Mean of each block's tokens; the last block may be partial: ``[B, S, H, D]`` -> ``[B, T, H, D]``.
 
-    Sums are float32; ``dtype`` of the means is x's, unless given.
+    Sums are float32; means have ``dtype``, by default x's.
     """
     whole = x.shape[1] // block
     parts = [x[:, : whole * block].unflatten(1, (whole, block)), x[:, None, whole * block :]]
@@ -128,5 +128,5 @@ def _block_statistics(x: torch.Tensor, block: int, lengths: torch.Tensor) -> tup
 
 
 def _valid_tokens(lengths: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
-    """Valid tokens of each block: int32 ``[B, T]``."""
+    """Number of valid tokens of each block: int32 ``[B, T]``."""
     return (lengths[:, None] - torch.arange(blocks, dtype=torch.int32, device=lengths.device) * block).clamp(0, block)

@@ -1,23 +1,25 @@
-"""Eight-bit queries, keys and values for attention: what option ``qk_dtype`` of ``attention`` computes with.
+"""Eight-bit queries, keys and values for option ``qk_dtype`` of ``attention``.
 
-Scores are int8 products with one scale a query and one a key block (SageAttention; SpargeAttn, section 3.5). What int8
-would lose is taken out first, by two changes that leave the softmax as it is:
+Scores are int8 products with one scale per query and one per key block (SageAttention; SpargeAttn, section 3.5). Two
+changes reduce the rounding error and leave the softmax unchanged:
 
     q_i k_j = q'_i k'_j + q_i mu       k' = (k - mu) / f    q' = q f    mu = mean of the keys    f = sqrt(rms k / rms q)
 
-``q_i mu`` is the same for all keys of a query, so it only shifts the log-sum-exp. ``f`` levels the channels of q' and
-k'. The channels with the largest ``rms q * rms k`` stay in float16: where four of 128 channels are 10 to 50 times as
-large, in q and in k, the output errs by 15% with a scale a block, 11% levelled, 1% with them in float16.
+``q_i mu`` is the same for all keys of a query, so it only shifts the log-sum-exp. ``f`` balances the channels of q' and
+k'. The channels with the largest ``rms q * rms k`` stay in float16. If four of 128 channels are 10 to 50 times as large
+in q and in k, the error of the output is 15% with one scale per block, 11% with balanced channels, and 1% with these
+channels in float16.
 
-With "int8+fp8", probabilities are float8 e4m3, times 256, and so are values, with one scale a channel and around their
-mean. Because probabilities sum to 1, the mean comes back at the end, and with it the mean of what rounding took away:
+With "int8+fp8", probabilities (times 256) and values are float8 e4m3. Values have one scale per channel, and their mean
+is subtracted. Because probabilities sum to 1, the mean is added back at the end, with the mean of the rounding errors:
 
     sum_j p_j v_j = c + sum_j p_j w_j + small       w = e4m3(v - mean)       c = mean of (v - w)
 
-A row that looks at all of 33K keys alike has a small output, mostly that mean: without the second part it errs by 4.8%.
+A row that attends equally to all of 33K keys has a small output, mostly that mean: without the mean of the rounding
+errors its error is 4.8%.
 
-Means and rms are of a quarter of the tokens (:func:`sampled_tokens`): any mean and any factors are exact in the
-formulas above, and the passes over q and k cost a quarter.
+Means and rms are computed from a quarter of the tokens (:func:`sampled_tokens`), which makes the passes over q and k
+four times cheaper; the formulas above are exact with any mean and any factors.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from dit_accel.kernels.symbols import AttentionPlan
 QK_DTYPES = ("int8", "int8+fp8")
 HEAD_DIMS = (32, 64, 128)  # int8 matrix units multiply 32 channels at once
 FP8_CAPABILITY = (8, 9)
-EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys, 16: the least a matrix unit multiplies
-SAMPLING = 4  # one token of this many is in the statistics of q and k
+EXACT_CHANNELS = 15  # channels in float16; with the one that masks keys 16, the smallest size of a matrix unit
+SAMPLING = 4  # one of this many tokens is in the statistics of q and k
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 FP16_SAFE = 32768.0  # bound of the float16 channels, in units of the int8 scale
@@ -42,12 +44,12 @@ LARGEST_FACTOR = 1024.0
 
 
 class Simulated(NamedTuple):
-    """Quantised and back, float32: dense attention over these is what the kernels compute, up to rounding.
+    """Quantised and dequantised tensors, float32: dense attention over them equals the kernels up to rounding.
 
     Args:
         q: ``[B, S, H, D]``, in the units of ``k``. Rows that don't compute hold anything.
-        k, v: ``[B, S, H_kv, D]``; keys that take no part hold 0.
-        shift: ``[B, H, S]``, ``q_i mu``, which the unscaled scores of q and k lack.
+        k, v: ``[B, S, H_kv, D]``; ignored keys hold 0.
+        shift: ``[B, H, S]``, ``q_i mu``, missing in the unscaled scores of q and k.
     """
 
     q: torch.Tensor
@@ -62,13 +64,13 @@ def require_qk_dtype(qk_dtype: str | None) -> None:
 
 
 def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -> str | None:
-    """What keeps backend "triton" from the option, or None."""
+    """Return why backend "triton" does not support the option, or None."""
     if qk_dtype is None:
         return None
     if q.shape[-1] not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS} with qk_dtype={qk_dtype!r}, got {q.shape[-1]}"
     if plan.masks is not None:
-        return f"qk_dtype={qk_dtype!r} takes no masks inside tiles"
+        return f"qk_dtype={qk_dtype!r} does not support masks inside tiles"
     if qk_dtype == "int8+fp8" and q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)
         if capability < FP8_CAPABILITY:
@@ -77,24 +79,24 @@ def qk_dtype_limit(q: torch.Tensor, plan: AttentionPlan, qk_dtype: str | None) -
 
 
 def sampled_tokens(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Indices of the tokens whose q and k make the statistics: one of four, not always the same of a period."""
+    """Indices of the tokens in the statistics of q and k: one of four, at varying positions to avoid periodicity."""
     group = torch.arange(-(-tokens // SAMPLING), device=device)
     token = group * SAMPLING + ((group ^ group >> 2) & (SAMPLING - 1))
     return token[token < tokens]
 
 
 def simulate(q, k, v, plan, kv_len, qk_dtype) -> Simulated:
-    """Quantise and go back to float32. Takes ``attention``'s arguments, checked."""
+    """Quantise and dequantise to float32. Takes ``attention``'s arguments, already checked."""
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
     token = torch.arange(tokens, device=q.device)
     key_end = torch.full((batch,), tokens, device=q.device) if kv_len is None else kv_len
     has_key = (token < key_end[:, None])[:, :, None, None]  # [B, S, 1, 1]
     computes = (plan.kv_count > 0).repeat_interleave(plan.block, 2)[:, :, :tokens].transpose(1, 2)[..., None]
-    queries = torch.where(computes, q.float(), 0.0)  # where, not a product: what takes no part may hold NaN
+    queries = torch.where(computes, q.float(), 0.0)  # not a product: queries that do not compute may hold NaN
     keys, values = (torch.where(has_key, x.float(), 0.0) for x in (k, v))
 
-    # statistics over the sample: queries of the heads that share a key head count together
+    # statistics over the sample, pooled over query heads that share a key head
     sample = sampled_tokens(tokens, q.device)
     q_count = computes[:, sample].unflatten(2, (-1, group)).sum((1, 3)).clamp(min=1)
     q_square = queries[:, sample].square().unflatten(2, (-1, group)).sum((1, 3)) / q_count  # [B, H_kv, D]
@@ -118,7 +120,7 @@ def simulate(q, k, v, plan, kv_len, qk_dtype) -> Simulated:
 
 
 def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.Tensor:
-    """int8 with a scale for each block of tokens, exact channels in float16: ``[B, S, H, D]`` -> the same, rounded."""
+    """Round to int8 with one scale per block of tokens, and exact channels to float16: ``[B, S, H, D]``."""
     tokens = x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -tokens % block)).unflatten(1, (-1, block))
     exact = exact[:, None]
@@ -131,7 +133,7 @@ def _round_channels(x: torch.Tensor, exact: torch.Tensor, block: int) -> torch.T
 
 
 def _round_values(values: torch.Tensor, has_key: torch.Tensor) -> torch.Tensor:
-    """e4m3 with a scale for each channel, around the mean over the keys that take part; that mean stays exact."""
+    """Round to e4m3 with one scale per channel, around the mean over valid keys; that mean stays exact."""
     mean = values.sum(1, keepdim=True) / has_key.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(has_key, values - mean, 0.0)
     scale = (centred.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)

@@ -1,7 +1,7 @@
-"""How the references walk a plan: sets of tokens and heads that share a fate, as indices for torch.
+"""Regions of a plan for the references: sets of tokens and heads that compute or are reused, as torch indices.
 
-Row-blocks whose heads are marked alike go through one matrix product, so a plan in which everything computes costs
-one dense call, and a sparse one costs what it computes plus a gather.
+Row-blocks with the same heads go through one matrix product. So a plan in which everything computes costs one dense
+call, and a sparse plan costs its computed share plus a gather.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Index = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Region:
-    """``tokens`` x ``heads`` of one batch entry; an index is a slice where it is contiguous, so that reads are views.
+    """``tokens`` x ``heads`` of one batch entry; a contiguous index is a slice, so that reads are views.
 
     Args:
         batch: batch entry.
-        tokens: tokens, counted from the first token of the stream.
+        tokens: indices of tokens, counted from the first token of the stream.
         heads: heads.
     """
 
@@ -34,7 +34,7 @@ class Region:
     heads: Index
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """The region of ``[B, S, H, D]``: ``[tokens, heads, D]``."""
+        """Read the region of ``[B, S, H, D]``: ``[tokens, heads, D]``."""
         return take(take(x[self.batch], self.tokens), self.heads, 1)
 
     @property
@@ -46,14 +46,14 @@ class Region:
 
 
 def take(x: torch.Tensor, index: Index, axis: int = 0) -> torch.Tensor:
-    """The chosen entries along an axis; ``index_select`` is 4 times as fast on a CPU as ``x[index]``."""
+    """Return entries along an axis; ``index_select`` is 4 times as fast on a CPU as ``x[index]``."""
     if isinstance(index, slice):
         return x.narrow(axis, index.start, index.stop - index.start)
     return x.index_select(axis, index)
 
 
 def regions(plan: AttentionPlan, *, computed: bool, offset: int = 0, length: int | None = None) -> Iterator[Region]:
-    """Regions that compute (or, with ``computed=False``, are reused) among ``length`` tokens from ``offset`` on.
+    """Yield regions that compute (or, with ``computed=False``, are reused) in ``length`` tokens from ``offset`` on.
 
     The regions of one batch entry share no token.
     """
@@ -80,7 +80,7 @@ def token_index(blocks: Sequence[int], block: int, start: int, stop: int, device
 
 
 def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Batch entry, head, query block and, in list order, key blocks."""
+    """Yield batch entry, head, query block and, in list order, key blocks of each row that computes."""
     row_count, row_index = plan.row_count.tolist(), plan.row_index.tolist()
     kv_count, kv_index = plan.kv_count.tolist(), plan.kv_index.tolist()
     for b in range(plan.batch):
@@ -90,7 +90,7 @@ def rows_that_compute(plan: AttentionPlan) -> Iterator[tuple[int, int, int, tupl
 
 
 def rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple[int, ...]]]:
-    """Batch entry, head, query blocks that share their tiles, and these, ascending; with masks in tiles row by row."""
+    """Yield batch entry, head, query blocks with the same tiles, and these tiles; with masks one row at a time."""
     rows_of_tiles = defaultdict(list)
     for b, h, row, tiles in rows_that_compute(plan):
         rows_of_tiles[b, h, tuple(sorted(tiles)), None if plan.masks is None else row].append(row)
@@ -99,7 +99,7 @@ def rows_alike(plan: AttentionPlan) -> Iterator[tuple[int, int, list[int], tuple
 
 
 def tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch.Tensor | None:
-    """Which pairs of a tile attend, bool ``[block, block]``; None = all."""
+    """Return the pairs of a tile that attend, bool ``[block, block]``; None = all."""
     if plan.masks is None:
         return None
     code = int(plan.masks.codes.expand(plan.batch, plan.heads, -1, -1)[b, h, row, tile])
@@ -112,7 +112,7 @@ def tile_mask(plan: AttentionPlan, b: int, h: int, row: int, tile: int) -> torch
 
 
 def _index(values: Sequence[int], device: torch.device) -> Index:
-    """Ascending values as a slice where they are consecutive, else as an int64 tensor."""
+    """Return ascending values as a slice if they are consecutive, else as an int64 tensor."""
     if not values:
         return slice(0, 0)
     if values[-1] - values[0] == len(values) - 1:

@@ -1,8 +1,8 @@
-"""Selection: the tiles and rows that carry enough of the pooled map's mass to compute, straight into packed bits.
+"""Selection of the tiles and rows that compute, by their mass in the pooled map, as packed bits.
 
-Both ops sort nothing by score but ask one question: how large may a mass be so that all masses up to it sum to at most
-a share of the total? Masses are counted in integer units, rounded up, so their sums are alike in any order and on any
-backend, and a positive mass never counts as nothing. Equal masses go or stay together.
+Both ops find a threshold instead of sorting: the largest mass such that all masses up to it sum to at most a share of
+the total. Masses are counted in integer units, rounded up. So their sums are equal in any order and on any backend, and
+a positive mass never counts as 0. Equal masses are all selected or all skipped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ def select_tiles(
     columns: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """S_s of the tiles that a row can't do without (SpargeAttn, section 3.3, with its τ = 1 − ``tau``).
+    """Return S_s, the tiles that a row needs (SpargeAttn, section 3.3, with its τ = 1 − ``tau``).
 
-    A tile's mass is ``ceil(2^30 P)``. It is skipped iff the masses of its row that are at most its own sum to at most
-    ``tau`` of the row's total; tiles of the largest mass are never skipped, so each row keeps one. Where ``columns``
-    leave a row little mass, it is counted in finer units, ``2^(30 + s)`` with the largest s that keeps it within 2^30.
-
-    With ``top_k`` the tiles of largest probability are kept, ``ceil(top_k · n)`` of the n with any at all, and those
-    that equal the last of them.
+    A tile's mass is ``ceil(2^30 P)``. It is skipped if and only if the masses of its row that are at most its own sum
+    to at most ``tau`` of the row's total. Tiles of the largest mass are never skipped, so each row keeps one. If
+    ``columns`` leave a row little mass, it is counted in finer units, ``2^(30 + s)`` with the largest s that keeps it
+    within 2^30. With ``top_k`` the tiles of largest probability are kept: ``ceil(top_k · n)`` of the n tiles with
+    positive probability, and all tiles equal to the last of them.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
@@ -54,8 +53,8 @@ def select_tiles(
         top_k: share of a row's tiles that is kept, above 0 and up to 1.
         always: blocks whose rows and columns compute whole.
         rows: bool ``[B, H, T]``, query blocks whose rows compute whole; None = none.
-        columns: bool ``[B, H, T]``, key blocks whose columns compute whole and carry no mass: what is said of masses
-            and numbers of tiles is said of the other blocks. None = none.
+        columns: bool ``[B, H, T]``, key blocks whose columns compute whole; they do not count in masses and numbers of
+            tiles. None = none.
         backend: "auto", "reference" or "triton".
 
     Returns:
@@ -87,21 +86,21 @@ def select_tiles(
 def select_rows(
     probabilities: torch.Tensor, tau: float, *, text: slice, vision: slice, backend: str = "auto"
 ) -> torch.Tensor:
-    """S_c of the rows that text needs, or that need text (FlashOmni, section 3.3, equation 1).
+    """Return S_c, the rows that text needs or that need text (FlashOmni, section 3.3, equation 1).
 
     Vision block i is scored by its contribution to text, ``C_i = Σ_{text j} P[j, i]``, and by the guidance it takes
-    from text, ``G_i = Σ_{text j} softmax_vision(P[vision, j])_i``, both in integer units. It is reused iff, in both
-    scores, the masses of its head that are at most its own sum to at most ``tau`` of the head's total.
+    from text, ``G_i = Σ_{text j} softmax_vision(P[vision, j])_i``, both in integer units. It is reused if and only if
+    in both scores the masses of its head that are at most its own sum to at most ``tau`` of the head's total.
 
-    Probabilities of a long sequence are small, so ``exp(P)`` is close to 1 and G nearly flat: at 33K tokens its
-    differences are a hundred thousandth of it. They are kept apart from what all blocks have in common, as
-    ``(exp(P) - 1) / Z`` and ``1 / Z``, and only the first is counted in fine units.
+    Probabilities of a long sequence are small, so ``exp(P)`` is close to 1 and G nearly flat: at 33K tokens differences
+    between blocks are 1e-5 of G. So G is split into ``(exp(P) - 1) / Z``, counted in fine units, and ``1 / Z``, which
+    all blocks share.
 
     Args:
         probabilities: float32 ``[B, H, T, T]``, rows that sum to 1 or are 0.
         tau: share of the scores that may be reused, 0..1.
-        text: blocks that hold text; nothing is reused where there are none.
-        vision: blocks that hold vision only. Rows of all other blocks compute.
+        text: blocks that hold text; nothing is reused if there are none.
+        vision: blocks that hold vision tokens only. Rows of all other blocks compute.
         backend: "auto", "reference" or "triton". They agree up to the rounding of exponentials in G.
 
     Returns:
@@ -113,7 +112,7 @@ def select_rows(
     text_range, vision_range = (range(*part.indices(blocks)) for part in (text, vision))
     if not text_range or not vision_range:
         return pack_bits(torch.ones(batch, blocks, heads, dtype=torch.bool, device=probabilities.device))
-    units = UNITS >> (len(text_range) - 1).bit_length()  # sums over text rows fit 32 bits too
+    units = UNITS >> (len(text_range) - 1).bit_length()  # so that sums over text rows fit 32 bits too
     if backend == "reference":
         return _select_rows_reference(probabilities, tau, text, vision, units)
     from dit_accel.kernels._triton.selection import select_rows_into
@@ -124,7 +123,7 @@ def select_rows(
 
 
 def tau_units(tau: float) -> int:
-    """``tau`` as a multiple of 2^-30, so that ``total * tau_units * 2^-30`` in float64 is alike on every backend."""
+    """``tau`` in units of 2^-30, so that ``total * tau_units * 2^-30`` in float64 is equal on every backend."""
     return round(tau * UNITS)
 
 
@@ -138,7 +137,7 @@ def _select_tiles_reference(probabilities, tau, units, start, stop, rows, column
             mass = (probabilities.double() * UNITS * finer.exp2()).ceil().long()
         lowest = _lowest_mass(mass, tau)
     else:
-        mass = probabilities.contiguous().view(torch.int32)  # bits of positive numbers are in order as they are
+        mass = probabilities.contiguous().view(torch.int32)  # bits of positive floats sort like the floats
         counts = (mass > 0).long()
         budget = (counts.sum(-1, keepdim=True) * units + COUNT_SLACK) // UNITS
         lowest = _lowest(mass, counts, budget)
@@ -166,13 +165,13 @@ def _select_rows_reference(probabilities, tau, text, vision, units) -> torch.Ten
 
 
 def _lowest_mass(mass: torch.Tensor, tau: float) -> torch.Tensor:
-    """int64 ``[..., n]`` -> bool: entries for which the masses up to their own sum to at most ``tau`` of the total."""
+    """Mark entries of int64 ``[..., n]`` for which the masses up to their own sum to at most ``tau`` of the total."""
     budget = (mass.sum(-1, keepdim=True).double() * tau_units(tau) * 2.0**-30).long()
     return _lowest(mass, mass, budget)
 
 
 def _lowest(rank: torch.Tensor, weight: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """Integers ``[..., n]`` -> bool: entries for which the weights of ranks up to their own sum to at most a budget."""
+    """Mark entries of ``[..., n]`` for which the weights of ranks up to their own sum to at most a budget."""
     ascending, order = rank.sort(dim=-1)
     running = weight.gather(-1, order).cumsum(dim=-1)
     last = torch.searchsorted(ascending, ascending, right=True) - 1  # equal ranks share the last one's running sum

@@ -1,12 +1,12 @@
 """Slices: single keys of a row-block, which join the softmax over its tiles (FG-Attn, section 4).
 
-A slice holds the scores of a row-block's queries with one key. Attention over the row's tiles left the output O and the
-log-sum-exp L of the scaled scores; from there the softmax goes on over its single keys J:
+A slice holds the scores of a row-block's queries with one key. Attention over the row's tiles returned the output O and
+the log-sum-exp L of the scaled scores; the softmax then continues over the row's single keys J:
 
     L' = log(e^L + sum_j e^(s_j))     O' = e^(L - L') O + sum_j e^(s_j - L') v_j     j in J
 
-So the tiles may be any backend's, with whatever masks and number formats that knows, and a row without single keys
-costs nothing here. The keys are in no list but the bits: 1/32 of the memory of FG-Attn's int32 lists.
+So any backend can compute the tiles, with its masks and number formats, and a row without single keys costs nothing
+here. The bits are the only list of the keys, in 1/32 of the memory of FG-Attn's int32 lists.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dit_accel.kernels.symbols import AttentionPlan
 
 
 def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
-    """Goes on from the attention over a plan's tiles to its single keys, in place.
+    """Continue the softmax over a plan's tiles with its single keys, in place.
 
-    Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
-    ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``. ``backend`` is what did the tiles: after "reference" and
-    "triton" the single keys are theirs too, after others "cuda"'s or, where that can't, "triton"'s.
+    Arguments are those of :func:`dit_accel.kernels.attention.attention`, already checked, with its results for the
+    tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``. ``backend`` is the backend of the tiles. After
+    "reference" and "triton" the same backend runs the single keys; after others "cuda", or "triton" if "cuda" can't.
     """
     if backend == "reference":
         _add_slices_reference(q, k, v, plan, scale, kv_len, out, lse)
@@ -35,7 +35,7 @@ def add_slices(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
 
 
 def count_slices_into(plan: AttentionPlan, backend: str) -> None:
-    """Fills ``plan.slices.count`` from its bits; ``backend`` is "reference" or "triton"."""
+    """Fill ``plan.slices.count`` from its bits; ``backend`` is "reference" or "triton"."""
     if backend == "triton":
         from dit_accel.kernels._triton.slices import count_slices_into as count_into
 

@@ -1,8 +1,8 @@
-"""The gate of an MLP: one half of its inner features, through SiLU, times the other.
+"""Gate of an MLP: SiLU of one half of its inner features times the other half.
 
     y = x_0 sigmoid(x_0) x_1          x = [x_0 | x_1]
 
-This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the products before and behind it.
+This is SwiGLU (Shazeer 2020, arXiv 2002.05202, equation 5) without the matrix products before and after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def swiglu(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "
 
     Args:
         x: ``[B, S, 2 * M]``, float16, bfloat16 or float32, the last stride being 1.
-        out: ``[B, S, M]`` like x, e.g. some features of a wider tensor; None = allocated.
+        out: ``[B, S, M]`` like x, for example some features of a wider tensor; None = allocated.
         backend: "auto", "reference" or "triton".
 
     Returns:

@@ -1,8 +1,8 @@
-"""Sparse symbols, the packed bits that say what a DISPATCH step computes, and the plan that kernels eat.
+"""Sparse symbols, the packed bits that define what a DISPATCH step computes, and the plan that kernels read.
 
 Bits are 1 for *compute* and packed least significant bit first, so bit ``i`` of a row is
-``(bytes[i // 8] >> (i % 8)) & 1`` (FlashOmni, section 3.4, decode formula with n = 1). FlashOmni's worked example
-prints the same masks most significant bit first.
+``(bytes[i // 8] >> (i % 8)) & 1`` (FlashOmni, section 3.4, decode formula with n = 1). FlashOmni's example prints the
+same masks with the most significant bit first.
 
 Symbols are canonical and small; :func:`dit_accel.kernels.lowering.lower` turns them into an :class:`AttentionPlan`.
 """
@@ -17,8 +17,8 @@ import torch
 from dit_accel.errors import ShapeError
 from dit_accel.kernels.layout import block_count
 
-MAX_HEADS = 64  # a row-block's heads fit one 64-bit word
-SHORT_PAIRS = 2**25  # of tokens, over all heads; 8 heads of 2048 tokens take about 20 us on an H200
+MAX_HEADS = 64  # so that a row-block's heads fit one 64-bit word
+SHORT_PAIRS = 2**25  # pairs of tokens over all heads; 8 heads of 2048 tokens take about 20 us on an H200
 
 FULL_TILE = 0  # codes of TileMasks
 CAUSAL_TILE = 1
@@ -27,7 +27,7 @@ FIRST_PARTIAL_TILE = 2
 
 class _Tensors:
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds, those of its masks and slices last."""
+        """Return all tensors, with those of masks and slices last."""
         held = list(vars(self).values())
         own = [value for value in held if isinstance(value, torch.Tensor)]
         return own + [tensor for part in held if isinstance(part, _Tensors) for tensor in part.tensors()]
@@ -35,15 +35,15 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class TileMasks(_Tensors):
-    """Masks inside tiles: which (query, key) pairs of a tile that computes attend.
+    """Masks inside tiles: the (query, key) pairs of a computed tile that attend.
 
-    A code says nothing about tiles that are skipped. Codes are not checked (that would make the host wait): one below
-    0, or beyond the pool's last entry, reads memory that is not the pool's.
+    Codes of skipped tiles are ignored. Codes are not checked, because the host would have to wait: a code below 0 or
+    beyond the pool's last entry reads memory outside of the pool.
 
     Args:
         codes: int32 ``[B or 1, H or 1, Tq, Tk]``, axes of size 1 broadcast. 0 = FULL, every pair attends; 1 = CAUSAL, a
-            pair attends where the key's position is at most the query's; ``2 + p`` = PARTIAL, as entry p of the pool
-            says.
+            pair attends if the key's position is at most the query's; ``2 + p`` = PARTIAL, entry p of the pool marks
+            the pairs that attend.
         pool: uint8 ``[P, block, block / 8]``, P may be 0. Row i of an entry holds the bits of the tile's query i,
             packed along keys, least significant bit first; 1 = attend.
     """
@@ -72,7 +72,7 @@ class TileMasks(_Tensors):
 
 @dataclass(frozen=True)
 class SparseSymbols(_Tensors):
-    """What one site of one branch computes in a DISPATCH step.
+    """Tiles and rows that one site of one branch computes in a DISPATCH step.
 
     Args:
         cache_bits: S_c, uint8 ``[B, Tq, ceil(H / 8)]``, packed along heads; 0 = the row is REUSED (filled from the
@@ -83,12 +83,12 @@ class SparseSymbols(_Tensors):
         tokens: length of the joint sequence; queries and keys are the same tokens.
         block: tokens in a block.
         masks: masks inside the tiles that compute, for tiles of the same B, H, Tq, Tk and block. None = all are FULL.
-        linear_bits: SLA's marginal tiles, which linear attention stands for; uint8, packed like ``skip_bits``, and no
-            tile is in both. None = no policy draws them.
+        linear_bits: SLA's marginal tiles, for linear attention; uint8, packed like ``skip_bits``. No tile may be in
+            both. None = the policy does not choose any.
         slice_bits: FG-Attn's single keys, uint8 ``[B, H, Tq, Tk * block / 8]``, packed along key tokens: keys that a
-            row attends to in tiles that ``skip_bits`` skips. In tiles that compute a bit would count its key twice,
-            and is not allowed (nor checked: that would make the host wait). Bits beyond the last token mean nothing.
-            None = no policy draws them.
+            row attends to in tiles that ``skip_bits`` skips. In computed tiles a bit would count its key twice; this is
+            not allowed, but not checked, because the host would have to wait. Bits beyond the last token are ignored.
+            None = the policy does not choose any.
     """
 
     cache_bits: torch.Tensor
@@ -113,7 +113,7 @@ class SparseSymbols(_Tensors):
         if self.slice_bits is not None:
             _require_bits("slice_bits", self.slice_bits, (batch, self.heads, blocks, blocks * self.block // 8), device)
             if self.skip_bits is None:
-                raise ShapeError("slice_bits must be None where skip_bits is None, for then every tile computes")
+                raise ShapeError("slice_bits must be None if skip_bits is None, because then every tile computes")
         if self.masks is not None:
             _require_masks(self.masks, batch, self.heads, blocks, self.block, device)
 
@@ -122,32 +122,32 @@ class SparseSymbols(_Tensors):
         return block_count(self.tokens, self.block)
 
     def expanded_codes(self) -> torch.Tensor | None:
-        """Codes of the masks as int32 ``[B, H, Tq, Tk]``, without a copy of what broadcasts; the last stride is 1."""
+        """Codes of the masks as int32 ``[B, H, Tq, Tk]``; broadcast axes are not copied, the last stride is 1."""
         if self.masks is None:
             return None
         codes = self.masks.codes.expand(self.cache_bits.shape[0], self.heads, -1, -1)
         return codes if codes.stride(3) == 1 else codes.contiguous()
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseSymbols:
-        """The same symbols with ``change`` of each tensor in its place."""
+        """Return the symbols with ``change`` applied to each tensor."""
         held = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         masks = self.masks and TileMasks(change(self.masks.codes), change(self.masks.pool))
         return replace(self, **held, masks=masks)
 
     def to(self, device: torch.device | str) -> SparseSymbols:
-        """The same symbols on a device."""
+        """Return the symbols on a device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
 class Slices(_Tensors):
-    """Single keys that rows attend to beside their tiles (FG-Attn, section 4.1). The bits are the only list of them.
+    """Single keys that rows attend to besides their tiles (FG-Attn, section 4.1), listed in bits only.
 
     Args:
-        bits: uint8 ``[B, H, Tq, Tk * block / 8]``, the symbols' ``slice_bits``; those of reused rows mean nothing.
-        count: int32 ``[B, H, Tq]``; single keys of the row (0 for a reused row).
-        work_count: int32 ``[1]``; rows with single keys.
-        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, head by head, those with most keys first.
+        bits: uint8 ``[B, H, Tq, Tk * block / 8]``, the symbols' ``slice_bits``; bits of reused rows are ignored.
+        count: int32 ``[B, H, Tq]``; number of the row's single keys (0 for a reused row).
+        work_count: int32 ``[1]``; number of rows with single keys.
+        work: int32 ``[B * H * Tq]``; these rows as ``(b * H + h) * Tq + i``, head by head, rows with most keys first.
     """
 
     bits: torch.Tensor
@@ -160,25 +160,25 @@ class Slices(_Tensors):
 class AttentionPlan(_Tensors):
     """Lowered symbols: index lists on the device, made without a host synchronisation.
 
-    Counts live on the device, so every list has its full capacity and only its first ``count`` entries mean anything.
+    Counts are on the device, so every list has its full capacity, and only its first ``count`` entries are valid.
 
     Args:
         mask64: int64 ``[B, Tq]``; bit h set = head h of the row-block computes.
-        kv_count: int32 ``[B, H, Tq]``; tiles that compute in the row (0 for a reused row).
-        kv_index: int32 ``[B, H, Tq, Tk]``; key blocks of those tiles, ascending.
-        row_count: int32 ``[B, H]``; row-blocks that compute.
-        row_index: int32 ``[B, H, Tq]``; those row-blocks, ascending.
-        work_count: int32 ``[1]``; rows that compute over all batches and heads.
-        work: int32 ``[B * H * Tq]``; those rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
+        kv_count: int32 ``[B, H, Tq]``; number of tiles that compute in the row (0 for a reused row).
+        kv_index: int32 ``[B, H, Tq, Tk]``; key blocks of these tiles, ascending.
+        row_count: int32 ``[B, H]``; number of row-blocks that compute.
+        row_index: int32 ``[B, H, Tq]``; these row-blocks, ascending.
+        work_count: int32 ``[1]``; number of rows that compute, over all batches and heads.
+        work: int32 ``[B * H * Tq]``; these rows as ``(b * H + h) * Tq + i``, longest first and rows of equal length by
             index, either head by head or over all heads (:func:`dit_accel.kernels.lowering.lower`'s ``order``).
         tokens: length of the sequence.
         block: tokens in a block.
-        full_count: int32 ``[B, H, Tq]``; how many of the row's tiles are FULL. Only with masks: a row's ``kv_index``
-            then holds its FULL tiles, ascending, and behind them its masked tiles, ascending.
+        full_count: int32 ``[B, H, Tq]``; number of the row's FULL tiles. Only with masks: a row's ``kv_index`` then
+            holds its FULL tiles, ascending, followed by its masked tiles, ascending.
         masks: the symbols' masks. None = all tiles are FULL.
-        linear_bits: the symbols' marginal tiles, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, in none of the lists; those of
-            reused rows mean nothing. None = linear attention has no part.
-        slices: single keys beside the tiles. None = there are none.
+        linear_bits: the symbols' marginal tiles, uint8 ``[B, H, Tq, ceil(Tk / 8)]``, in none of the lists; bits of
+            reused rows are ignored. None = no linear attention.
+        slices: single keys besides the tiles. None = there are none.
     """
 
     mask64: torch.Tensor
@@ -225,12 +225,12 @@ class AttentionPlan(_Tensors):
 
     @property
     def is_short(self) -> bool:
-        """Whether attention under the plan takes no longer than its launch by Python."""
+        """Return True if attention under the plan takes no longer than its launch from Python."""
         return self.work.numel() * self.blocks * self.block**2 <= SHORT_PAIRS
 
 
 def masks_of(plan: AttentionPlan) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, ...]]:
-    """Codes and pool of a plan's masks, and the codes' strides of batch and head: 0 along axes that broadcast."""
+    """Return codes and pool of a plan's masks, and the codes' strides of batch and head (0 along broadcast axes)."""
     if plan.masks is None:
         return None, None, (0, 0)
     codes = plan.masks.codes.contiguous()
@@ -254,4 +254,4 @@ def _require_masks(masks: TileMasks, batch: int, heads: int, blocks: int, block:
     if masks.block != block:
         raise ShapeError(f"masks.pool must hold tiles of {block} tokens, got {masks.block}")
     if masks.codes.device != device:
-        raise ShapeError(f"masks must be on the device {device} of what they mask, got {masks.codes.device}")
+        raise ShapeError(f"masks must be on the symbols' device {device}, got {masks.codes.device}")

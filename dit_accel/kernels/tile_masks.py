@@ -1,10 +1,11 @@
-"""Masks over (query, key) pairs as symbols with masks inside tiles, and back: exactly, both ways.
+"""Exact conversion between masks over (query, key) pairs and symbols with masks inside tiles.
 
-A tile in which no pair attends is skipped, one in which all do is FULL, a diagonal one in which each query attends to
-itself and what comes before is CAUSAL, and any other is PARTIAL, with its pairs as bits in a pool where equal masks
-share an entry (OmniAttention, section 4.1). Pairs beyond the end of the sequence have no say, and 0 in the pool.
+A tile in which no pair attends is skipped, and a tile in which all pairs attend is FULL. A diagonal tile in which each
+query attends to itself and to earlier keys is CAUSAL. Any other tile is PARTIAL, with its pairs as bits in a pool,
+where equal masks share an entry (OmniAttention, section 4.1). Pairs beyond the end of the sequence do not count; their
+bits in the pool are 0.
 
-Making symbols makes the host wait for the device: they are made once for many steps.
+Making symbols makes the host wait for the device, so make them once for many steps.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ PairsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def plan_from_mask(
     mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
 ) -> AttentionPlan:
-    """The plan under which attention is that of a mask; arguments as for :func:`symbols_from_mask`."""
+    """Return the plan that attends as a mask does; arguments as for :func:`symbols_from_mask`."""
     return lower(symbols_from_mask(mask, block=block, batch=batch, heads=heads))
 
 
 def symbols_from_mask(
     mask: torch.Tensor, *, block: int = 128, batch: int | None = None, heads: int | None = None
 ) -> SparseSymbols:
-    """The symbols of a mask; every row computes, one without any key too.
+    """Return the symbols of a mask; every row computes, even without any key.
 
     Args:
         mask: bool ``[B or 1, H or 1, S, S]``; True = the query (third axis) attends to the key (fourth).
@@ -68,13 +69,13 @@ def symbols_from_mask(
 def symbols_from_intervals(
     first: torch.Tensor, end: torch.Tensor, *, block: int = 128, batch: int = 1, heads: int = 1
 ) -> SparseSymbols:
-    """The symbols of a mask in which each query attends to a few runs of keys; the S × S mask is never made.
+    """Return the symbols of a mask in which each query attends to a few intervals of keys, without the S × S mask.
 
     Args:
-        first, end: integers ``[S, N]``; query q attends to keys ``first[q, n] .. end[q, n] - 1`` for each n, to none
-            where that is empty. The N runs of a query must not overlap; what lies outside ``0 .. S - 1`` is no key.
+        first, end: integers ``[S, N]``; query q attends to keys ``first[q, n] .. end[q, n] - 1`` for each n; an
+            interval may be empty. A query's N intervals must not overlap; indices outside ``0 .. S - 1`` are ignored.
         block: tokens in a block, 64 or 128.
-        batch, heads: B and H, which share the mask.
+        batch, heads: B and H; all share the mask.
     """
     tokens, runs = first.shape
     blocks = block_count(tokens, block)
@@ -93,7 +94,7 @@ def symbols_from_intervals(
 
 
 def _keys_before(bound: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Keys of each tile that come before bounds ``[Tq, block, N]``, summed over a row's bounds: ``[Tq, Tk]``."""
+    """Count each tile's keys before bounds ``[Tq, block, N]``, summed over a row's bounds: ``[Tq, Tk]``."""
     block = bound.shape[1]
     tile, rest = (bound // block).flatten(1), (bound % block).flatten(1)
     none = tile.new_zeros(len(tile), blocks + 1)
@@ -102,14 +103,14 @@ def _keys_before(bound: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
-    """Which pairs attend, bool ``[B, H, S, S]``, single keys included; no pair of a reused row does.
+    """Return the pairs that attend, bool ``[B, H, S, S]``, single keys included; none in a reused row.
 
     Undoes :func:`plan_from_mask`.
     """
     batch, heads, blocks, block = plan.batch, plan.heads, plan.blocks, plan.block
     device = plan.kv_count.device
     listed = torch.arange(blocks, device=device) < plan.kv_count[..., None]
-    column = torch.where(listed, plan.kv_index, blocks).long()  # behind a row's count anything may stand
+    column = torch.where(listed, plan.kv_index, blocks).long()  # entries beyond a row's count are uninitialised
     tiles = column.new_zeros(batch, heads, blocks, blocks + 1, dtype=torch.bool).scatter(-1, column, True)[..., :-1]
     pairs = tiles[:, :, :, None, :, None].expand(-1, -1, -1, block, -1, block).contiguous()
     by_tile = pairs.transpose(3, 4)  # [B, H, Tq, Tk, block, block]
@@ -126,7 +127,7 @@ def mask_from_plan(plan: AttentionPlan) -> torch.Tensor:
 
 
 def distinct(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool without repetitions, and for each entry its place there.
+    """Remove repetitions from a pool; return the pool and the place of each entry in it.
 
     Args:
         entries: uint8 ``[n, block, block / 8]``, packed tiles.
@@ -141,7 +142,7 @@ def distinct(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _symbols(
     attending: torch.Tensor, pairs_of: PairsOf, tokens: int, block: int, batch: int, heads: int
 ) -> SparseSymbols:
-    """``attending``: how many pairs of each tile attend, integers ``[B or 1, H or 1, Tq, Tk]``."""
+    """Make symbols from ``attending``, the number of pairs of each tile, integers ``[B or 1, H or 1, Tq, Tk]``."""
     blocks = attending.shape[-1]
     inside = torch.arange(blocks * block, device=attending.device).view(blocks, block) < tokens
     length = inside.sum(1)
@@ -162,7 +163,7 @@ def _symbols(
 def symbols_of_tiles(
     tiles: torch.Tensor, masks: TileMasks | None, tokens: int, block: int, batch: int, heads: int
 ) -> SparseSymbols:
-    """Symbols of which every row computes.
+    """Return symbols in which every row computes.
 
     Args:
         tiles: bool ``[B or 1, H or 1, Tq, Tk]``; True = the tile computes.

@@ -1,14 +1,14 @@
-"""Tiles that are left out are not nothing: each joins its row's softmax as one key, the mean of its block.
+"""Approximation of skipped tiles: each joins its row's softmax as one key, the mean of its block.
 
 For a tile j that a plan does not list, of n_j valid keys with means ``k_j`` and ``v_j`` (the first term of an expansion
 by blocks, as in PISA, arXiv 2602.01077):
 
     sum_i e^(q k_i) -> n_j e^(q k_j)     sum_i e^(q k_i) v_i -> n_j e^(q k_j) v_j
 
-Attention over the listed tiles left the output O and the log-sum-exp L of the scaled scores; from there the softmax
-goes on, as over the single keys of :mod:`dit_accel.kernels.slices`. A row has at most one such key for each block, so
-it costs about ``1 / block`` of dense attention. By Jensen's inequality the mean weighs less than its block; a second
-moment that would make that good overshoots, because keys of a block are not normally distributed.
+Attention over the listed tiles returned the output O and the log-sum-exp L of the scaled scores; the softmax then
+continues, as over the single keys of :mod:`dit_accel.kernels.slices`. A row has at most one such key per block, so this
+costs about ``1 / block`` of dense attention. By Jensen's inequality the mean weighs less than its block. Correcting
+this with a second moment overshoots, because keys of a block are not normally distributed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dit_accel.kernels.symbols import AttentionPlan
 
 
 def require_whole_tiles(plan: AttentionPlan) -> None:
-    """Checks that whatever a plan does not list is left out whole, and by nothing else made up for."""
+    """Check that a plan skips whole tiles only, and that nothing else replaces them."""
     for name, owner in (("masks", "masked tiles"), ("linear_bits", "linear attention"), ("slices", "single keys")):
         if getattr(plan, name) is not None:
-            raise ShapeError(f"tile_means must be False with plan.{name}: {owner} have a part in what is not listed")
+            raise ShapeError(f"tile_means must be False with plan.{name}: it can't be combined with {owner}")
 
 
 def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
-    """Goes on from the attention over a plan's tiles to the means of all others, in place.
+    """Continue the softmax over a plan's tiles with the means of all other tiles, in place.
 
-    Arguments are those of :func:`dit_accel.kernels.attention.attention`, checked, with what it made of the tiles:
-    ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is what did the tiles.
+    Arguments are those of :func:`dit_accel.kernels.attention.attention`, already checked, with its results for the
+    tiles: ``out`` ``[B, S, H, D]`` and ``lse`` float32 ``[B, H, S]``; ``backend`` is the backend of the tiles.
     """
     means = [_block_means(x, plan.block, kv_len) for x in (k, v)]
     if backend == "reference":
@@ -44,7 +44,7 @@ def add_tile_means(q, k, v, plan, scale, kv_len, out, lse, backend) -> None:
 
 
 def _block_means(x: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> torch.Tensor:
-    """``[B, H, T, D]`` in x's dtype: means of the valid tokens of ``[B, S, H, D]``; 0 where a block has none."""
+    """Means of blocks' valid tokens, ``[B, S, H, D]`` -> ``[B, H, T, D]`` in x's dtype; 0 if a block has none."""
     if kv_len is None:
         return block_means(x, block).transpose(1, 2).contiguous()
     tokens = x.shape[1]
@@ -55,13 +55,13 @@ def _block_means(x: torch.Tensor, block: int, kv_len: torch.Tensor | None) -> to
 
 
 def _valid_keys(tokens: int, block: int, lengths: torch.Tensor) -> torch.Tensor:
-    """float32 ``[B, T]``: how many keys of each block take part; ``lengths`` ``[B]``."""
+    """Number of valid keys of each block, float32 ``[B, T]``, from ``lengths`` ``[B]``."""
     first = torch.arange(block_count(tokens, block), device=lengths.device) * block
     return (lengths.clamp(0, tokens)[:, None] - first).clamp(0, block).float()
 
 
 def _is_listed(plan: AttentionPlan) -> torch.Tensor:
-    """bool ``[B, H, Tq, Tk]``: the tiles that a plan's lists name."""
+    """Mark the tiles in a plan's lists: bool ``[B, H, Tq, Tk]``."""
     place = torch.arange(plan.blocks, device=plan.kv_index.device)
     named = torch.where(place < plan.kv_count[..., None], plan.kv_index, plan.blocks).long()
     listed = torch.zeros(*plan.kv_index.shape[:-1], plan.blocks + 1, dtype=torch.bool, device=named.device)
@@ -80,9 +80,9 @@ def _add_reference(q, mean_k, mean_v, plan, scale, kv_len, out, lse) -> None:
     scores = torch.einsum("bshd,bhtd->bhst", q.float(), mean_k) * scale + counts.log()[:, None, None]
     scores.masked_fill_(~skipped, -torch.inf)
     total = torch.logaddexp(lse, scores.logsumexp(-1))
-    shift = total.clamp(min=torch.finfo(torch.float32).min)  # finite, also where a query has no key
+    shift = total.clamp(min=torch.finfo(torch.float32).min)  # finite even if a query has no key
     joined = torch.einsum("bhst,bhtd->bshd", (scores - shift[..., None]).exp(), mean_v)
     before = (lse - shift).exp().transpose(1, 2)[..., None]
-    rows = skipped.any(-1).transpose(1, 2)[..., None]  # others keep what they have, reused rows whatever that is
+    rows = skipped.any(-1).transpose(1, 2)[..., None]  # other rows keep their values
     out.copy_(torch.where(rows, torch.where(before > 0, before * out.float(), 0) + joined, out.float()))
     lse.copy_(total)

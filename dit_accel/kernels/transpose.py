@@ -13,17 +13,18 @@ from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 @torch.no_grad()
 def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = "auto") -> AttentionPlan:
-    """The same tiles listed by key block: a plan whose rows are the key blocks, and whose keys are the query blocks.
+    """List a plan's tiles by key block: return a plan whose rows are key blocks and whose keys are query blocks.
 
-    Its ``kv_count`` and ``kv_index`` say for each key block how many and which query blocks attend to it, ascending.
-    Every key block is in the work list, those that nobody attends to last. Nothing waits for the device, and equal
-    plans give equal lists. Masks inside tiles are not transposed: the lists hold all tiles, ``masks`` is None.
+    Its ``kv_count`` and ``kv_index`` hold for each key block the number and the ascending list of query blocks that
+    attend to it. Every key block is in the work list; blocks without queries come last. Nothing waits for the device,
+    and equal plans give equal lists. Masks inside tiles are not transposed: the lists hold all tiles, and ``masks`` is
+    None.
 
-    Between the two stand one byte and then one bit a tile: 38 MB for 24 heads of 81K tokens in blocks of 64.
+    Temporary memory is one byte and one bit per tile: 38 MB for 24 heads of 81K tokens in blocks of 64.
 
     Args:
         plan: B, H, T as in :class:`~dit_accel.kernels.symbols.AttentionPlan`.
-        order: of the work list, as in :func:`~dit_accel.kernels.lowering.lower`.
+        order: order of the work list, as in :func:`~dit_accel.kernels.lowering.lower`.
         backend: "auto", "reference" or "triton".
     """
     chosen = resolve_backend(backend, plan.kv_index)
@@ -38,9 +39,9 @@ def transpose_lists(plan: AttentionPlan, *, order: str = "auto", backend: str = 
 
 
 def _attending_blocks_reference(plan: AttentionPlan) -> torch.Tensor:
-    """Which query blocks (last axis) attend to each key block, bool ``[B, H, Tk, Tq]``."""
+    """Mark the query blocks (last axis) that attend to each key block, bool ``[B, H, Tk, Tq]``."""
     batch, heads, blocks = plan.kv_count.shape
     listed = torch.arange(blocks, device=plan.kv_count.device) < plan.kv_count[..., None]
-    tile = torch.where(listed, plan.kv_index.long(), blocks)  # beyond its count a list holds anything
+    tile = torch.where(listed, plan.kv_index.long(), blocks)  # entries beyond a row's count are uninitialised
     attends = plan.kv_count.new_zeros(batch, heads, blocks, blocks + 1, dtype=torch.bool).scatter_(-1, tile, True)
     return attends[..., :blocks].transpose(2, 3)

@@ -1,10 +1,11 @@
-"""Where in a model does acceleration apply?
+"""Where does acceleration apply inside a model?
 
-Read `families/family.py` first, which says what facts a family has, and one of the pages beside it. `drive.py` gives
-each transformer its driver: `transformer.py` wraps its calls, which is all that level `output` needs, and `driver.py`
-works inside of them by the family's facts. `hooks.py` puts hooks on modules and takes them off, `interceptor.py`
-catches attention, and `fused/` has blocks with kernels of ours. `graphs/` captures computed steps as CUDA graphs,
-`parallel/` divides calls among GPUs, and `beside/` gets along with what others do to a transformer.
+Read `families/family.py` first: it defines the facts that describe a model family. Then read one family, such as
+`families/sd3.py`. `drive.py` chooses the driver of a transformer. `transformer.py` is the driver for any transformer:
+it wraps whole calls, which is enough for level `output`. `driver.py` extends it for known families and works inside
+the blocks. `hooks.py` adds and removes hooks on modules, `interceptor.py` catches attention calls, and `fused/` holds
+blocks that run our kernels. `graphs/` captures computed steps as CUDA graphs, and `parallel/` divides a call among
+GPUs. `beside/` handles other changes to a transformer: ControlNets, compilation, other caches and 8-bit layers.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Names in a pipeline under which diffusers keeps transformers that denoise: Wan 2.2 has one for high noise and one for
-# low, Ideogram 4 one for each branch of guidance.
+# Attributes of a pipeline that hold denoising transformers: Wan 2.2 has one for high noise and one for low noise,
+# Ideogram 4 has one for each branch of guidance.
 TRANSFORMER_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of weights for ``from_pretrained`` of diffusers, which called it ``torch_dtype`` before 0.40."""
+    """Keyword argument that sets the dtype in ``from_pretrained``; diffusers before 0.40 calls it ``torch_dtype``."""
     import diffusers
 
     major, minor = diffusers.__version__.split(".")[:2]
@@ -28,9 +29,9 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
-    """The pipeline's transformers, each once, by name; empty where it denoises with something else.
+    """Return the pipeline's transformers, each once, by name; empty if it denoises with another module.
 
-    Of one that ``torch.compile`` has wrapped it is the transformer inside.
+    If ``torch.compile`` wraps a transformer, the result holds the transformer inside the wrapper.
     """
     found: dict[str, torch.nn.Module] = {}
     for name in TRANSFORMER_NAMES:

@@ -1,4 +1,4 @@
-"""FLOPs of the blocks in a call, linear layers and attention, from the densities that their attentions had."""
+"""FLOPs of the blocks in a call: linear layers, and attention at its measured density."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dit_accel.sparse.site_state import SiteState, states_of
 
 
 class BlockCosts:
-    """What a block costs is decided by its class and the parts that it has, so one of a kind is counted.
+    """FLOPs of a transformer's blocks, counted once for each kind of block (its class and its parts).
 
     Args:
         family: the transformer's facts.
-        blocks: of the transformer, by name.
-        sites: attentions of each.
+        blocks: the transformer's blocks, by name.
+        sites: attentions of each block.
     """
 
     def __init__(
@@ -32,17 +32,17 @@ class BlockCosts:
         self._examples = {self._kinds[name]: block for name, block in blocks.items()}
 
     def of(self, transformer: nn.Module, arguments: Arguments, tokens: Tokens) -> dict[str, BlockWork]:
-        """Of each block, in a plain call with these arguments."""
+        """FLOPs of each block in a plain call with these arguments."""
         examples = self._examples.items()
         works = {kind: self._family.block_work(transformer, arguments, tokens, example) for kind, example in examples}
         return {name: works[kind] for name, kind in self._kinds.items()}
 
     def computed(self, call: Call, name: str, work: BlockWork, level: str) -> tuple[float, float]:
-        """What a block did in a call: pairs of queries and keys, and all else.
+        """FLOPs that a block computed in a call: attention scores and values, and all else.
 
         Args:
-            work: of the block in a plain call.
-            level: at which the preset forecasts.
+            work: FLOPs of the block in a plain call.
+            level: level at which the preset forecasts.
         """
         pairs = sum(work.tiles.values())
         others = work.plain - pairs

@@ -1,4 +1,4 @@
-"""Facts of one transformer call whose blocks run: made before the first block, and the same until the last one."""
+"""Facts of one transformer call whose blocks run, read before the first block and fixed for the call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CallFacts:
         fuses: blocks run through fused kernels.
         text: lengths of the prompts; None = the call has no mask, or attention is left to diffusers.
         joint: the joint sequence, where the preset works inside of the transformer; else None.
-        exchange: of tokens for heads between devices; None = one device, or a ring of devices.
-        grid: of the vision tokens, where blocks get them in the preset's order; None = in raster order.
+        exchange: exchange of tokens for heads between devices; None = one device, or a ring of devices.
+        grid: grid of the vision tokens if blocks get them in the preset's order; None = raster order.
     """
 
     fuses: bool = False
@@ -47,12 +47,12 @@ class CallReader:
     """Reads the facts of a transformer's calls from their arguments.
 
     Args:
-        transformer, family: which it is, and its facts.
-        preset: of the acceleration.
-        has_fused: whether the family has blocks with fused kernels.
+        transformer, family: the transformer, and its family's facts.
+        preset: the preset of the acceleration.
+        has_fused: True if the family has blocks with fused kernels.
 
     Attributes:
-        order: of tokens, where the preset has one that the transformer can take; None = raster.
+        order: the preset's token order if the transformer can take it; None = raster.
     """
 
     def __init__(self, transformer: nn.Module, family: Family, preset: Preset, *, has_fused: bool) -> None:
@@ -71,10 +71,10 @@ class CallReader:
         return None if self.order is None or self._grid is None else self.order.of(self._grid)
 
     def read(self, arguments: Arguments, *, is_compiled: bool) -> tuple[Arguments, CallFacts]:
-        """The arguments of a call without padding that goes, and its facts.
+        """Return a call's arguments, with removable padding cut off, and its facts.
 
         Args:
-            is_compiled: the transformer is compiled whole.
+            is_compiled: True if the transformer is compiled whole.
         """
         arguments, text = self.cut(arguments, is_compiled=is_compiled)
         latents, tokens = arguments.get("hidden_states"), self.family.tokens(self.transformer, arguments)
@@ -92,9 +92,9 @@ class CallReader:
         )
 
     def cut(self, arguments: Arguments, *, is_compiled: bool) -> tuple[Arguments, TextLengths | None]:
-        """Arguments without the padding behind the longest prompt where it goes, and the lengths of the prompts.
+        """Cut the padding behind the longest prompt off, and return the arguments and the lengths of the prompts.
 
-        None = their lengths do not matter: no padding goes, and no attention is caught.
+        None = the lengths are not needed: no padding is cut off, and no attention is caught.
         """
         text, mask = arguments.get("encoder_hidden_states"), arguments.get(self.family.text_mask)
         if text is None or mask is None:
@@ -110,16 +110,16 @@ class CallReader:
         return arguments, lengths
 
     def cuts_padding(self, device: torch.device, is_compiled: bool) -> bool:
-        """Whether padding goes: always where tiles, rows or layers may be skipped, on a GPU, and on several devices.
+        """Return True if padding is cut off: if tiles, rows or layers may be skipped, on a GPU, or on several devices.
 
-        Elsewhere it stays, so that a CPU's steps are diffusers' own to the bit, and where the transformer is compiled
-        whole, so that prompts of other lengths need no other graph.
+        On a CPU it stays otherwise, so that steps equal diffusers' bit by bit. In a transformer that is compiled whole
+        it stays so that prompts of other lengths need no recompilation.
         """
         is_parallel = config_of(self.transformer) is not None
         on_device = device.type != "cpu" and not is_compiled
         return self.family.cuts_padding and (self._preset.works_inside or on_device or is_parallel)
 
     def fuses_kernels(self, x: torch.Tensor) -> bool:
-        """Whether blocks with such features run through fused kernels."""
+        """Return True if blocks with features like ``x`` run through fused kernels."""
         _, head_dim = self.family.heads(self.transformer)
         return can_fuse_kernels(x, head_dim)

@@ -1,4 +1,4 @@
-"""Finds the pipeline that calls a transformer, so that pipelines that share one are told apart."""
+"""Search for the pipeline that calls a transformer, because several pipelines may share one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BETWEEN = ("torch", "accelerate", "dit_accel")  # packages whose frames lie betw
 def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
     """Return the object with this transformer and a scheduler whose method is running in this thread.
 
-    diffusers passes a transformer nothing that names its pipeline, so the frames above the call are asked for their
-    ``self``; the nearest counts.
+    diffusers does not pass the pipeline to a transformer. So this looks at ``self`` of the frames above the call and
+    takes the nearest match.
 
     Returns:
-        The pipeline; None = the transformer is called from a loop of the caller's own.
+        The pipeline; None = the transformer is called from the user's own loop.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -33,7 +33,7 @@ def calling_pipeline(transformer: torch.nn.Module) -> Any | None:
 
 
 def _holds(owner: Any, transformer: torch.nn.Module) -> bool:
-    """Return True if an object has a transformer, or the module that ``torch.compile`` has made of it."""
+    """Return True if an object holds a transformer, or its wrapper from ``torch.compile``."""
     for held in getattr(owner, "__dict__", {}).values():
         if isinstance(held, torch.nn.Module) and (held is transformer or held._modules.get("_orig_mod") is transformer):
             return True

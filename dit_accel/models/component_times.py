@@ -1,6 +1,7 @@
-"""Times what a pipeline runs beside its transformers: text encoders, autoencoders, vocoders, whatever it has.
+"""Time measurement of a pipeline's components other than its transformers: text encoders, autoencoders, vocoders, ….
 
-torch's own hooks do it, which replace nothing, so components may be shared and hooks come off in any order.
+It uses torch's own module hooks. They replace nothing, so pipelines may share components, and hooks can be removed in
+any order.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import nn
 from dit_accel.loop.timing import REST, CallParts
 from dit_accel.models import denoisers
 
-BEGINNINGS = ("check_inputs", "encode_prompt")  # methods of a pipeline; the second of those that check nothing
-CODERS = ("encoder", "decoder")  # of an autoencoder, whose own forward no pipeline calls
-MUCH = 0.25  # of a call
+BEGINNINGS = ("check_inputs", "encode_prompt")  # first method that a pipeline calls; the second if it has no checks
+CODERS = ("encoder", "decoder")  # parts of an autoencoder; no pipeline calls the autoencoder's own forward
+MUCH = 0.25  # share of a call's time
 
 
 def time_components(pipe: Any, parts: CallParts) -> ExitStack:
-    """Has each call of a pipeline and of its components timed; closing what it returns ends that.
+    """Time each call of a pipeline and of its components until the returned stack is closed.
 
-    What is compiled, hooks included, is not timed, and belongs to the rest of the call.
+    Hooks in compiled code do not measure; such time counts as the rest of the call.
     """
     undo = ExitStack()
     for name, module in _components(pipe):
@@ -38,24 +39,24 @@ def time_components(pipe: Any, parts: CallParts) -> ExitStack:
 
 
 def autoencoder_remark(seconds: dict[str, float]) -> str | None:
-    """What can be done about an autoencoder that takes much of a call that is over; None = it doesn't.
+    """Advice if the autoencoder took more than a quarter of a finished call, else None.
 
     Args:
-        seconds: of the call, as :class:`CallParts` has them.
+        seconds: times of the call's parts, from :class:`CallParts`.
     """
     coders = sum(each for name, each in seconds.items() if name.rpartition(".")[2] in CODERS)
     share = coders / (sum(seconds.values()) or 1.0)
     if REST not in seconds or share <= MUCH:
         return None
     return (
-        f"the autoencoder took {share:.0%} of the call; diffusers' docs compile it, pipe.vae.decode = "
-        "torch.compile(pipe.vae.decode), and put one of images into torch.channels_last; its tiling and slicing save "
-        "memory, not time"
+        f"the autoencoder took {share:.0%} of the call; to make it faster, diffusers' docs compile it, pipe.vae.decode "
+        "= torch.compile(pipe.vae.decode), and convert an image autoencoder to torch.channels_last; its tiling and "
+        "slicing save memory, not time"
     )
 
 
 def _components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules to time, each once, by the pipeline's name for it; of an autoencoder its encoder and its decoder."""
+    """Yield the modules to time, each once, with their names; an autoencoder's encoder and decoder are separate."""
     seen = list(denoisers(pipe).values())
     for name, component in vars(pipe).items():
         is_autoencoder = hasattr(component, "decode") and isinstance(getattr(component, "decoder", None), nn.Module)
@@ -82,30 +83,30 @@ def _device(pipe: Any) -> torch.device:
 
 
 class _Watched:
-    """Stands in for a method of a pipeline and tells that it is called. A shallow copy of the pipeline has it, too."""
+    """Replacement of a pipeline's method that reports each call. A shallow copy of the pipeline has it too."""
 
-    def __init__(self, pipe: Any, name: str, tell: Callable[[], None]) -> None:
+    def __init__(self, pipe: Any, name: str, notify: Callable[[], None]) -> None:
         update_wrapper(self, getattr(pipe, name))
-        self.pipe, self._name, self._tell = pipe, name, tell
+        self.pipe, self._name, self._notify = pipe, name, notify
         self.own = vars(pipe).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._tell()
+        self._notify()
         if self.own is not None:
             return self.own(*args, **kwargs)
-        return getattr(type(self.pipe), self._name)(self.pipe, *args, **kwargs)  # which may have been replaced since
+        return getattr(type(self.pipe), self._name)(self.pipe, *args, **kwargs)  # the class's current method
 
     def leave(self, pipe: Any) -> None:
-        """Put back what the pipeline had, unless something else has taken this one's place."""
+        """Restore the pipeline's method, unless something else has replaced this one."""
         if vars(pipe).get(self._name) is self:
             delattr(pipe, self._name)
             if self.own is not None:
                 setattr(pipe, self._name, self.own)
 
 
-def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]:
-    """Has a method of the pipeline tell that it is called; returns what undoes that and keeps no pipeline alive."""
-    watched = _Watched(pipe, name, tell)
+def _watch(pipe: Any, name: str, notify: Callable[[], None]) -> Callable[[], None]:
+    """Report each call of a pipeline's method; return a function that ends it and keeps no pipeline alive."""
+    watched = _Watched(pipe, name, notify)
     setattr(pipe, name, watched)
     watched_by = weakref.ref(watched)
 
@@ -117,7 +118,7 @@ def _watch(pipe: Any, name: str, tell: Callable[[], None]) -> Callable[[], None]
 
 
 def stop_watching_calls(pipe: Any) -> None:
-    """Take off what :func:`time_components` has put on a pipeline, or on the one that it is a shallow copy of."""
+    """Remove the watched methods of :func:`time_components` from a pipeline, or from a shallow copy of one."""
     for name in BEGINNINGS:
         if isinstance(watched := vars(pipe).get(name), _Watched):
             watched.leave(pipe)

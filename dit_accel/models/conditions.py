@@ -1,7 +1,7 @@
-"""Items that a transformer call is conditioned on, besides its latents and its time.
+"""Conditions of a transformer call: everything except its latents and its timestep that changes the output.
 
-They are the other arguments of the call, the pipeline's scales of guidance, and adapters: which are active and how
-strong they are. :mod:`dit_accel.loop.conditioning` notices when one of them changes.
+They are the other arguments of the call, the pipeline's guidance scales, and the active adapters with their strengths.
+:mod:`dit_accel.loop.conditioning` notices when one of them changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATENTS_AND_TIME = frozenset(  # arguments that differ at every step
         *("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma"),
     ]
 )
-SCALE = re.compile("scale|guidance")  # in the names of a pipeline's attributes that say how strong its guidance is
+SCALE = re.compile("scale|guidance")  # in names of a pipeline's attributes that hold the strength of guidance
 ADAPTER_SETTINGS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # of layers of peft
 
 
@@ -32,7 +32,7 @@ class Conditions:
     """Reads the conditions of one transformer's calls.
 
     Args:
-        transformer: whose adapters count.
+        transformer: the transformer whose adapters count.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
@@ -40,21 +40,21 @@ class Conditions:
         self.release()
 
     def release(self) -> None:
-        """Keep nothing of the transformer's modules, which may be replaced between runs."""
+        """Drop all references to the transformer's modules, because they may be replaced between runs."""
         self._loaded: tuple | None = None
         self._adapted: list[dict[str, Any]] = []  # attributes of layers with adapters
         self._attentions: list[nn.Module] = []
-        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []  # where modules keep their weights
-        self._identities: list[int] = []  # of the weights that were there last
-        self._counting: list[nn.Parameter] = []  # those of them that count versions
+        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []  # dicts of modules' weights, and keys
+        self._identities: list[int] = []  # ids of the weights at the latest call
+        self._counting: list[nn.Parameter] = []  # weights that have version counters
 
     def of(self, arguments: dict[str, Any], pipeline: Any, net: nn.Module | None) -> dict[str, Any]:
-        """Return the items of a call by name.
+        """Return the conditions of a call by name.
 
         Args:
-            arguments: of the transformer, by name.
-            pipeline: that calls it, or None.
-            net: ControlNet that was called before, or None.
+            arguments: arguments of the transformer, by name.
+            pipeline: pipeline that calls the transformer, or None.
+            net: ControlNet that was called before the transformer, or None.
         """
         items = dict(leaves(arguments, LATENTS_AND_TIME))
         for owner in (pipeline, getattr(pipeline, "guider", None)):
@@ -69,7 +69,7 @@ class Conditions:
         return items
 
     def _adapters(self) -> tuple:
-        """Return everything that tells which adapters are active and how strong they are."""
+        """Return a key of the active adapters and their strengths."""
         held = vars(self._transformer)
         loaded = (*held.get("peft_config", ()), id(self._transformer._modules.get("encoder_hid_proj")))
         if loaded != self._loaded:
@@ -77,7 +77,7 @@ class Conditions:
             modules = list(self._transformer.modules())
             self._adapted = [vars(module) for module in modules if "merged_adapters" in vars(module)]
             self._attentions = [module for module in modules if hasattr(module, "processor")]
-            # Offloaded weights are on the device meta between calls, and are others after each.
+            # Offloaded weights are on device meta between calls, and new tensors in each call.
             self._places = [
                 (module._parameters, name)
                 for module in modules
@@ -91,7 +91,7 @@ class Conditions:
         return loaded, *layers, *strengths
 
     def _versions(self) -> tuple:
-        """Return everything that tells whether weights were written to or replaced; 0.2 ms for the 780 of FLUX."""
+        """Return a key that changes when a weight is written or replaced; 0.2 ms for FLUX's 780 weights."""
         identities = [id(held.get(name)) for held, name in self._places]
         if identities != self._identities:
             weights = [held.get(name) for held, name in self._places]
@@ -101,22 +101,22 @@ class Conditions:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Return True if accelerate puts a module's weights on the device for each call, and makes them anew for that."""
+    """Return True if accelerate moves a module's weights to the device for each call, as new tensors."""
     hook = vars(module).get("_hf_hook")
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 
 def _frozen(setting: Any) -> Any:
-    """Return a setting as it is now, for it may be changed in place; peft's strengths are tensors if it hot-swaps."""
+    """Return a snapshot of a setting, which may change in place; peft's strengths are tensors if it hot-swaps."""
     if isinstance(setting, dict):
         setting = [*setting, *setting.values()]
-    if isinstance(setting, (list, tuple)):  # mostly of one name and one number, in each of hundreds of layers
+    if isinstance(setting, (list, tuple)):  # in each of hundreds of layers, mostly one name and one number
         return tuple([each if type(each) in (str, float) else _frozen(each) for each in setting])
     return (id(setting), version_of(setting)) if type(setting) in PLAIN_TENSORS else setting
 
 
 def leaves(arguments: dict[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Each argument, or each part of one that nests others, with its name, without arguments of some names."""
+    """Yield each argument, or each leaf of a nested one, with its name; skip the names in ``without``."""
     for name, value in arguments.items():
         if name in without:
             continue

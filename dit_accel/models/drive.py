@@ -1,4 +1,4 @@
-"""The driver of a transformer, by its family."""
+"""Choice of a transformer's driver, by its family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
 
 
 def left_plain(pipe: Any) -> list[str]:
-    """Names of a pipeline's further components that a timestep is passed to; control nets only see what is denoised."""
+    """Return names of other components that take a timestep, except ControlNets; they run unaccelerated."""
     others = {name: part for name, part in vars(pipe).items() if name not in (*TRANSFORMER_NAMES, CONTROL_NET)}
     modules = {name: part for name, part in others.items() if isinstance(part, torch.nn.Module)}
     return [name for name, part in modules.items() if not set(TIMESTEPS).isdisjoint(parameter_names(part))]
@@ -28,11 +28,11 @@ def left_plain(pipe: Any) -> list[str]:
 def drive(
     transformer: torch.nn.Module, runs: Runs, name: str, called: Callable[[], torch.nn.Module]
 ) -> TransformerDriver:
-    """What drives a transformer, not attached yet.
+    """Return the driver of a transformer, not attached yet.
 
     Args:
         name: the transformer's name in the pipeline.
-        called: gives what the pipeline calls, which may be a wrapper around the transformer.
+        called: returns the module that the pipeline calls, which may be a wrapper around the transformer.
 
     Raises:
         UnsupportedError: the transformer takes no timestep.
@@ -44,7 +44,7 @@ def drive(
 
 
 def _hand_written(family: Family) -> BlockHooks | None:
-    """What makes the hooks of a family's blocks; imported here, for the installed diffusers may lack another family."""
+    """Return the hook classes of a family's blocks; imported late, because diffusers may lack other families."""
     if not family.fused:
         return None
     return import_module(f"dit_accel.models.fused.{family.name}").BLOCKS

@@ -1,4 +1,4 @@
-"""Drives a transformer whose family's facts are known: sparse attention, levels, token order and FLOPs by block."""
+"""Driver of a transformer of a known family: sparse attention, all levels, token order and FLOPs of each block."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ from dit_accel.sparse.projections import Projections
 from dit_accel.sparse.site_state import symbol_bytes
 from dit_accel.sparse.tile_site import TileSite
 
-RASTER = "tokens keep their order: frames have timesteps of their own, or a causal mask"
-BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # what makes a block's, by its list in the transformer
+RASTER = "tokens keep their order: frames have their own timesteps, or a causal mask"
+BlockHooks = Mapping[str, Callable[[str, "FamilyDriver"], Hook]]  # by the name of the transformer's list of blocks
 
 
 class FamilyDriver(TransformerDriver):
-    """Levels ``output`` and ``layer`` and sparse attention in computed steps by facts; with hand-written blocks level
-    ``head`` too and, on a GPU, fused kernels in every block that computes.
+    """Drives a transformer by its family's facts: levels ``output`` and ``layer``, and sparse attention.
+
+    Families with hand-written blocks also have level ``head`` and, on a GPU, fused kernels in every computed block.
 
     Args:
         transformer, runs, name, called: as for :class:`TransformerDriver`.
         family: the transformer's facts.
-        hand_written: hooks that stand in for blocks; None = the family has none.
+        hand_written: hooks that replace the forward of blocks; None = the family has none.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class FamilyDriver(TransformerDriver):
     def layers(self) -> list[str]:
         return list(self.blocks())
 
-    # Putting hooks on, and taking them off.
+    # Adding hooks and removing them.
 
     def prepare(self) -> None:
         super().prepare()
@@ -101,7 +102,7 @@ class FamilyDriver(TransformerDriver):
         self._projections = Projections(self.controller.preset, self.name, TRANSFORMER_NAMES, sites, head_dim)
 
     def _refuse_compiled(self) -> None:
-        """Raises if anything is compiled that the preset works inside of."""
+        """Raise an error if the preset works inside blocks and these, or the transformer, are compiled."""
         if not self.controller.preset.works_inside and self.controller.preset.blocks.token_order == "raster":
             return
         is_whole = is_compiled(self.transformer) or is_wrapper(self.called(), self.transformer)
@@ -109,13 +110,13 @@ class FamilyDriver(TransformerDriver):
         what = type(self.transformer).__name__ if is_whole else next(compiled, None)
         if what is not None:
             raise UnsupportedError(
-                f"{what} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: take one of "
-                "level output that leaves no tiles out, such as balanced, or load the pipeline anew, uncompiled"
+                f"{what} is compiled, and preset {self.controller.preset.name!r} works inside of blocks: use a preset "
+                "of level output that skips no tiles, such as balanced, or reload the pipeline without compiling it"
             )
 
     def attach(self, acceleration: Any) -> None:
         super().attach(acceleration)
-        if self.compiled is not None:  # hooks on blocks would do nothing, and want another graph
+        if self.compiled is not None:  # hooks on blocks would do nothing but cause a recompilation
             return
         preset = self.controller.preset
         for name, block in self.blocks().items():
@@ -141,10 +142,10 @@ class FamilyDriver(TransformerDriver):
     # One call.
 
     def run(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: Arguments) -> Any:
-        """One call, without the padding behind its longest prompt, with fused kernels where they can run.
+        """Run a call, without the padding behind its longest prompt and with fused kernels where they can run.
 
         Raises:
-            UnsupportedError: the preset works inside of blocks, and they have been compiled since.
+            UnsupportedError: the preset works inside of blocks, and they have been compiled since :meth:`prepare`.
         """
         self._refuse_compiled()
         arguments, facts = self._reader.read(arguments, is_compiled=self.compiled is not None)
@@ -153,28 +154,28 @@ class FamilyDriver(TransformerDriver):
         return super().run(call, original, ((), arguments), arguments)
 
     def _reorder(self, order: TokenOrder, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
-        """Tokens in the preset's order, or back from it; as they are in a call that keeps their order."""
+        """Bring tokens into the preset's order, or undo it; nothing changes in a call with raster order."""
         grid = self.facts.grid
         return x if grid is None else order.apply(x, grid, axis, undo=undo)
 
-    # What its blocks share in a call.
+    # For the blocks of a call.
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
-        """An attention site in the call in progress.
+        """Return an attention site in the call in progress.
 
         Args:
-            block: whose settings it takes.
-            sample: its place in the call, where the model attends to each sample apart.
+            block: block whose settings apply.
+            sample: index of the sample if the model attends to each sample separately.
         """
         preset = self.controller.preset
         kind = HeadSite if preset.forecast.level == "head" else TileSite
         return kind(name, self.controller.call, preset, self._projections, block, sample)
 
     def attends_by_kernel(self, q: torch.Tensor) -> bool:
-        """Whether dense attention of q ``[B, S, H, D]`` runs in our kernel: where that is fastest, unless told else."""
+        """Return True if our kernel runs dense attention of q ``[B, S, H, D]``: if it is fastest and not disabled."""
         return self.facts.fuses and self.controller.preset.kernels.attention != "reference" and wins_dense(q)
 
-    # What graphs of computed steps ask.
+    # For CUDA graphs of computed steps.
 
     def decisions(self) -> tuple:
         facts = self.facts
@@ -189,7 +190,7 @@ class FamilyDriver(TransformerDriver):
         for name, measured in densities.items():
             self.site(name, blocks.get(name, name)).announce(symbols.get(name), measured)
 
-    # What a call costs and remembers.
+    # FLOPs and memory of a call.
 
     def used(self, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
         return self.family.used(self.transformer, output, arguments)
@@ -201,7 +202,7 @@ class FamilyDriver(TransformerDriver):
         heads, _ = self.family.heads(self.transformer)
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
         size, degree = self.family.size(self.transformer, arguments, layout, symbols), parallel_degree(self.transformer)
-        return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # of a share of it all
+        return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # share of one device
 
     def account(self, call: Call, arguments: Arguments) -> None:
         tokens = self.family.tokens(self.transformer, arguments)
@@ -218,28 +219,28 @@ class FamilyDriver(TransformerDriver):
 
 
 class CaughtAttention:
-    """An attention whose own processor stays: what it hands to torch runs at a tile site.
+    """An attention that keeps its own processor, while its call of torch's attention runs at a tile site.
 
     Args:
-        driver: of the transformer.
-        facts: of the attention.
+        driver: driver of the transformer.
+        facts: facts of the attention.
     """
 
     def __init__(self, driver: FamilyDriver, facts: Attention) -> None:
         self._driver = driver
         self._facts = facts
-        self._sample = 0  # that comes next, where the model attends to each sample apart
+        self._sample = 0  # next sample, if the model attends to each sample separately
 
     def hook(self) -> interceptor.AttentionHook:
-        """The hook on the attention module."""
+        """Return the hook for the attention module."""
         return interceptor.AttentionHook(self.tokens, self.attend, self.fall_back)
 
     def fall_back(self, reason: str) -> None:
-        """Notes that the attention ran as the model's own."""
+        """Report that the model's own attention ran."""
         self._driver.controller.report.fall_back(self._facts.site, reason)
 
     def tokens(self) -> Tokens | None:
-        """Tokens of the attention that is to run at its site; None = it is not, and then the report says why."""
+        """Return the tokens if the attention runs at its site; None = it does not, and the report says why."""
         call, facts = self._driver.controller.call, self._driver.facts
         tokens, text = facts.joint, facts.text
         if call is None or not call.skips or tokens is None:
@@ -262,13 +263,13 @@ class CaughtAttention:
         mask: torch.Tensor | None,
         dense: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """The attention at its site; None = it can't run there."""
+        """Run the attention at its site; None = it can't run there."""
         facts, preset = self._driver.facts, self._driver.controller.preset
         text = facts.text if self._facts.sees_text else None
         head_dim = q.shape[-1] if preset.kernels.attention == "auto" else None
         reason = "autocast" if torch.is_autocast_enabled(q.device.type) else why_no_kernels(q, head_dim)
-        masks_tell = tokens.padding in ("all", "mask")
-        hides_padding = mask is None or (masks_tell and interceptor.hides_keys_alone(mask))
+        reads_mask = tokens.padding in ("all", "mask")
+        hides_padding = mask is None or (reads_mask and interceptor.hides_keys_alone(mask))
         if reason is None and text is None and not hides_padding:
             reason = interceptor.MASKED if mask.dtype == torch.bool else interceptor.WEIGHED
         if reason is not None:
@@ -276,12 +277,12 @@ class CaughtAttention:
             return None
         attend = self._driver.site(self._facts.site, self._facts.block, self._sample).attend_computed
         self._sample += tokens.padding == "sample"
-        if masks_tell:
+        if reads_mask:
             kv_len = interceptor.key_lengths(mask, tokens)
         else:
             kv_len = None if text is None or min(text.lengths) >= tokens.text else text.counts + tokens.vision
         shared, whole = facts.exchange, dense
-        if shared is not None:  # diffusers has made its own exchange
+        if shared is not None:  # diffusers has already exchanged tokens for heads
             q, k, v = map(shared.arrange, (q, k, v))
             whole = lambda: shared.arrange(dense())  # noqa: E731
         o = interceptor.with_leading_keys(attend, tokens, preset.blocks.size, (q, k, v), whole, kv_len, mask)

@@ -1,12 +1,12 @@
-"""Hooks on a model's modules, beside those of diffusers and beneath accelerate's offload.
+"""Hooks on a model's modules, compatible with hooks of diffusers and beneath accelerate's offload hook.
 
-``HookRegistry.remove_hook`` of diffusers cuts a chain. Where the hook that it takes out is not the last, the next one
-gets what that hook called as its ``forward``, in the place of its own ``new_forward``, and keeps the hook taken out as
-its ``original_forward``. So the next one no longer runs, and when it is taken out in turn, the first is back. The chain
-on a module is mended whenever a hook of ours on it is put on, taken off or called.
+``HookRegistry.remove_hook`` of diffusers breaks the chain of hooks if the removed hook is not the last one. The next
+hook's ``forward`` becomes the function that the removed hook called, instead of its own ``new_forward``, and its
+``original_forward`` stays the removed hook. So the next hook no longer runs, and when it is removed in turn, the first
+one comes back. To avoid this, the chain on a module is repaired whenever one of our hooks is added, removed or called.
 
-``register_hook`` of diffusers also keeps the forward that a class had at the time. Beneath a hook of ours a module
-follows its class: a forward that is put on the class, or taken off it, takes effect at the next call.
+``register_hook`` of diffusers also keeps the class's forward of that time. Beneath our hooks a module follows its
+class: replacing the forward of the class takes effect at the next call.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from diffusers.hooks.hooks import HookFunctionReference
 from dit_accel.errors import UnsupportedError
 
 HOOK_NAME = "dit_accel"
-ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, beside the other where that one is a part
-ORDER_HOOK = "dit_accel_token_order"  # likewise on the first block, and where tokens enter and leave
-LINEAR_HOOK = "dit_accel_linear"  # likewise on linear layers
+ATTENTION_HOOK = "dit_accel_attention"  # on attention modules, which may also have a hook of another name
+ORDER_HOOK = "dit_accel_token_order"  # on the first block, and on modules where tokens enter and leave
+LINEAR_HOOK = "dit_accel_linear"  # on linear layers
 SPLIT_HOOK = "ContextParallelSplitHook"  # diffusers' class, which versions before 0.36 lack
 GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code does what it is known to do
+KNOWN = ("torch", "diffusers", "accelerate", "peft", "dit_accel")  # packages whose code is trusted
 
 
 class Hook(ModelHook):
-    """A hook of ours, which belongs to one module and can't be copied or pickled with it."""
+    """Base of our hooks; a hook belongs to one module and can't be copied or pickled with it."""
 
-    follows_class = False  # whether the module has no forward of its own; known once the hook is on it
-    runs_eagerly = False  # also where what calls it is being compiled
+    follows_class = False  # True if the module has no forward of its own; set when the hook is added
+    runs_eagerly = False  # True = the hook is not compiled, even if its caller is
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        """Mends the chain; diffusers calls this before it reads which forward to call, even if the hook is cut off."""
+        """Repair the chain; diffusers calls this before it chooses a forward, even if the chain is broken."""
         if not torch.compiler.is_compiling():
             mend_chain(module)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            "an accelerated pipeline or transformer can't be copied or pickled (torch.save), for its hooks would run "
-            "the original: call restore_pipeline(pipe) first, then accelerate the original and the copy"
+            "an accelerated pipeline or transformer can't be copied or pickled (torch.save), because hooks of the copy "
+            "would run the original: call restore_pipeline(pipe) first, then accelerate the original and the copy"
         )
 
 
 def parameter_names(module: torch.nn.Module) -> list[str]:
-    """Names of what a module's forward takes, without ``*args`` and ``**kwargs``."""
+    """Names of the parameters of a module's forward, without ``*args`` and ``**kwargs``."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return [each.name for each in parameters if each.kind not in GATHERED]
 
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
-    """Adds a hook to a module's forward, beneath accelerate's offload hook if there is one."""
+    """Add a hook to a module's forward, beneath accelerate's offload hook if there is one."""
     with _beneath_offload(module):
         _put_on_top(module, hook, name)
         hook.follows_class = _is_of_class(module, _bottom(module))
 
 
 def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
-    """Takes our hook of that name off a module and leaves nothing behind; nothing happens if there is none."""
+    """Remove our hook of that name and all its traces from a module; do nothing if there is none."""
     if find_hook(module, name) is None:
         return
     registry = module._diffusers_hook
@@ -80,7 +80,7 @@ def remove_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> None:
 
 
 def lift_hook(module: torch.nn.Module, name: str) -> None:
-    """Puts a hook that is on a module outside of all others on it."""
+    """Move a hook on a module to the outside of all others on it."""
     registry = module._diffusers_hook
     hook = registry.hooks[name]
     with _beneath_offload(module):
@@ -91,28 +91,28 @@ def lift_hook(module: torch.nn.Module, name: str) -> None:
 
 
 def split_above(module: torch.nn.Module) -> Any:
-    """The hook that splits a call among ranks before it reaches our hook on that module; None = there is none."""
+    """Return the hook that splits a call among ranks before it reaches our hook on the module; None = there is none."""
     registry = module._diffusers_hook
     above = registry._hook_order[registry._hook_order.index(HOOK_NAME) + 1 :]
     return next((registry.hooks[name] for name in above if type(registry.hooks[name]).__name__ == SPLIT_HOOK), None)
 
 
 def lift_split(module: torch.nn.Module) -> None:
-    """Has a call be split among ranks before it reaches our hook on a module, which stands in for its forward."""
+    """Split calls among ranks before they reach our hook on a module, which replaces its forward."""
     registry = module._diffusers_hook
     for name in [name for name, hook in registry.hooks.items() if type(hook).__name__ == SPLIT_HOOK]:
         lift_hook(module, name)
 
 
 def find_hook(module: torch.nn.Module, name: str = HOOK_NAME) -> Any:
-    """Our hook of that name on a module, whoever put it there; None = there is none."""
+    """Return our hook of that name on a module, from any acceleration; None = there is none."""
     registry = getattr(module, "_diffusers_hook", None)
     return registry.hooks.get(name) if registry is not None else None
 
 
 def mend_chain(module: torch.nn.Module) -> None:
-    """Makes every hook on a module run and call the next one that is still there, and the last one call the forward
-    that the module's class has now.
+    """Repair a module's chain of hooks: each hook calls the next existing one, and the last one calls the forward that
+    the module's class has now.
     """
     registry = module._diffusers_hook
     for name, reference in zip(registry._hook_order, registry._fn_refs, strict=True):
@@ -133,7 +133,7 @@ def mend_chain(module: torch.nn.Module) -> None:
 
 def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-    # All of it: diffusers' own part of a hook would else be compiled, and ours break its graph.
+    # The whole hook: otherwise diffusers' part of it would be compiled, and ours would break the graph.
     if getattr(hook, "runs_eagerly", False):
         whole = module.forward
         module.forward = update_wrapper(partial(torch.compiler.disable(whole.func), *whole.args), whole)
@@ -141,7 +141,7 @@ def _put_on_top(module: torch.nn.Module, hook: Hook, name: str) -> None:
 
 
 def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
-    """A forward itself, or what lies beneath it if it is that of hooks that were taken out."""
+    """Return a forward, or the forward beneath it if it belongs to removed hooks."""
     function = inspect.unwrap(getattr(forward, "func", forward))
     cells = getattr(function, "__closure__", None) or ()
     for reference in (cell.cell_contents for cell in cells):
@@ -151,22 +151,22 @@ def _beneath(forward: Callable, registry: HookRegistry) -> Callable:
 
 
 def _bottom(module: torch.nn.Module) -> Callable:
-    """The forward beneath all hooks of diffusers on a module."""
+    """Return the forward beneath all hooks of diffusers on a module."""
     held = vars(module)
     registry = held.get("_diffusers_hook")
     if registry is None or not registry._fn_refs:
-        return held.get("_old_forward", module.forward)  # the former beneath accelerate's offload hook
+        return held.get("_old_forward", module.forward)  # "_old_forward" lies beneath accelerate's offload hook
     reference = registry._fn_refs[0]
-    return reference.original_forward or reference.forward  # a hook without a new_forward has the latter alone
+    return reference.original_forward or reference.forward  # a hook without new_forward has only `forward`
 
 
 def _is_of_class(module: torch.nn.Module, forward: Callable) -> bool:
-    """Return True if a forward is the one of the module's class, and not one of the module's own."""
+    """Return True if a forward is that of the module's class, and was not set on the module itself."""
     return getattr(forward, "__func__", None) is type(module).forward
 
 
 def own_forward(module: torch.nn.Module) -> Callable:
-    """The function that runs beneath all hooks on a module: its class's, or one that was set on the module itself."""
+    """Return the forward beneath all hooks on a module, from its class or set on the module itself."""
     if "_diffusers_hook" in vars(module):
         mend_chain(module)
     bottom = _bottom(module)
@@ -174,7 +174,7 @@ def own_forward(module: torch.nn.Module) -> Callable:
 
 
 def runs_known_code(module: torch.nn.Module) -> bool:
-    """Whether a module runs its class's own forward, beneath hooks, and all of that is code of known packages."""
+    """Return True if a module runs its class's own forward beneath hooks, and all of it is code of known packages."""
     if not is_known_class(type(module)):
         return False
     own = type(module).forward
@@ -182,12 +182,12 @@ def runs_known_code(module: torch.nn.Module) -> bool:
 
 
 def is_known_class(cls: type) -> bool:
-    """Whether a class is defined in a known package."""
+    """Return True if a class is defined in a known package."""
     return cls.__module__.partition(".")[0] in KNOWN
 
 
 def is_known(function: Callable) -> bool:
-    """Whether a function is code of a known package. Its globals tell; its name is that of what it wraps."""
+    """Return True if a function is code of a known package, by its globals; its name may be that of a wrapped one."""
     while isinstance(function, partial):
         function = function.func
     scope = getattr(getattr(function, "__func__", function), "__globals__", {})
@@ -195,12 +195,12 @@ def is_known(function: Callable) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module was compiled, in either way in which PyTorch does it."""
+    """Return True if a module was compiled, by ``module.compile()`` or ``torch.compile``."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def why_not_replaceable(module: torch.nn.Module) -> str | None:
-    """Why our hook on a module must call what lies beneath it, or None: another hook (group offload, a cache) does."""
+    """Return why our hook on a module must call the forward beneath it (group offload, another cache), or None."""
     beneath = module._diffusers_hook._hook_order[0]
     if beneath != HOOK_NAME:
         return f"another hook of diffusers lies on the block: {beneath}"
@@ -209,10 +209,10 @@ def why_not_replaceable(module: torch.nn.Module) -> str | None:
 
 @contextmanager
 def _beneath_offload(module: torch.nn.Module) -> Iterator[None]:
-    """Within, ``module.forward`` is what accelerate's offload hook wraps.
+    """Context in which ``module.forward`` is the forward that accelerate's offload hook wraps.
 
-    diffusers takes offload hooks off and puts them on again at the end of every pipeline call, which would lose a hook
-    on top of them.
+    diffusers removes offload hooks and adds them again at the end of every pipeline call, which would lose a hook on
+    top of them.
     """
     if not hasattr(module, "_old_forward"):
         yield

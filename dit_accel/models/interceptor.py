@@ -1,10 +1,9 @@
-"""Attention of a diffusers model, caught where its own processor hands queries, keys and values to it.
+"""Interception of a diffusers model's attention, at the call of torch's ``scaled_dot_product_attention``.
 
-While an attention module runs, what its processor calls torch's ``scaled_dot_product_attention`` with comes here. The
-processor projects, normalises, rotates and projects back as before, so LoRA, IP-Adapter, fused projections and
-quantised layers work as they are, and a processor that is set later is caught alike. The processor itself is not
-replaced: diffusers makes new ones from the class of the old (``load_ip_adapter``) and keeps them for later
-(``fuse_qkv_projections``).
+While an attention module runs, this receives the queries, keys and values that its processor passes to torch. The
+processor projects, normalises, rotates and projects back as before. So LoRA, IP-Adapter, fused projections and
+quantised layers keep working, and processors that are set later are intercepted too. The processor is not replaced,
+because diffusers creates new ones from its class (``load_ip_adapter``) and stores it (``fuse_qkv_projections``).
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ from dit_accel.models.families.family import Tokens
 from dit_accel.models.hooks import Hook
 from dit_accel.sparse.tile_site import Inputs
 
-# Tokens, q, k, v [B, S, H, D], the mask that they came with, and dense attention of them; None = attend as before.
+# From tokens, q, k, v [B, S, H, D], their mask and their dense attention to the output; None = run the model's own.
 Attend = Callable[
     [Tokens, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[[], torch.Tensor]],
     torch.Tensor | None,
 ]
 MISSED = (
-    "attends by something else than torch's scaled_dot_product_attention: call "
+    "attends without calling torch's scaled_dot_product_attention: select it with "
     'transformer.set_attention_backend("native")'
 )
 MASKED = "attends under a mask"
-WEIGHED = f"{MASKED} that adds to the scores; tiles are left out under one that hides padding, which is bool"
-PERTURBED = "all_perturbed"  # argument of attentions that by LTX-2's guidance give values as they are
-NABLA = "sparse_params"  # argument of Kandinsky's attentions in checkpoints that were trained to leave tiles out
-OWN_TILES = "leaves tiles out by itself, as the checkpoint was trained to"
-OTHER_KEYS = "attends over other keys than its own tokens', as with a key-value cache"
+WEIGHED = f"{MASKED} that adds to the scores; tiles are skipped only under a bool mask that hides padding"
+PERTURBED = "all_perturbed"  # argument with which LTX-2's guidance makes an attention return its values
+NABLA = "sparse_params"  # argument of Kandinsky's attention in checkpoints that were trained to skip tiles
+OWN_TILES = "already skips tiles, as the checkpoint was trained to"
+OTHER_KEYS = "attends to other keys than its own tokens', for example a key-value cache"
 
 
 class AttentionHook(Hook):
-    """Hands what an attention module attends with to somebody else.
+    """Passes the queries, keys and values of an attention module to ``attend``.
 
     Args:
-        tokens: of the attention to catch, asked for at each call; others (to an image prompt, say) run as they are.
-            None = catch nothing.
-        attend: what attends.
-        missed: called with a reason after a call in which nothing was caught though something was to be.
+        tokens: returns at each call the tokens of the attention to intercept; other attentions of the module (such as
+            those to an image prompt) run unchanged. None = intercept nothing.
+        attend: runs the attention.
+        missed: called with a reason if a call should have been intercepted but was not.
     """
 
     def __init__(self, tokens: Callable[[], Tokens | None], attend: Attend, missed: Callable[[str], None]) -> None:
@@ -68,7 +67,7 @@ class AttentionHook(Hook):
 
 
 class Catching(TorchFunctionMode):
-    """Within it, attentions ``[B, H, S, D]`` over these tokens go to ``attend``; ``missed`` says why none has."""
+    """Context that passes attention ``[B, H, S, D]`` over the tokens to ``attend``; ``missed`` = why none came."""
 
     def __init__(self, tokens: Tokens, attend: Attend) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class Catching(TorchFunctionMode):
             return None
         usual = query.shape[-1] ** -0.5
         if dropout_p or is_causal or enable_gqa or (scale is not None and abs(scale - usual) > 1e-4 * usual):
-            self.missed = "attends with dropout, a causal mask, shared keys or a scale of its own"
+            self.missed = "attends with dropout, a causal mask, shared keys or its own scale"
             return None
         self.missed = None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -113,24 +112,24 @@ class Catching(TorchFunctionMode):
 
 
 def hides_keys_alone(attn_mask: torch.Tensor) -> bool:
-    """Whether a mask has the form of one that hides padding: bool ``[B, 1, 1 or S, S]``."""
+    """Return True if a mask has the form of a padding mask: bool ``[B, 1, 1 or S, S]``."""
     return attn_mask.dtype == torch.bool and attn_mask.dim() == 4 and attn_mask.shape[1] == 1
 
 
 def key_lengths(attn_mask: torch.Tensor | None, tokens: Tokens) -> torch.Tensor | None:
-    """Keys that count, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]`` that is True where keys may be read.
+    """Number of valid keys, int32 ``[B]``, from a padding mask ``[B, 1, 1 or S, S]``, True for valid keys.
 
     Args:
-        tokens: of the attention; what a vision token may read tells, for padding may read nothing.
+        tokens: tokens of the attention. The mask is read at a vision token, because rows of padding may be all False.
 
     Raises:
-        UnsupportedError: it is another kind of mask.
+        UnsupportedError: the mask has another form.
     """
     if attn_mask is None:
         return None
     if not hides_keys_alone(attn_mask):
         raise UnsupportedError(
-            f"attention masks must be bool [B, 1, 1 or S, S], True for keys that count, got {attn_mask.dtype} "
+            f"attention masks must be bool [B, 1, 1 or S, S], True for valid keys, got {attn_mask.dtype} "
             f"{list(attn_mask.shape)}"
         )
     return attn_mask[:, 0, -1 if tokens.text_first and tokens.padding != "all" else 0].sum(-1, dtype=torch.int32)
@@ -145,14 +144,15 @@ def with_leading_keys(
     kv_len: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``attend`` of q, k and v, with padded text that comes first put behind the image, for kernels take keys that
-    count first, and as many queries as keys: those that text lacks are zeros, and what they give is dropped.
+    """Run ``attend`` with padded text moved from the front to behind the image, because kernels need valid keys first.
+
+    Kernels also need as many queries as keys: if text has no queries, zeros stand for them and their output is dropped.
 
     Args:
-        tokens: of the attention.
+        tokens: tokens of the attention.
         block: tokens in a block of the layout.
-        qkv, dense, kv_len: as :class:`~dit_accel.sparse.tile_site.Inputs` have them.
-        mask: of :func:`key_lengths`, where it tells which text counts.
+        qkv, dense, kv_len: as in :class:`~dit_accel.sparse.tile_site.Inputs`.
+        mask: as in :func:`key_lengths`, if it marks the valid text tokens.
     """
     is_padded = kv_len is not None and tokens.padding != "all"
     if not (tokens.text and tokens.text_first) or (tokens.text_asks and not is_padded):

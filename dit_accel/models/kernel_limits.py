@@ -1,4 +1,4 @@
-"""Where kernels of ours stand in for torch's: what they take, and where they are faster."""
+"""Limits of our kernels that replace torch's: supported inputs, and sizes at which they are faster."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from dit_accel.kernels.kept import Kept
 from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
-KERNEL_BLOCK = 128  # tokens; the Hopper kernels take no other
-MOST_PLANS = 4  # two branches, and the tokens of one rank with those of all
-KERNEL_HEAD_DIMS = (64, 128)  # that the kernels of every GPU take
-KERNEL_TOKENS = 24576  # where our dense attention begins to beat cuDNN's on Hopper: 1.00x at 17K tokens, 1.09x at 33K
+KERNEL_BLOCK = 128  # tokens; the only size that the Hopper kernels support
+MOST_PLANS = 4  # two branches, each with the tokens of one rank and of all ranks
+KERNEL_HEAD_DIMS = (64, 128)  # supported by the kernels of every GPU
+KERNEL_TOKENS = 24576  # above, our dense attention beats cuDNN's on Hopper: 1.00x as fast at 17K tokens, 1.09x at 33K
 
 
 def why_no_kernels(x: torch.Tensor, head_dim: int | None = None) -> str | None:
-    """Why kernels can't work on such a tensor, or None.
+    """Return why kernels don't support a tensor like ``x``, or None.
 
     Args:
-        head_dim: of attention, which on a GPU is for kernels alone, as the reference is slower than dense attention.
+        head_dim: head dimension of attention; on a GPU kernels must support it, because our reference is slower than
+            torch's dense attention.
     """
     if x.dtype not in FLOAT_DTYPES:
-        return f"computes in {x.dtype}, which kernels do not take"
+        return f"computes in {x.dtype}, which kernels do not support"
     return None if head_dim is None or not x.is_cuda else triton_limit(head_dim)
 
 
 def can_fuse_kernels(x: torch.Tensor, head_dim: int) -> bool:
-    """Whether norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
+    """Return True if norms, modulations, RoPE and GELU run fused: in half precision on a GPU with Triton.
 
-    Not under autocast, which casts what modules get, and not where gradients are wanted.
+    False under autocast, which casts inputs of modules, and with gradients.
     """
     if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -41,19 +42,19 @@ def can_fuse_kernels(x: torch.Tensor, head_dim: int) -> bool:
 
 
 def wins_dense(q: torch.Tensor) -> bool:
-    """Whether dense attention of q ``[B, S, H, D]`` is fastest in our kernel, and no other backend was asked for."""
+    """Return True if our kernel is fastest for dense attention of q ``[B, S, H, D]`` and no other backend is set."""
     chosen, _ = _AttentionBackendRegistry.get_active_backend()
     return chosen == AttentionBackendName.NATIVE and q.shape[1] >= KERNEL_TOKENS and hopper_limit(q) is None
 
 
 class EveryRow:
-    """Plans under which everything computes, in the blocks that every backend takes; the latest are kept."""
+    """Plans in which every tile computes, with blocks that every backend supports; the latest ones are cached."""
 
     def __init__(self) -> None:
         self._plans: Kept[AttentionPlan] = Kept(MOST_PLANS)
 
     def __call__(self, batch: int, tokens: int, heads: int, device: torch.device) -> AttentionPlan:
-        """The plan of attention over so many tokens and heads."""
+        """Return the plan for this batch and these numbers of tokens and heads."""
 
         def make() -> AttentionPlan:
             rows = torch.ones(batch, block_count(tokens, KERNEL_BLOCK), heads, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Level ``layer`` of a family without hand-written blocks: a block's attention and MLP are computed or forecast.
+"""Level ``layer`` for families without hand-written blocks: a block's attention and MLP are computed or forecast.
 
 The block's own forward runs in every step, so that norms, modulation and gates are fresh.
 """
@@ -19,10 +19,10 @@ from dit_accel.sparse.site_state import SiteState
 
 
 class FeedHook(Hook):
-    """Keeps what only feeds a part from running where that one is forecast: it gives zeros, which nobody reads.
+    """Skips a module that only feeds a forecast part: it returns zeros, which nothing reads.
 
     Args:
-        runs: over the transformer; they have the call in progress.
+        runs: runs over the transformer; they have the call in progress.
     """
 
     def __init__(self, runs: Runs) -> None:
@@ -39,10 +39,10 @@ class FeedHook(Hook):
 
 
 class PartHook(Hook):
-    """Remembers, or forecasts, what one part of a block gives: a tensor or a tuple of tensors.
+    """Remembers or forecasts the output of one part of a block, a tensor or a tuple of tensors.
 
     Args:
-        runs: over the transformer; they have the call in progress.
+        runs: runs over the transformer; they have the call in progress.
         block: the block's name in the report.
         part: the part's name in the block.
     """

@@ -1,4 +1,4 @@
-"""Presets and the families that they are made for: names that exist, and what a preset asks of its family."""
+"""Presets checked against model families: whether the family of a preset exists and can run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
             ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
 
     Raises:
-        PresetError: unknown preset, keyword, key, value or family; the message says what is valid.
+        PresetError: unknown preset, keyword, key, value or family; the message lists valid ones.
     """
     loaded = presets.load_preset(preset, **overrides)
     if (reason := _why_not_valid(loaded)) is not None:
@@ -38,17 +38,17 @@ def preset_schema() -> dict[str, Any]:
 
 
 def fitting_presets(family: str, levels: Collection[str]) -> list[str]:
-    """Names of the presets that a model family can run; plain names stand for their video forms too.
+    """Names of the presets that a model family can run; a plain name includes its video form.
 
     Args:
-        levels: that the family has.
+        levels: levels that the family has.
     """
     named = {name: presets.load_preset(name) for name in preset_names() if not name.startswith("video-")}
     return [n for n, preset in named.items() if preset.model in ("any", family) and preset.forecast.level in levels]
 
 
 def _why_not_valid(preset: Preset) -> str | None:
-    """Why no family can run a preset, or not its own, or None."""
+    """Return why no family, or not the preset's own, can run a preset, or None."""
     family = next((family for family in FAMILIES if family.name == preset.model), None)
     if family is None and preset.model != "any":
         names = ["any", *(family.name for family in FAMILIES)]
@@ -58,12 +58,12 @@ def _why_not_valid(preset: Preset) -> str | None:
     if preset.forecast.level == "head" and not (family and family.fused):
         *names, last = sorted(family.name for family in FAMILIES if family.fused)
         return (
-            f"level 'head' needs blocks of our own, and model is '{preset.model}': set model to {', '.join(names)} or "
-            f"{last}"
+            f"level 'head' needs hand-written blocks, and model is '{preset.model}': set model to {', '.join(names)} "
+            f"or {last}"
         )
     if preset.blocks.token_order != "raster" and not (family and family.order):
         return (
-            f"blocks.token_order '{preset.blocks.token_order}' orders the tokens of clips, and model is "
+            f"blocks.token_order '{preset.blocks.token_order}' orders the tokens of videos, and model is "
             f"'{preset.model}': set it to raster"
         )
     return None

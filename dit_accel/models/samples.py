@@ -1,8 +1,7 @@
-"""A transformer call's batch as prompts: which rows are one prompt's, the arguments of a call for some rows, and how
-long the prompts are.
+"""Prompts of a transformer call's batch: their rows, the arguments for some rows, and the prompts' lengths.
 
-Nothing tells whether a tensor's first dimension is the batch but its name: position ids of as many tokens as there are
-prompts look the same. So the names are listed, and a call with a tensor of another name is not divided.
+Only an argument's name shows if its first dimension is the batch: position ids of as many tokens as there are prompts
+have the same shape. So the names are listed here, and a call with a tensor of another name is not divided.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dit_accel.loop.rows import Rows, take_rows
 
-BATCHED = frozenset(  # tensors, or lists of them, with an entry a sample, or with one for all
+BATCHED = frozenset(  # tensors, or lists of them, with one entry per sample, or one for all
     [
         *("hidden_states", "timestep", "timestep_r", "guidance", "ofs", "fps"),
         *("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask", "attention_mask"),
         *("encoder_hidden_states_2", "encoder_attention_mask_2", "encoder_hidden_states_image", "image_embeds"),
         "pooled_projections",
         *("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states"),
-        *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, pictures of IP adapters
+        *("attention_kwargs", "joint_attention_kwargs"),  # a LoRA's scale, images of IP adapters
         *("control_hidden_states", "pose_hidden_states", "face_pixel_values"),
         *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask", "audio_timestep"),
         *("sigma", "audio_sigma", "video_coords", "audio_coords"),
     ]
 )
-LISTED = frozenset(["img_shapes"])  # lists with an entry a sample, or with one for all
-SHARED = frozenset(  # by all samples
+LISTED = frozenset(["img_shapes"])  # lists with one entry per sample, or one for all
+SHARED = frozenset(  # arguments that all samples share
     [
         *("img_ids", "txt_ids", "image_rotary_emb", "rope_interpolation_scale"),
         *("visual_rope_pos", "text_rope_pos", "scale_factor", "control_hidden_states_scale"),
     ]
 )
-UNCONDITIONAL_FIRST = "cond_uncond"  # what diffusers calls a batch that holds every prompt twice
+UNCONDITIONAL_FIRST = "cond_uncond"  # diffusers' name of a batch that holds every prompt twice
 
 
 def guidance_parts(transformer: torch.nn.Module) -> int | None:
-    """Number of parts in a batch that the transformer's attention processors split, None if they split none.
+    """Number of parts into which the transformer's attention processors split a batch; None = they do not split it.
 
-    Perturbed-attention guidance puts processors into some layers which treat the last part otherwise than the others.
-    Their names say whether there are three parts (unconditional, conditional, perturbed) or the latter two.
+    Processors of perturbed-attention guidance treat the last part differently. Their names show if there are three
+    parts (unconditional, conditional, perturbed) or only the latter two.
     """
     processors = (vars(module).get("processor") for module in transformer.modules())
     names = [type(processor).__name__ for processor in processors if processor is not None]
@@ -55,15 +54,15 @@ def guidance_parts(transformer: torch.nn.Module) -> int | None:
 
 
 def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = None) -> Sequence[Rows]:
-    """The rows of each prompt in a batch of latents ``[B, …]``.
+    """Return the rows of each prompt in a batch of latents ``[B, …]``.
 
-    A call with all parts of guidance in one batch holds every prompt once in each part, and the rows of a prompt must
-    compute together: guidance multiplies their difference, so errors that all have alike cancel.
+    A batch with all parts of guidance holds every prompt once in each part. The rows of a prompt must compute in the
+    same step: guidance multiplies their difference, in which equal errors cancel.
 
     Args:
-        context: of diffusers' cache. Where it names no single branch, the batch is as many parts as it is repeated
-            latents; some pipelines name both branches without guidance too.
-        parts: of guidance, where that is known; None = as the latents tell.
+        context: context of diffusers' cache. If it does not name a single branch, the number of parts is the number of
+            times that the latents repeat; some pipelines name both branches even without guidance.
+        parts: number of parts of guidance, if known; None = counted from the latents.
     """
     batch = len(latents)
     if parts is None:
@@ -75,11 +74,11 @@ def prompt_rows(context: str | None, latents: torch.Tensor, parts: int | None = 
 
 
 def _repetitions(latents: torch.Tensor, context: str | None) -> int:
-    """Number of equal pieces, one after the other, that a batch of latents is taken to consist of; 1 = they differ.
+    """Number of equal consecutive pieces in a batch of latents; 1 = they differ.
 
-    Prompts from one seed have equal latents too, so several numbers may fit. Two is the number of parts that nearly all
-    guidance has. Where three fits as well and no name says that there are two, the largest is taken: its pieces are
-    parts of the others', so no prompt is divided, though some may compute together.
+    Prompts with the same seed have equal latents too, so several numbers may fit. Nearly all guidance has two parts, so
+    the smallest is returned. If three fits as well and the context does not name two parts, the largest is returned:
+    then no prompt is divided, although several prompts may compute together.
     """
     batch = len(latents)
     counts = (parts for parts in range(2, batch + 1) if batch % parts == 0)
@@ -89,7 +88,7 @@ def _repetitions(latents: torch.Tensor, context: str | None) -> int:
 
 
 def why_not_divisible(arguments: dict[str, Any]) -> str | None:
-    """Why a call can't be made for some samples of its batch only, or None."""
+    """Return why a call can't run for some samples of its batch only, or None."""
     if "hidden_states" not in arguments:
         return "latents that are not called hidden_states may have no dimension for samples"
     batch = len(arguments["hidden_states"])
@@ -103,7 +102,7 @@ def why_not_divisible(arguments: dict[str, Any]) -> str | None:
         leaves = pytree.tree_leaves(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if name not in BATCHED and (tensors or isinstance(value, (list, tuple, dict))):
-            return f"whether argument {name} has an entry a sample is not known"
+            return f"argument {name} is unknown and may or may not have one entry per sample"
         for tensor in tensors:
             if tensor.ndim > 0 and len(tensor) not in (1, batch):
                 return f"argument {name} has a tensor of shape {list(tensor.shape)} in a batch of {batch}"
@@ -111,7 +110,7 @@ def why_not_divisible(arguments: dict[str, Any]) -> str | None:
 
 
 def arguments_of_rows(arguments: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The arguments of a call that :func:`why_not_divisible` allows, for some samples of its batch."""
+    """Return the arguments for some samples of a call's batch, which :func:`why_not_divisible` must allow."""
     batch = len(arguments["hidden_states"])
 
     def take(leaf: Any) -> Any:
@@ -128,13 +127,13 @@ def arguments_of_rows(arguments: dict[str, Any], rows: Sequence[int]) -> dict[st
 
 @dataclass(frozen=True)
 class TextLengths:
-    """Text tokens of each sample that attention may read; they come first.
+    """Valid text tokens of each sample, which attention may read; they come first.
 
     Args:
-        lengths: one a sample, or one for all.
+        lengths: one per sample, or one for all.
         counts: the same on the device, int32 ``[B]``.
         end: text tokens behind which every sample has padding only.
-        leading: whether all that count come first.
+        leading: True if all valid tokens come first.
     """
 
     lengths: tuple[int, ...]
@@ -144,43 +143,43 @@ class TextLengths:
 
     @property
     def ragged(self) -> bool:
-        """Whether some sample still has padding among its first ``end`` tokens."""
+        """Return True if some sample has padding among its first ``end`` tokens."""
         return min(self.lengths) < self.end
 
     def divisible(self, shares: int, most: int) -> TextLengths:
-        """These with some padding kept, so that so many devices can share the text tokens; never more than ``most``."""
+        """Extend ``end`` to a multiple of ``shares``, the number of devices that share the text; at most ``most``."""
         end = min(-(-self.end // shares) * shares, most)
         return self if end == self.end else replace(self, end=end)
 
     def of_rows(self, rows: Sequence[int]) -> TextLengths:
-        """Those of some samples."""
+        """Return the lengths of some samples."""
         if len(self.lengths) == 1:
             return self
         lengths = tuple(self.lengths[row] for row in rows)
         return TextLengths(lengths, take_rows(self.counts, rows), self.end, self.leading)
 
     def samples(self) -> Iterator[tuple[slice, int]]:
-        """Each sample's slice of the batch with its length; one entry stands for the whole batch."""
+        """Yield each sample's slice of the batch with its length; one entry if all share a length."""
         for i, length in enumerate(self.lengths):
             yield slice(i, i + 1) if len(self.lengths) > 1 else slice(None), length
 
 
 class TextMasks:
-    """Reads masks, each once: pipelines pass one object at every step."""
+    """Reads each mask once: pipelines pass the same object at every step."""
 
     def __init__(self) -> None:
         self._measured = WeakIdKeyDictionary()  # mask -> its version, TextLengths
 
     def lengths(self, mask: torch.Tensor) -> TextLengths:
-        """The prompts' lengths from the mask ``[B, T]``; one host synchronisation a mask.
+        """Return the prompts' lengths from the mask ``[B, T]``; each new mask costs one host synchronisation.
 
-        A transformer reads as many text tokens as the mask has ones, wherever they are, and a text refiner reads those
-        that the mask marks.
+        A transformer reads as many text tokens as the mask has ones, wherever these are; a text refiner reads the
+        marked tokens.
         """
         version = 0 if mask.is_inference() else mask._version
         known = self._measured.get(mask)
         if known is None or known[0] != version:
-            counts = mask.sum(dim=1, dtype=torch.int32).clamp(min=1)  # no prompt at all is no number in diffusers
+            counts = mask.sum(dim=1, dtype=torch.int32).clamp(min=1)  # without any prompt token diffusers gives NaN
             position = torch.arange(1, mask.shape[1] + 1, device=mask.device)
             last = (position * (mask != 0)).amax(dim=1)
             lengths, ends = torch.stack([counts, last]).tolist()

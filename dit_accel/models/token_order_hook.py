@@ -1,9 +1,9 @@
-"""Video transformers, whose tokens may run through the blocks in another order than they come in.
+"""Token order of video transformers: hooks that reorder tokens before the blocks and restore them after.
 
-The order is put on where tokens enter the first block, with their RoPE tables (and, where each token has its own, their
-timesteps), and taken off where they leave the last one. Blocks see nothing of it and no layer pays for it.
+Tokens are reordered where they enter the first block, together with RoPE tables and with timesteps if each token has
+its own. They are restored where they leave the last block. Blocks do not notice, and no layer pays for it.
 
-Projections at either end are left alone, for LoRA replaces them and would work beside a hook of theirs.
+Projections at either end have no hooks, because LoRA replaces these modules and would bypass a hook.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dit_accel.models.families.family import OrderFacts
 from dit_accel.models.hooks import Hook, parameter_names
 from dit_accel.sparse.token_order import Grid, inverse_order, token_order
 
-MOST_ORDERS = 4  # two grids, each with its way back
-Reorder = Callable[[torch.Tensor, int, bool], torch.Tensor]  # tokens, their axis, and whether the order is taken off
+MOST_ORDERS = 4  # two grids, each with its inverse
+Reorder = Callable[[torch.Tensor, int, bool], torch.Tensor]  # takes tokens, their axis, and True to restore
 
 
 class TokenOrder:
@@ -30,7 +30,7 @@ class TokenOrder:
     Args:
         name: one of ``dit_accel.sparse.token_order.TOKEN_ORDERS``.
         block: tokens in a block.
-        first_frame_apart: whether the first frame's tokens stay first.
+        first_frame_apart: True = the first frame's tokens stay first.
     """
 
     def __init__(self, name: str, block: int, first_frame_apart: bool) -> None:
@@ -40,28 +40,28 @@ class TokenOrder:
         self._on_device: Kept[torch.Tensor] = Kept(MOST_ORDERS)  # by grid, device and `undo`
 
     def of(self, grid: Grid) -> torch.Tensor:
-        """The order of a clip on that grid, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
+        """Return the order of a video with that grid, int64 ``[S]``; see :mod:`dit_accel.sparse.token_order`."""
         return token_order(self._name, grid, self._block, first_frame_apart=self._first_frame_apart)
 
     def apply(self, x: torch.Tensor, grid: Grid, axis: int, *, undo: bool = False) -> torch.Tensor:
-        """``x`` with its tokens, along ``axis``, brought into this order or back from it.
+        """Bring the tokens of ``x``, along ``axis``, into this order, or restore them with ``undo``.
 
         Raises:
-            UnsupportedError: there are not as many tokens as in the clip.
+            UnsupportedError: ``x`` does not have all tokens of the video.
         """
         order = self._on_device.get(
             (grid, x.device, undo), lambda: (inverse_order(self.of(grid)) if undo else self.of(grid)).to(x.device)
         )
         if x.shape[axis] != len(order):
             raise UnsupportedError(
-                f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the clip in one place, got "
+                f"blocks.token_order {self._name!r} needs all {len(order)} tokens of the video on one device, got "
                 f"{x.shape[axis]} (context parallelism?): set blocks.token_order to raster"
             )
         return x.index_select(axis, order)
 
 
 class ReorderInput(Hook):
-    """Reorders the tokens ``[B, S, C]`` that a module takes as its first argument, or takes their order off."""
+    """Reorders or restores the tokens ``[B, S, C]`` in a module's first argument."""
 
     def __init__(self, reorder: Reorder, *, undo: bool = False) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ class ReorderInput(Hook):
 
 
 class ReorderOutput(Hook):
-    """Reorders what a module gives for each token.
+    """Reorders the entries for each token in a module's output.
 
     Args:
-        axes: the axis of tokens in some parts of the module's output, by the part's index. Features come behind it; in
-            a call where they do not, the part is one for all tokens.
+        axes: the axis of tokens in some parts of the module's output, by the part's index. Features follow that axis;
+            if a part has no further axis in a call, it is shared by all tokens.
     """
 
     def __init__(self, reorder: Reorder, axes: Mapping[int, int]) -> None:
@@ -98,7 +98,7 @@ class ReorderOutput(Hook):
 def order_hooks(
     reorder: Reorder, transformer: nn.Module, facts: OrderFacts, first_block: nn.Module
 ) -> Iterator[tuple[nn.Module, Hook]]:
-    """Hooks where the family's facts say that the order goes on and off, and the modules they go to."""
+    """Yield the hooks that reorder and restore tokens by the family's facts, with their modules."""
     for name, axes in facts.tables.items():
         yield transformer.get_submodule(name), ReorderOutput(reorder, axes)
     yield first_block, ReorderInput(reorder)

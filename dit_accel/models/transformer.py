@@ -1,4 +1,4 @@
-"""Any diffusers transformer: level ``output``, which needs nothing of the model but its forward."""
+"""Driver of any diffusers transformer: level ``output``, which only needs the model's forward."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ from dit_accel.models.parallel.context_parallel import agreed, gathered
 from dit_accel.models.samples import arguments_of_rows, guidance_parts, prompt_rows, why_not_divisible
 
 GRADIENTS = (
-    "calls whose inputs or weights ask for gradients run plainly; where nothing is trained, put them under "
+    "calls whose inputs or weights require gradients run unaccelerated; if nothing is trained, put them under "
     "torch.no_grad()"
 )
-NO_TIMESTEP = "calls without a timestep run plainly, for nothing tells their step"
+NO_TIMESTEP = "calls without a timestep run unaccelerated, because their step is unknown"
 NO_NAMES = (
-    "calls run plainly whose arguments have no names: the transformer's forward was replaced by one of *args and "
-    "**kwargs; decorate that with functools.wraps of the forward that it replaces"
+    "calls with unnamed arguments run unaccelerated: the transformer's forward was replaced by a function of *args and "
+    "**kwargs; decorate that with functools.wraps of the original forward"
 )
-TIMESTEPS = ("timestep", "timesteps", "t")  # what transformers of diffusers call it; HiDream's and Z-Image's differ
-TENSOR = object()  # stands for a predicted tensor in the remembered structure of an output
+TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument; "timesteps" is HiDream's, "t" is Z-Image's
+TENSOR = object()  # marks a predicted tensor in the remembered structure of an output
 BESIDE = (
     "tensors of the output that are no predictions, such as a key-value cache, are those of the latest computed step"
 )
 
 
 class TransformerDriver:
-    """Drives one transformer from its outside: forecasts its output, or runs it and judges the forecast.
+    """Drives one transformer from outside: forecasts its output, or runs it and measures the forecast's error.
 
     Args:
         transformer: a diffusers transformer that a pipeline calls once per step and branch.
-        runs: over the transformer; the controller of each decides its calls' modes.
+        runs: runs over the transformer; the controller of each run decides the modes of its calls.
         name: the transformer's name in the pipeline.
-        called: gives what the pipeline calls: the transformer, or a wrapper that ``torch.compile`` has put around it.
+        called: returns the module that the pipeline calls: the transformer, or its wrapper from ``torch.compile``.
     """
 
     family_name = "any"
@@ -90,11 +90,11 @@ class TransformerDriver:
         preset = self.controller.preset
         captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
-        is_replaced = replaced_forward(transformer) is not None  # by a function that may name no arguments
+        is_replaced = replaced_forward(transformer) is not None  # the new function may not name its arguments
         if not is_replaced and not any(name in self._parameters for name in TIMESTEPS):
             raise UnsupportedError(
                 f"transformer {type(transformer).__name__} takes no {', '.join(map(repr, TIMESTEPS[:-1]))} or "
-                f"{TIMESTEPS[-1]!r}, so its steps can't be told apart"
+                f"{TIMESTEPS[-1]!r}, so its steps can't be distinguished"
             )
 
     @property
@@ -103,16 +103,16 @@ class TransformerDriver:
         return self.runs.current
 
     def layers(self) -> list[str]:
-        """Names of the blocks that the report tells apart."""
+        """Names of the blocks that the report lists."""
         return [self.name]
 
     def prepare(self) -> None:
-        """Reads what the preset names, before anything is hooked; what the transformer can't use is an error."""
+        """Check the preset against the transformer before anything is hooked; raise an error if they do not fit."""
         if self.controller.preset.linear.dtype is not None:
             self._linears = QuantizedLinears(self.transformer, self.controller.preset.linear, self._note)
 
     def attach(self, acceleration: Any) -> None:
-        """Hooks the transformer; ``acceleration`` is what a later one must restore to take its place."""
+        """Hook the transformer; ``acceleration`` is the object that a later acceleration restores first."""
         self.hook(self.transformer, TransformerHook(self, acceleration))
         self.compiled = compiled_entry(self.transformer, self.called())
         if self._linears is not None:
@@ -123,7 +123,7 @@ class TransformerDriver:
         self.controller.report.note(remark)
 
     def hook(self, module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:
-        """Hooks a module until :meth:`detach`."""
+        """Hook a module until :meth:`detach`."""
         register_hook(module, hook, name)
         self._hooked.append((module, name))
         if module is not self.transformer:
@@ -134,7 +134,7 @@ class TransformerDriver:
         return getattr(find_hook(self.transformer), "driver", None) is self
 
     def detach(self) -> None:
-        """Undoes :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
+        """Undo :meth:`attach`, also on modules that the transformer or the pipeline no longer has."""
         while self._hooked:
             remove_hook(*self._hooked.pop())
         if self.compiled is not None:
@@ -145,7 +145,7 @@ class TransformerDriver:
             self._linears.release()
 
     def release(self) -> None:
-        """Frees what a finished run needs no more; graphs go on reading rounded weights where they lie."""
+        """Free memory of a finished run; rounded weights stay if graphs read them by address."""
         self.controller.release()
         self._conditions.release()
         if (hook := hook_of(self.net)) is not None:
@@ -154,24 +154,24 @@ class TransformerDriver:
             self._linears.release()
 
     def computing(self, forward: Callable) -> Callable:
-        """What computes a call: the forward beneath our hook, or what was compiled of it, also since the last call."""
+        """Return the function that computes a call: the forward beneath our hook, or its compiled form."""
         self.compiled = compiled_entry(self.transformer, self.called(), self.compiled)
         return forward if self.compiled is None else partial(self.compiled.compute, forward)
 
     def account(self, call: Call, arguments: dict[str, Any]) -> None:
-        """Fills ``call.work`` and ``call.branch.plain``: here the transformer is one block, which costs one unit."""
+        """Fill ``call.work`` and ``call.branch.plain``; here the transformer counts as one block of one unit."""
         call.work[self.name] = call.branch.plain[self.name] = 1.0, 0.0
 
     def used(self, output: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        """The part of the output ``[B, …]`` that the pipeline uses, on which forecasts are judged."""
+        """Return the part of the output ``[B, …]`` that the pipeline uses; forecasts are compared on it."""
         return output
 
     def _used_rows(self, arguments: dict[str, Any], output: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """:meth:`used` of an output that holds some samples of the call's batch."""
+        """Apply :meth:`used` to an output that holds some samples of the call's batch."""
         return self.used(output, arguments if rows is None else arguments_of_rows(arguments, rows))
 
     def size(self, arguments: dict[str, Any]) -> ModelSize:
-        """What a call remembers: here outputs alone, taken to be as large as the latents that come in."""
+        """Size of a call's records; here only outputs, assumed to be as large as the latents."""
         tensors = latents_of(arguments)
         if not tensors:
             return ModelSize()
@@ -182,11 +182,11 @@ class TransformerDriver:
         return len(args) <= len(self._parameters)
 
     def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a transformer call by name, without defaults."""
+        """Return the arguments of a transformer call by name, without defaults."""
         return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
     def forward(self, original: Callable, context: str | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """One transformer call: forecast where the whole output is, else run.
+        """Run one transformer call, or forecast its output.
 
         Args:
             original: the transformer's forward beneath our hook.
@@ -207,11 +207,11 @@ class TransformerDriver:
             return self.run(call, self.computing(original), (args, kwargs), arguments)
 
     def run(self, call: Call, original: Callable, given: tuple[tuple, dict], arguments: dict[str, Any]) -> Any:
-        """The output of a call whose blocks run, which the loop observes.
+        """Run a call with its blocks, and pass its output to the loop.
 
         Args:
-            original: what computes a call.
-            given: arguments of the call as they came, or by name; the same as ``arguments``.
+            original: function that computes a call.
+            given: the same arguments as ``arguments``, as the pipeline passed them or by name.
         """
         if (remark := replaced_forward_remark(self.transformer, self.name)) is not None:
             self._note(remark)
@@ -232,11 +232,11 @@ class TransformerDriver:
         return output
 
     def _observe(self, call: Call, arguments: dict[str, Any], output: Any) -> Any:
-        """Hands the output of a call that ran to the loop, and gives what the pipeline goes on with."""
+        """Pass the output of a computed call to the loop, and return the output for the pipeline."""
         leaves, spec = pytree.tree_flatten(output)
-        told_apart = list(zip(leaves, predictions(leaves, arguments), strict=True))
-        tensors = tuple(leaf for leaf, is_predicted in told_apart if is_predicted)
-        call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in told_apart]
+        flagged = list(zip(leaves, predictions(leaves, arguments), strict=True))
+        tensors = tuple(leaf for leaf, is_predicted in flagged if is_predicted)
+        call.branch.structure = spec, [TENSOR if is_predicted else leaf for leaf, is_predicted in flagged]
         if len(tensors) < sum(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._note(BESIDE)
         if call.mode is not StepMode.DISPATCH and tensors:
@@ -245,29 +245,29 @@ class TransformerDriver:
         self.controller.read(call, partial(agreed, self.transformer))
         return output
 
-    # What graphs of computed steps ask.
+    # For CUDA graphs of computed steps.
 
     def why_eager(self) -> str | None:
-        """Why the call in progress can't be captured, or None."""
+        """Return why the call in progress can't be captured, or None."""
         return None if self.compiled is None else "the transformer is compiled"
 
     def decisions(self) -> tuple:
-        """What else than its arguments decides on the host how the call in progress runs."""
+        """Return host values other than its arguments that decide how the call in progress runs."""
         return ()
 
     def shared_tensors(self) -> Any:
-        """What calls have in common on the device."""
+        """Return tensors on the device that calls share."""
         return None
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        """Tells the call in progress what its blocks have drawn and measured."""
+        """Pass symbols and measured densities of the blocks to the call in progress."""
 
     def stand_aside(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A call runs plainly, for forecasts and kernels give no gradients."""
+        """Note that a call runs unaccelerated, because forecasts and kernels give no gradients."""
         self.controller.stand_aside(timestep_of(self.named(args, kwargs)), GRADIENTS)
 
     def samples_in(self, context: str | None, arguments: dict[str, Any]) -> Sequence[Rows]:
-        """Rows of each prompt in a call's batch if the preset lets prompts go their own ways, else of all together."""
+        """Return the rows of each prompt in a batch if the preset schedules prompts separately, else all rows."""
         if not self.controller.preset.schedule.per_prompt:
             return WHOLE_BATCH
         if (reason := why_not_divisible(arguments)) is not None:
@@ -277,15 +277,15 @@ class TransformerDriver:
 
 
 def timestep_of(arguments: dict[str, Any]) -> Any:
-    """What tells a call's step; None = nothing does."""
+    """Return the argument that identifies a call's step; None = there is none."""
     return next((arguments[name] for name in TIMESTEPS if arguments.get(name) is not None), None)
 
 
 def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
-    """Return for each leaf of a transformer's output whether it predicts how latents move.
+    """Return for each leaf of a transformer's output True if it is a prediction for latents.
 
-    The first one does if it is a tensor. Another one does if its shape is that of some latents of the call, which may
-    have another number of channels.
+    The first leaf is one if it is a tensor. Another leaf is one if it has the shape of some latents of the call, except
+    for the number of channels.
     """
     latents = [*latents_of(arguments), *(arguments[name] for name in arguments if name in FURTHER_LATENTS)]
     shapes = [each.shape for each in latents if isinstance(each, torch.Tensor)]
@@ -296,19 +296,19 @@ def predictions(leaves: Sequence, arguments: dict[str, Any]) -> list[bool]:
 
 
 def _differ_in_one(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether two shapes differ in one dimension at most."""
+    """Return True if two shapes differ in at most one dimension."""
     return len(shape) == len(other) and sum(a != b for a, b in zip(shape, other, strict=True)) <= 1
 
 
 def _nested(structure: tuple, tensors: Sequence[torch.Tensor]) -> Any:
-    """Tensors in the place of those that the transformer's latest output held."""
+    """Put tensors into the structure of the transformer's latest output."""
     spec, leaves = structure
     remaining = iter(tensors)
     return pytree.tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], spec)
 
 
 class Contexts(StateManager):
-    """The branch of guidance that each thread calls for."""
+    """Branch of guidance of each thread's current call."""
 
     def __init__(self, state: type[BaseState]) -> None:
         self._of_thread = threading.local()
@@ -324,7 +324,7 @@ class Contexts(StateManager):
 
 
 class TransformerHook(Hook):
-    """Routes a transformer's forward through its driver; knows the branch from diffusers' cache context."""
+    """Routes a transformer's forward through its driver; the branch comes from diffusers' cache context."""
 
     _is_stateful = True
     runs_eagerly = True
@@ -334,11 +334,11 @@ class TransformerHook(Hook):
         self.driver = driver
         self.acceleration = acceleration
         self.contexts = Contexts(BaseState)  # diffusers sets the context on any StateManager of a stateful hook
-        self._is_first_call = True  # of a pipeline's call
+        self._is_first_call = True  # in a pipeline's call
 
     @torch.compiler.disable
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (split := split_above(module)) is not None:  # parallelism was enabled since: the loop sees whole calls
+        if (split := split_above(module)) is not None:  # parallelism was enabled later: the loop must see whole calls
             lift_hook(module, HOOK_NAME)
             args, kwargs = gathered(split, args, kwargs)
             return module.forward(*args, **kwargs)
@@ -357,7 +357,7 @@ class TransformerHook(Hook):
             return self.driver.forward(original, getattr(context, "name", context), args, kwargs)
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Called by diffusers at the end of a pipeline call."""
+        """End a run; diffusers calls this at the end of a pipeline call."""
         with self.driver.runs.calling(calling_pipeline(module)):
             self.driver.release()
         self._is_first_call = True
@@ -365,6 +365,6 @@ class TransformerHook(Hook):
 
 
 def _wants_gradients(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether, where gradients are on, a call's inputs or weights ask for any."""
+    """Return True if a call's inputs or weights require gradients, given that gradients are enabled."""
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     return any(each.requires_grad for each in (*module.parameters(), *tensors))

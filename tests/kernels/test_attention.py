@@ -150,7 +150,7 @@ def test_one_key_head_of_a_wide_tensor(device, make_tensor, make_sparsity, asser
     [
         ({"q": torch.zeros(1, 130, 32)}, r"q must have shape \[B, S, H, D\], got \[1, 130, 32\]"),
         ({"q": [[0.0]]}, r"q must be a tensor \[B, S, H, D\], got list"),
-        ({"plan": "sparge"}, "plan must be an AttentionPlan, as lower or plan gives it, got str"),
+        ({"plan": "sparge"}, "plan must be an AttentionPlan from lower or plan, got str"),
         ({"q": torch.zeros(1, 130, 2, 16).double()}, "q must have dtype .*float32, got torch.float64"),
         ({"k": torch.zeros(1, 129, 2, 16)}, r"k must have shape \[1, 130, H_kv, 16\], got \[1, 129, 2, 16\]"),
         ({"v": torch.zeros(1, 130, 2, 16).half()}, "v must have q's dtype and device"),

@@ -212,7 +212,7 @@ def test_bad_arguments(change, message, device, make_tensor, make_sparsity):
 
 def test_differentiable_attention_refuses_grouped_heads_at_once(make_tensor, make_sparsity):
     q, k = make_tensor(1, 130, 2, 16), make_tensor(1, 130, 1, 16)
-    with pytest.raises(ShapeError, match="k and v must have q's 2 heads where gradients are wanted, got 1; repeat"):
+    with pytest.raises(ShapeError, match="k and v must have q's 2 heads when gradients are needed, got 1; repeat"):
         differentiable_attention(q, k, k, make_sparsity(1, 2, 130).plan)
 
 
@@ -220,7 +220,7 @@ def test_slices_are_refused(device, make_tensor, make_sparsity):
     q, lse = make_tensor(1, 130, 2, 16), make_tensor(1, 2, 130)
     slice_bits = torch.zeros(1, 2, 3, 24, dtype=torch.uint8, device=device)
     plan = lower(replace(make_sparsity(1, 2, 130).symbols, slice_bits=slice_bits))
-    with pytest.raises(UnsupportedError, match="plan must have no slices where gradients are wanted"):
+    with pytest.raises(UnsupportedError, match="plan must have no slices when gradients are needed"):
         attention_backward(q, q, q, q, lse, q, plan)
 
 

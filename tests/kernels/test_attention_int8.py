@@ -285,5 +285,5 @@ def test_masks_are_refused(device, make_tensor):
     codes = torch.ones(1, 1, 2, 2, dtype=torch.int32, device=device)
     masks = TileMasks(codes, torch.zeros(0, 64, 8, dtype=torch.uint8, device=device))
     plan = lower(SparseSymbols(pack_bits(rows, backend="reference"), None, 2, 128, 64, masks), backend="reference")
-    with pytest.raises(UnsupportedError, match="takes no masks inside tiles"):
+    with pytest.raises(UnsupportedError, match="does not support masks inside tiles"):
         attention(q, q, q, plan, qk_dtype="int8", backend="triton")

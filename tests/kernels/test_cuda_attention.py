@@ -157,7 +157,7 @@ def test_limits(make_sparsity, device):
     assert "float16 or bfloat16, got torch.float32" in judged(q.float())
     assert "head_dim must be one of (64, 128), got 32" in judged(q[..., :32])
     assert "block must be 128, got 64" in judged(plan=make_sparsity(1, 2, 300, block=64).plan)
-    assert "kv_len must be None where the plan has masks" in judged(plan=masked, kv_len=torch.zeros(1))
+    assert "kv_len must be None if the plan has masks" in judged(plan=masked, kv_len=torch.zeros(1))
     assert "pv_threshold and qk_dtype must be None, got -4.0 and None" in judged(pv_threshold=-4.0)
     assert "k must begin at and have strides in positive multiples of 16 bytes" in judged(k=wide)
 

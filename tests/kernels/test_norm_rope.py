@@ -98,7 +98,7 @@ def test_no_gradient_flows(enabled):
     [
         ({"weight": torch.ones(8)}, r"weight must have shape \[16\] or \[48\], got \[8\]"),
         ({"rope": (torch.ones(4, 16), torch.ones(4, 16))}, r"rope\[0\] must have shape \[5, 16\], got \[4, 16\]"),
-        ({"x": torch.ones(2, 3, 5, 16).transpose(1, 2)}, "x must hold a token's heads side by side"),
+        ({"x": torch.ones(2, 3, 5, 16).transpose(1, 2)}, "x must hold a token's heads contiguously"),
         ({"out": torch.ones(2, 4, 3, 16)}, r"out must have shape \[2, 5, 3, 16\]"),
     ],
     ids=["weight", "rope", "strides", "out"],

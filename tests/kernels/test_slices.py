@@ -174,7 +174,7 @@ def test_scratch_of_other_symbols_is_overwritten(backend, make_slices, make_spar
     [
         ({"slice_bits": torch.zeros(1, 2, 4, 25, dtype=torch.uint8)}, r"slice_bits must be uint8 \[1, 2, 4, 32\]"),
         ({"slice_bits": torch.zeros(1, 2, 4, 32)}, r"slice_bits must be uint8 .*, got torch.float32"),
-        ({"skip_bits": None}, "slice_bits must be None where skip_bits is None"),
+        ({"skip_bits": None}, "slice_bits must be None if skip_bits is None"),
     ],
     ids=["padding", "dtype", "no-skip-bits"],
 )

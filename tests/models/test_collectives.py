@@ -58,5 +58,5 @@ def test_a_result_that_nobody_has_waited_for_is_sent_on(group):
     ids=["distributed", "functional"],
 )
 def test_collectives_in_place_are_refused_before_anything_is_sent(group, in_place):
-    with CutAtCollectives(lambda _: pytest.fail("cut")), pytest.raises(UnsupportedError, match="can't be taken out"):
+    with CutAtCollectives(lambda _: pytest.fail("cut")), pytest.raises(UnsupportedError, match="can't be kept out"):
         in_place(torch.ones(2))

@@ -164,7 +164,7 @@ def test_model_offload_beside_it(compile_whole, order, pipe):
 )
 def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, pipe):
     """The error comes as soon as it can be known, and leaves the pipeline as it was."""
-    message = rf"{what} is compiled, and preset 'flux-taylorseer' works inside of blocks: take one of level output"
+    message = rf"{what} is compiled, and preset 'flux-taylorseer' works inside of blocks: use a preset of level output"
     if order == "before":
         add(pipe)
         with pytest.raises(UnsupportedError, match=message):

@@ -69,7 +69,7 @@ def pipe():
 
 def refused(cache, way_off):
     return pytest.raises(
-        UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* take that one off with {way_off}"
+        UnsupportedError, match=rf"pipe\.transformer .* has {cache} on it.* remove that one with {way_off}"
     )
 
 
@@ -217,7 +217,7 @@ def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monk
     for _ in range(2):
         assert torch.equal(tiny_output(pipe, "flux", steps=8), expected)
         (note,) = pipe.dit_accel.report().notes
-        assert note.startswith(f"pipe.transformer runs {forward.__code__.co_name} of ") and "take it off" in note
+        assert note.startswith(f"pipe.transformer runs {forward.__code__.co_name} of ") and "remove it" in note
         assert pipe.dit_accel.report().computed_fraction < 1
     monkeypatch.undo()
     pipe.transformer.__class__ = type("Mine", (FluxTransformer2DModel,), {"forward": timed, "__module__": "mine"})

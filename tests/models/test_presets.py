@@ -19,9 +19,9 @@ WRONG = {
         r"preset 'balanced' is not valid: model: Input should be 'any', 'flux', .* or "
         r"'chroma', got 'mochii' \(did you mean 'mochi'\?\)",
     ),
-    "head-of-any": (LEVEL_HEAD, "level 'head' needs blocks of our own, and model is 'any'"),
+    "head-of-any": (LEVEL_HEAD, "level 'head' needs hand-written blocks, and model is 'any'"),
     "head": (LEVEL_HEAD | {"model": "sd3"}, "set model to flux, flux2, hunyuan_video, qwen_image or wan"),
-    "order": (ORDERED | {"model": "flux"}, "'tiles' orders the tokens of clips, and model is 'flux'"),
+    "order": (ORDERED | {"model": "flux"}, "'tiles' orders the tokens of videos, and model is 'flux'"),
 }
 WAYS = {
     "load_preset": lambda **overrides: load_preset("balanced", **overrides),

@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
     tiny_output(pipe, name, steps=STEPS)
     assert pipe.dit_accel.report().computed_fraction < 1
     for call, plain in zip(steps, expected, strict=True):
-        with pytest.warns(UserWarning, match="ask for gradients run plainly"):
+        with pytest.warns(UserWarning, match="require gradients run unaccelerated"):
             given = gradients(pipe, call)
         assert all(torch.equal(given[each], plain[each]) for each in plain if plain[each] is not None)
         assert [each for each in given if given[each] is None] == [each for each in plain if plain[each] is None]
@@ -100,7 +100,7 @@ def test_some_steps_under_gradients(name, preset):
         return {key: value.detach() for key, value in tensors.items()}
 
     try:
-        with torch.no_grad(), pytest.warns(UserWarning, match="run plainly"):
+        with torch.no_grad(), pytest.warns(UserWarning, match="run unaccelerated"):
             output = tiny_output(pipe, name, steps=24, callback_on_step_end=differentiate)
     finally:
         torch.set_grad_enabled(True)

@@ -179,13 +179,13 @@ def test_only_plain_pipelines_are_swapped():
         swap_attention(pipe)
     with pytest.raises(UnsupportedError, match="call swap_attention first"):
         save_swapped(tiny_pipeline("wan"), None)
-    with pytest.raises(UnsupportedError, match="not known here"):
+    with pytest.raises(UnsupportedError, match="are not known"):
         swap_attention(tiny_pipeline("framepack"))
 
     pipe = swapped("wan")
     attn = pipe.transformer.blocks[1].attn1
     attn.processor.own = lambda attn, hidden_states, *_: hidden_states
-    with pytest.raises(UnsupportedError, match="attends by something else than torch's scaled_dot_product_attention"):
+    with pytest.raises(UnsupportedError, match="attends without calling torch's scaled_dot_product_attention"):
         paint(pipe, "wan")
 
 

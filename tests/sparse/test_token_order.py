@@ -135,7 +135,7 @@ def test_presets_know_every_order():
 
 def test_presets_of_pictures_refuse_it():
     """FLUX has no clips, and shows no such key among those that count."""
-    with pytest.raises(PresetError, match="'tiles' orders the tokens of clips, and model is 'flux'"):
+    with pytest.raises(PresetError, match="'tiles' orders the tokens of videos, and model is 'flux'"):
         load_preset("flux-flashomni-paper", **{"blocks.token_order": "tiles"})
     assert "token_order" not in load_preset("flux-flashomni-paper").effective()["blocks"]
     clips = load_preset("wan21-flashomni", **{"blocks.token_order": "tiles"})

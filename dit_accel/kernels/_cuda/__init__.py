@@ -1,1 +1,1 @@
-"""CUDA C++ kernels, compiled at first use by the NVRTC that comes with torch; imported in the call that needs them."""
+"""CUDA C++ kernels, compiled at first use by torch's NVRTC and imported by the first call that needs them."""

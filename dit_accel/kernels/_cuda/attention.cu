@@ -1,23 +1,23 @@
-// Block-sparse attention for Hopper (sm_90a): a persistent grid of one loading warp, one storing warp and two consumer
-// warpgroups a multiprocessor.
+// Block-sparse attention for Hopper (sm_90a): a persistent grid with one loading warp, one storing warp and two
+// consumer warpgroups per multiprocessor.
 //
-// A thread block goes through *pieces*: (row, [begin, end)) of the row's key list, from the last tile down. The loader
-// copies the piece's queries and then one key and one value tile after the other; each consumer warpgroup holds
+// A thread block processes *pieces*: (row, [begin, end)) of the row's key list, from the last tile down. The loader
+// copies the piece's queries and then one key and one value tile after the other. Each consumer warpgroup holds
 // 64 queries and keeps, with c = scale * log2(e), a running maximum m (of raw scores) and sum l:
 //
 //     p_j = exp2(c (q k_j) - c m)      l = a l + sum_j p_j      acc = a acc + sum_j p_j v_j      a = exp2(c (m_old - m))
 //
-// m follows the true maximum only once that has grown by 2^8 (the factor cancels in acc / l, and p <= 2^8 loses nothing
-// in 16-bit floats or float32 sums), so acc is hardly ever rescaled. Within a warpgroup the product with the values of
-// one tile runs beside the softmax of the next, across the seams of rows too; between the warpgroups a pair of barriers
-// makes one multiply while the other is in its softmax.
+// m is updated only when the true maximum has grown by a factor of 2^8, so acc is rarely rescaled. The factor cancels
+// in acc / l, and p <= 2^8 loses nothing in 16-bit floats or float32 sums. Within a warpgroup the product with the
+// values of one tile overlaps with the softmax of the next, also from row to row. Two barriers make one warpgroup
+// multiply while the other computes its softmax.
 //
-// With HAS_MASKS the loader tells which kind of tile it loads, and consumers take pairs that do not attend out of the
-// scores: by their position, or by the bits of the tile's entry in the pool. A row's list then ends in its masked tiles.
+// With HAS_MASKS the loader publishes the kind of each tile, and consumers mask pairs that do not attend, by their
+// position or by the bits of the tile's entry in the pool. A row's list then ends with its masked tiles.
 #include "attention_consumers.cuh"
 
-// Fills the rings, a step ahead of the consumers' order: the keys of tile j + 1 before the values of tile j, and the next
-// piece's queries and first keys before this one's last values. All lanes run it; lane 0 gives the orders.
+// Fills the rings one step ahead of the consumers: the keys of tile j + 1 before the values of tile j, and the next
+// piece's queries and first keys before this piece's last values. All lanes run it; lane 0 issues the copies.
 struct Loader {
     const Problem& problem;
     const TensorMap *q_map, *k_map, *v_map;
@@ -48,7 +48,7 @@ struct Loader {
         value.advance();
     }
 
-    // 32 entries of the piece's key list, one a lane, from tile `done` on; tiles are counted from the last one down.
+    // 32 entries of the piece's key list, one per lane, from tile `done` on; tiles are counted from the last one down.
     __device__ __forceinline__ KeyTile list(const Piece& piece, int done) {
         const int entry = piece.end - 1 - done - lane;
         if (entry < piece.begin) return {FULL, 0};
@@ -66,7 +66,7 @@ struct Loader {
         return {__shfl_sync(~0u, listed.code, lane), __shfl_sync(~0u, listed.token, lane)};
     }
 
-    // Tells the others which piece comes next, and loads its queries and first keys; returns their first token.
+    // Publishes the next piece, and loads its queries and first keys; returns the first token of the keys.
     __device__ __forceinline__ int take_up(Piece piece, KeyTile listed) {
         const bool has_tiles = piece.begin < piece.end;
         const KeyTile tile = tile_of(listed, 0);
@@ -91,7 +91,7 @@ struct Loader {
                 token = take_up(next, next_listed);
             }
             for (int done = 0; done < count; ++done) {
-                if (done == min(1, count - 1)) {  // a chain of loads from memory, hidden behind the tiles in flight
+                if (done == min(1, count - 1)) {  // dependent loads from memory, hidden behind the tiles in flight
                     next = pieces.next();
                     next_listed = list(next, 0);
                 }

@@ -12,24 +12,24 @@ from dit_accel.kernels._cuda.tensor_map import tensor_map
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import masks_of
 
-TILES = 7  # 2 of queries, 3 of keys and 2 of values
+TILES = 7  # tiles in shared memory: 2 of queries, 3 of keys and 2 of values
 SHARED_BEYOND_TILES = 3072
 MAX_PROGRAMS = 192
-SHARED_ROWS = 4 * MAX_PROGRAMS  # at most, where rows are cut into shares; each has a counter for each consumer
+SHARED_ROWS = 4 * MAX_PROGRAMS  # most rows that are cut into shares; each row has a counter for each consumer
 CONSUMER_THREADS = 256
 
 
 def limit(q, k, v, plan, kv_len, pv_threshold, qk_dtype, out) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if plan.masks is not None and kv_len is not None:
-        return "kv_len must be None where the plan has masks"
+        return "kv_len must be None if the plan has masks"
     if pv_threshold is not None or qk_dtype is not None:
         return f"pv_threshold and qk_dtype must be None, got {pv_threshold} and {qk_dtype}"
     return _tensor_limit(q, k, v, plan, out)
 
 
 def slices_limit(q, k, v, plan, out) -> str | None:
-    """What keeps the kernel for single keys from these arguments on the tensors' CUDA device, or None."""
+    """Return why the kernel for single keys can't take these arguments on the tensors' CUDA device, or None."""
     return why_not(q.device) or _tensor_limit(q, k, v, plan, out)
 
 
@@ -62,7 +62,7 @@ def add_slices_into(q, k, v, plan, scale, kv_len, out, lse) -> None:
 
 
 def _launch(name, q, k, plan, scale, kv_len, arguments, has_masks=False) -> None:
-    """``arguments``: those that come before the sizes, which both kernels take last."""
+    """Launch a kernel with ``arguments``, followed by the sizes that both kernels take last."""
     tokens, heads, head_dim = q.shape[1:]
     defines = *element_defines(q, head_dim), ("HAS_KV_LEN", int(kv_len is not None)), ("HAS_MASKS", int(has_masks))
     kernel(f"{name}.cu", name, q.device, defines).launch(

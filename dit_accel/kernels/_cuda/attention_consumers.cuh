@@ -1,7 +1,7 @@
-// Attention: the warps that compute and store, whatever fills the rings of keys and values.
+// Attention: the warps that compute and store, independent of the warps that fill the rings of keys and values.
 //
-// With SLICES a row's output and lse already hold the attention over its tiles, from which it goes on; keys and values
-// then come by ordinary asynchronous copies, and a tile that is not full is padded with keys that are finite.
+// With SLICES the softmax continues from a row's output and lse over its tiles. Keys and values then come by ordinary
+// asynchronous copies, and a partly filled tile is padded with finite keys.
 #pragma once
 #ifndef SLICES
 #define SLICES 0
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const TensorMap* map, u64& f
     for (int box = 0; box < BOXES; ++box) load_box(tile + box * BOX_BYTES, map, barrier, box * 64, head, token, batch);
 }
 
-// Called by all lanes of a warp: tells the others which piece comes next, and loads its queries if it has tiles.
+// Called by all lanes of a warp: publishes the next piece, and loads its queries if it has tiles.
 __device__ __forceinline__ void publish(const Piece& piece, bool has_tiles, const Tiles& tiles, const TensorMap* q_map,
                                         Shared& shared, Ring<ROW_SLOTS>& row) {
     barrier_wait(shared_address(&shared.row_empty[row.slot]), row.parity ^ 1);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void init_ring(u64 (&full)[SLOTS], u64 (&empty)[SLOTS
     }
 }
 
-// Called by one thread; `arrivals`: of those that load a tile of keys or values.
+// Called by one thread; `arrivals`: number of arrivals that complete the load of a tile of keys or values.
 __device__ __forceinline__ void init_barriers(Shared& shared, int arrivals) {
     init_ring(shared.row_full, shared.row_empty, 1, WARP_ARRIVALS);
     init_ring(shared.key_full, shared.key_empty, arrivals, CONSUMERS * 4 * WARP_ARRIVALS);
@@ -90,11 +90,11 @@ __device__ __forceinline__ void store(const Problem& problem, const TensorMap& o
 
 // ---- consumers
 
-struct Softmax {  // of two rows a thread: lane / 4 and eight below
+struct Softmax {  // of two rows per thread: lane / 4, and eight rows below
     float maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
     float sum[2] = {0.0f, 0.0f};  // over this thread's columns
 
-    // Scores become probabilities; returns in `decay` what acc must be multiplied with.
+    // Turns scores into probabilities; returns in `decay` the factors for acc.
     __device__ __forceinline__ void add(float (&scores)[SCORES], float scale_log2, float (&decay)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -108,7 +108,7 @@ struct Softmax {  // of two rows a thread: lane / 4 and eight below
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
 #if HAS_MASKS
-            top = fmaxf(top, LOWEST);  // of a query that has no key in the tile
+            top = fmaxf(top, LOWEST);  // if a query has no key in the tile
 #endif
             const float before = maximum[r];
             // false at the first tile, where before is -inf
@@ -163,7 +163,7 @@ __device__ __forceinline__ void rescale(float (&acc)[DIMS], const float (&decay)
     }
 }
 
-// Keys from `valid` on take no part; the second of them holds for the rows eight below.
+// Masks keys from `valid` on; its second number is for the rows eight below.
 __device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid, int valid_below) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -176,8 +176,8 @@ __device__ __forceinline__ void mask_tail(float (&scores)[SCORES], int valid) { 
 __device__ __forceinline__ void release(u64& empty) { barrier_arrive_warp(shared_address(&empty)); }
 
 #if HAS_KV_LEN && !SLICES
-// Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Each consumer clears them all, for itself: one that waited
-// here for the other would wait for one that waits for its turn.
+// Values of keys from `valid` on may be NaN, and 0 NaN is NaN. Each consumer clears all of them itself: waiting here for
+// the other consumer, which waits for its turn, would be a deadlock.
 __device__ __forceinline__ void clear_tail(u32 values, int valid, int consumer) {
     for (int chunk = valid * 8 + threadIdx.x % WARPGROUP; chunk < BLOCK * 8; chunk += WARPGROUP)
 #pragma unroll
@@ -187,8 +187,8 @@ __device__ __forceinline__ void clear_tail(u32 values, int valid, int consumer) 
 }
 #endif
 
-// A row's parts: this one goes to scratch, unless it is the last to arrive: then it takes up the others.
-// Returns whether it did.
+// Merges a row's parts: stores this part to scratch, unless it is the last to arrive; the last part adds the others.
+// Returns true if this part is the last.
 __device__ __forceinline__ bool combine_parts(const Problem& problem, const Piece& piece, Softmax& softmax,
                                               float (&acc)[DIMS], int consumer, Shared& shared) {
     const int thread = threadIdx.x % WARPGROUP, barrier = OWN + consumer;
@@ -197,7 +197,7 @@ __device__ __forceinline__ bool combine_parts(const Problem& problem, const Piec
         return reinterpret_cast<float4*>(problem.parts + part * PART) + consumer * (PART / 4 / CONSUMERS) + thread;
     };
     int* arrivals = problem.arrivals + piece.item * CONSUMERS + consumer;
-    named_sync(barrier, WARPGROUP);  // all have read what the row before left in is_last
+    named_sync(barrier, WARPGROUP);  // all have read is_last of the previous row
     if (thread == 0) shared.is_last[consumer] = load_acquire(arrivals) == piece.parts - 1;
     named_sync(barrier, WARPGROUP);
     bool is_last = shared.is_last[consumer];
@@ -216,7 +216,7 @@ __device__ __forceinline__ bool combine_parts(const Problem& problem, const Piec
     if (!is_last) return false;
     if (thread == 0) *arrivals = 0;
     __threadfence();
-    // added up in the order of the row, whoever is last: the result does not depend on who that is
+    // added in the row's order, so the result does not depend on which part is last
     float result[DIMS] = {}, maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int share = piece.first_share; share < piece.first_share + piece.parts; ++share) {
@@ -252,7 +252,7 @@ __device__ __forceinline__ bool combine_parts(const Problem& problem, const Piec
 }
 
 #if SLICES
-// Two rows' outputs so far, times their `share` of the sum, are added to this thread's acc, which is normalised.
+// Adds two rows' earlier outputs, times their `share` of the sum, to this thread's normalised acc.
 __device__ __forceinline__ void add_output(const Problem& problem, const Piece& piece, float (&acc)[DIMS],
                                            const float (&share)[2], int first_query) {
     const element* out = problem.out + piece.batch * problem.out_batch + piece.head * problem.out_head;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void add_output(const Problem& problem, const Piece& 
 }
 #endif
 
-// acc / l, rounded, over this consumer's queries in shared memory, for the storing warp; and the row's lse.
+// Writes acc / l, rounded, over this consumer's queries in shared memory, for the storing warp; and the row's lse.
 __device__ __forceinline__ void finish_row(const Problem& problem, const Piece& piece, Softmax& softmax,
                                            float (&acc)[DIMS], u32 queries, int consumer) {
     const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
@@ -316,7 +316,7 @@ __device__ __forceinline__ void finish_row(const Problem& problem, const Piece& 
     }
 #endif
     named_sync(OWN + consumer, WARPGROUP);  // all four warps are done with the queries, which the output replaces
-    const int row = warp * 16 + lane % 16;  // lanes 0-15 the left of two chunks of 8 columns, 16-31 the right
+    const int row = warp * 16 + lane % 16;  // lanes 0-15: left of two chunks of 8 columns, 16-31: right chunk
 #pragma unroll
     for (int i = 0; i < DIMS / 8; ++i) {
         const int chunk = 2 * i + lane / 16;
@@ -338,9 +338,9 @@ struct Consumer {
     Ring<ROW_SLOTS> row;
     Ring<KEY_STAGES> key;
     Ring<VALUE_STAGES> value;
-    u32 queries;  // of the piece that was taken last, both consumers'
+    u32 queries;  // of the current piece, for both consumers
 
-    // Waits for the next piece and tells whether it has tiles; only then it is taken.
+    // Waits for the next piece and returns true if it has tiles; only then the piece is taken.
     __device__ __forceinline__ bool take_piece(Piece& next) {
         barrier_wait(shared_address(&shared.row_full[row.slot]), row.parity);
         next = shared.pieces[row.slot];
@@ -368,13 +368,13 @@ struct Consumer {
     }
 
 #if HAS_MASKS
-    // Which pairs attend of the tile whose scores have begun: read before end_scores gives up its slot.
+    // Pairs that attend in the tile whose scores are in progress; read before end_scores releases its slot.
     struct Mask {
         KeyTile tile;
-        uint4 words[2];  // of a partial tile: the keys of this thread's two rows
+        uint4 words[2];  // in a partial tile: bits of the keys for this thread's two rows
     };
 
-    __device__ __forceinline__ int row_in_tile() {  // the first of the two, among the tile's queries
+    __device__ __forceinline__ int row_in_tile() {  // first of this thread's two rows, among the tile's queries
         return consumer * (BLOCK / CONSUMERS) + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
     }
 
@@ -442,14 +442,14 @@ struct Consumer {
                 run_pieces(piece);
             else if (piece.row < 0)
                 return;
-            else {  // a row without a tile: only its slot is passed on
+            else {  // a row without tiles: only its slot is released
                 release(shared.row_done[row.slot]);
                 row.advance();
             }
         }
     }
 
-    // This piece and all that follow without a gap.
+    // Computes this piece and all pieces that follow without a gap.
     __device__ __forceinline__ void run_pieces(Piece piece) {
         float acc[DIMS], scores[SCORES], decay[2];
         u32 probabilities[SCORES / 2];
@@ -464,7 +464,7 @@ struct Consumer {
         round_probabilities(probabilities, scores);
         for (bool goes_on = true; goes_on;) {
             bool is_first = true;
-            int tile = piece.end - 2;  // the first has been begun
+            int tile = piece.end - 2;  // the first tile is in progress
 #if HAS_MASKS
 #pragma unroll 1
             for (const int whole = max(piece.whole, piece.begin); tile >= whole; --tile) {

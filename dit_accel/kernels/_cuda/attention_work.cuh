@@ -1,11 +1,11 @@
-// Attention: sizes, shared memory, and what a thread block computes in which order.
+// Attention: sizes, shared memory, and the work of each thread block.
 //
-// The kernel decides how it is shared out by the number of rows that compute, G = thread blocks:
-//   rows    many rows (at least SHARED_WAVES G) are drawn by ticket, one after the other down the work list. Those of one
-//           head run together, and their keys are read from L2.
-//   shares  few rows would leave multiprocessors idle (195 rows on 132 take two rounds, 1.48 would do), so their tiles,
-//           one after the other, are cut into G equal shares. A row that is cut leaves its parts (acc, m, l) in scratch
-//           memory, and the last part to arrive adds them up, in the order of the row.
+// The kernel divides work by the number of rows that compute, with G = thread blocks:
+//   rows    Many rows (at least SHARED_WAVES G) are taken by ticket, in the order of the work list. Rows of one head
+//           run together, and their keys are read from L2.
+//   shares  Few rows would leave multiprocessors idle (195 rows on 132 take two rounds instead of 1.48), so their
+//           concatenated tiles are cut into G equal shares. A cut row's parts (acc, m, l) go to scratch memory, and the
+//           last part to arrive adds them up, in the order of the row.
 #pragma once
 #ifndef HAS_KV_LEN
 #define HAS_KV_LEN 1
@@ -18,7 +18,7 @@
 constexpr int BLOCK = 128;    // queries of a row, keys of a tile
 constexpr int CONSUMERS = 2;  // warpgroups of 64 queries
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int BOXES = HEAD_DIM / 64;  // boxes of 64 elements a tile
+constexpr int BOXES = HEAD_DIM / 64;  // boxes of 64 elements per tile
 constexpr int BOX_BYTES = BLOCK * 128;
 constexpr int TILE_BYTES = BOXES * BOX_BYTES;
 constexpr int HALF_BYTES = BOX_BYTES / CONSUMERS;  // a consumer's queries in a box
@@ -33,17 +33,17 @@ constexpr int ROWS_A_THREAD = (SHARED_WAVES * MAX_PROGRAMS + THREADS - 1) / THRE
 constexpr int SMALLEST_SHARE = 4;       // tiles; parts of fewer cost more to add up than to compute
 constexpr int OWN = 1, TURN = 3;        // named barriers: each consumer's own (1, 2), whose turn it is (3, 4)
 constexpr float MAXIMUM_GROWTH = 8.0f;  // base-2 exponent that the maximum may grow by before acc is rescaled
-constexpr float LOWEST = -1e30f;        // stands for -inf where a difference of two -inf would be NaN
+constexpr float LOWEST = -1e30f;        // replaces -inf, because the difference of two -inf is NaN
 constexpr int FULL = 0, CAUSAL = 1, FIRST_PARTIAL = 2;  // codes of masked tiles
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 struct Piece {
-    int row;                           // (b * H + h) * Tq + i, or -1: no more
-    int batch, head, key_head, token;  // of the row's queries, whose first token it is
-    int begin, end;                    // of the row's key list; empty: the row has no valid key
-    int valid;                         // keys of tile end - 1 that take part; all of the other tiles' do
-    int parts;                         // pieces that the row is cut into
-    int first_share;                   // of a cut row: the thread block that holds its begin
+    int row;                           // (b * H + h) * Tq + i, or -1: no more pieces
+    int batch, head, key_head, token;  // of the row's queries; token: the first one
+    int begin, end;                    // range of the row's key list; empty: the row has no valid key
+    int valid;                         // valid keys of tile end - 1; other tiles are fully valid
+    int parts;                         // number of pieces of the row
+    int first_share;                   // of a cut row: the thread block with its first tile
     int item;                          // the row's place in the work list
 #if HAS_MASKS
     int whole;                         // entries at the begin of the row's list that need no mask
@@ -51,11 +51,11 @@ struct Piece {
 };
 constexpr Piece NO_PIECE = {-1, 0, 0, 0, 0, 0, 0, BLOCK, 1, 0, 0};
 
-struct KeyTile {  // what a mask needs to know of a tile
+struct KeyTile {  // a tile's data for masks
     int code, token;
 };
 
-struct Shared {  // behind the tiles
+struct Shared {  // follows the tiles
     u64 row_full[ROW_SLOTS], row_done[ROW_SLOTS], row_empty[ROW_SLOTS];
     u64 key_full[KEY_STAGES], key_empty[KEY_STAGES];
     u64 value_full[VALUE_STAGES], value_empty[VALUE_STAGES];
@@ -63,7 +63,7 @@ struct Shared {  // behind the tiles
     KeyTile key_tile[KEY_STAGES];
 #endif
     Piece pieces[ROW_SLOTS];
-    int is_stored[ROW_SLOTS][CONSUMERS];  // whether the consumer left finished output in the row's slot
+    int is_stored[ROW_SLOTS][CONSUMERS];  // true if the row's slot has the consumer's finished output
     int is_last[CONSUMERS];
     int sums[THREADS / 32];
     int total;                     // tiles of all rows
@@ -76,7 +76,7 @@ struct Problem {
     const int* kv_count;
     const int* kv_index;
     const int* kv_len;
-    int* tickets;   // [2]: rows drawn beyond the first of each thread block, and thread blocks that are done
+    int* tickets;   // [2]: rows taken beyond the first of each thread block, and thread blocks that are done
     int* arrivals;  // [SHARED_WAVES MAX_PROGRAMS, CONSUMERS]: parts of a row that have arrived; zero between launches,
                     // and so are the tickets
     float* parts;   // [programs, 2, PART]: of each share, a row cut at its end and one cut at its begin
@@ -90,7 +90,7 @@ struct Problem {
     int codes_batch, codes_head;
 #endif
 #if SLICES
-    const element* out;  // what it goes on from, with lse, in rows whose kv_count is not 0
+    const element* out;  // earlier output, with lse, in rows whose kv_count is not 0
     long long out_batch, out_token, out_head;
 #endif
 };
@@ -110,7 +110,7 @@ __device__ __forceinline__ int key_end_of(const Problem& problem, int row) {
 #endif
 }
 
-// Tiles of a row that hold a valid key: those beyond kv_len stand at the end of the ascending list.
+// Number of a row's tiles with a valid key: tiles beyond kv_len are at the end of the ascending list.
 __device__ __forceinline__ int tiles_of(const Problem& problem, int row) {
     int count = problem.kv_count[row];
 #if HAS_KV_LEN
@@ -123,7 +123,7 @@ __device__ __forceinline__ int tiles_of(const Problem& problem, int row) {
 }
 
 #if HAS_MASKS
-// Entries at the begin of a row's list that need no mask: its FULL tiles, but for one that the sequence's end cuts.
+// Leading entries of a row's list that need no mask: its FULL tiles, except one cut by the sequence's end.
 __device__ __forceinline__ int whole_of(const Problem& problem, int row) {
     const int full = problem.full_count[row];
     if (problem.tokens % BLOCK == 0 || full == 0) return full;
@@ -131,12 +131,12 @@ __device__ __forceinline__ int whole_of(const Problem& problem, int row) {
 }
 #endif
 
-// What a row counts for when work is shared out: one without a tile must be in some share too.
+// Weight of a row when work is divided: a row without a tile must be in some share too.
 __device__ __forceinline__ int length_of(const Problem& problem, int item) {
     return max(tiles_of(problem, problem.work[item]), 1);
 }
 
-// ---- sharing out
+// ---- division of work
 
 __device__ __forceinline__ bool is_shared(int rows) { return rows < SHARED_WAVES * int(gridDim.x); }
 
@@ -152,7 +152,7 @@ __device__ __forceinline__ void find_share(const Problem& problem, int rows, Sha
     for (int i = 0; i < ROWS_A_THREAD; ++i) length[i] = first + i < rows ? length_of(problem, first + i) : 0;
 #pragma unroll
     for (int i = 0; i < ROWS_A_THREAD; ++i) sum += length[i];
-    int before = sum_of_lanes(sum);  // becomes that of all threads up to this one
+    int before = sum_of_lanes(sum);  // becomes the sum of all threads up to this one
     if (lane == 31) shared.sums[warp] = before;
     __syncthreads();
     int total = 0;

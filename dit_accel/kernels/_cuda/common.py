@@ -1,4 +1,4 @@
-"""What the launchers of Hopper's kernels share; the numbers are those of their sources."""
+"""Limits and constants that the launchers of Hopper's kernels share; the numbers match the CUDA sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BLOCK = 128
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 THREADS = 384
-SHARED_BYTES = 227 * 1024  # of the projections
+SHARED_BYTES = 227 * 1024  # shared memory of the projections
 
 
 def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: AttentionPlan, offset: int = 0) -> str | None:
-    """What keeps the kernels from an op's main argument ``x`` of the given head dimension, or None."""
+    """Return why the kernels do not support an op's main argument ``x`` with this head dimension, or None."""
     if problem := hopper_limit(x):
         return problem
     if x.numel() == 0:
@@ -30,13 +30,13 @@ def hopper_kernel_limit(x: torch.Tensor, name: str, head_dim: int, plan: Attenti
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
     if plan.block != BLOCK:
         return f"the plan's block must be {BLOCK}, got {plan.block}"
-    if offset % BLOCK:  # a box that begins before the tensor is an illegal instruction on an H200
+    if offset % BLOCK:  # on an H200 a box that begins before the tensor causes an illegal instruction
         return f"offset must be a multiple of {BLOCK}, got {offset}"
     return None
 
 
 def tensor_maps_limit(named: Iterable[tuple[str, torch.Tensor | None]]) -> str | None:
-    """What keeps the copy engine from the tensors that are given, or None."""
+    """Return why the copy engine does not support the given tensors, or None."""
     return next((found for name, x in named if x is not None and (found := tensor_map_limit(name, x))), None)
 
 

@@ -1,4 +1,4 @@
-// What the projections share: sums of 64 tokens or more a consumer, `A B^T` over steps of 64 columns of K.
+// Shared code of the projections: sums `A B^T` of 64 or more tokens per consumer, over steps of 64 columns of K.
 //
 // One warp fills a ring of stages by TMA, two warpgroups multiply from it. A stage holds three boxes of at most 128 rows
 // of 64 elements, K-major. Its full barrier counts the producer and the bytes, its empty barrier the consumers' warps.
@@ -15,7 +15,7 @@ constexpr int STAGE_BYTES = 3 * BOX;
 constexpr int STAGING_BOXES = 2;  // of 64 rows, for each consumer, on the way out
 constexpr int STAGING_BYTES = STAGING_BOXES * BOX / 2;
 constexpr int BARRIERS = SLOTS * STAGE_BYTES + CONSUMERS * STAGING_BYTES;  // offset in shared memory
-constexpr int TABLE = BARRIERS + SLOTS * 16;                               // what a kernel keeps besides
+constexpr int TABLE = BARRIERS + SLOTS * 16;                               // a kernel's own data
 
 extern __shared__ __align__(1024) char shared_memory[];
 
@@ -54,8 +54,8 @@ struct Pipeline {
     __device__ __forceinline__ void release(u32 slot) const { barrier_arrive_warp(empty(slot)); }
 };
 
-// Goes through `steps` stages; `product(stage)` issues the products of one, beside those of the one before. The sums
-// are complete when it returns, and the caller has to `touch` them.
+// Runs `steps` stages; `product(stage)` issues the products of one, which overlap with those of the previous stage. The
+// sums are complete when it returns, and the caller must `touch` them.
 template <typename Product>
 __device__ __forceinline__ void multiply(int steps, Pipeline& pipeline, Product product) {
     if (steps == 0) return;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void start_from_bias(float (&sums)[SIZE], const eleme
         sums[4 * i] = sums[4 * i + 2] = pair.x;
         sums[4 * i + 1] = sums[4 * i + 3] = pair.y;
     }
-    touch(sums);  // else ptxas keeps two rows' equal numbers in one register, and copies them between products
+    touch(sums);  // otherwise ptxas keeps two rows' equal numbers in one register and copies them between products
 }
 
 // Address at which this lane reads or writes its row of four 8x8 matrices: rows `16 warp ..` of a box of 64 columns,
@@ -101,9 +101,9 @@ __device__ __forceinline__ u32 matrix_address(u32 box, int group) {
     return box + row * 128 + ((2 * group + lane / 16) ^ (lane % 8)) * 16;
 }
 
-// Writes 64 rows out, in rounds of as many boxes of 64 columns as the staging holds: `store(box, address)` runs on one
-// thread for each, and the copies go on while the warpgroup does. The copy engine cuts a box that crosses the tensor's
-// edge, but a box that lies wholly outside must not be issued, here as in loads.
+// Writes 64 rows, in rounds of as many boxes of 64 columns as the staging holds: `store(box, address)` runs on one
+// thread for each box, and the copies run while the warpgroup continues. The copy engine cuts a box that crosses the
+// tensor's edge, but a box that lies completely outside must not be issued, here as in loads.
 template <int SIZE, typename Store>
 __device__ __forceinline__ void copy_out(const float (&sums)[SIZE], u32 staging, int consumer, Store store) {
     constexpr int BOXES = SIZE / 32, ROUND = BOXES < STAGING_BOXES ? BOXES : STAGING_BOXES;

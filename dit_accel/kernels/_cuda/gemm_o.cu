@@ -1,13 +1,13 @@
-// GEMM-O on Hopper: out = start + sum over wanted heads of o_h W_h, 128 tokens by 256 columns a tile.
+// GEMM-O on Hopper: out = start + sum over wanted heads of o_h W_h, in tiles of 128 tokens by 256 columns.
 //
 // DISPATCH starts from the weighted sum of the stack's entries, which come through the same ring as the operands. UPDATE
-// starts from the bias, adds the reused heads, writes the stack's entry and (for entry 0) goes on with the computed
-// heads and writes out. A later entry may start from the one of the stack before instead, which is rebased: minus that
-// entry, plus the heads that compute since then, changes its sign and takes on the heads that no longer compute.
+// starts from the bias, adds the reused heads, writes the stack's entry and (for entry 0) adds the computed heads and
+// writes out. A later entry may instead be rebased from its entry in the previous stack: that entry is negated, heads
+// that compute now but did not before are added, the sum is negated, and heads that no longer compute are added.
 //
-// Tiles are numbered `(row * entries + entry) * column_tiles + column_tile`, so those that run together share o's rows
-// and, in L2, the weights. Thread blocks draw them by ticket, because a tile costs what its word says; those beyond the
-// last whole round are cut into halves of 128 columns.
+// Tiles are numbered `(row * entries + entry) * column_tiles + column_tile`, so tiles that run together share o's rows
+// and, in L2, the weights. Thread blocks take them by ticket, because a tile's cost depends on its number of heads.
+// Tiles beyond the last whole round are cut into halves of 128 columns.
 #ifndef DISPATCH
 #define DISPATCH 1
 #endif
@@ -30,7 +30,7 @@ struct Shape {
 };
 
 struct Item {
-    int entry, column, batch, row_block, halves;  // halves: of 128 columns, 0 where the tile lies beyond the last one
+    int entry, column, batch, row_block, halves;  // halves of 128 columns; 0 = the tile is beyond the last one
 };
 
 __device__ __forceinline__ int ticket_count(const Shape& shape, int& whole) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ Item item_of(const Shape& shape, int ticket, int whol
 
 __device__ __forceinline__ u64 all_heads(const Shape& shape) { return ~u64(0) >> (64 - shape.heads); }
 
-// The heads of a tile: `before` go into what UPDATE stores first, or into what changes its sign, `after` come then.
+// The heads of a tile: `before` are added before UPDATE stores the stack's entry, or negates it; `after` follow.
 struct Heads {
     u64 before, after;
 };
@@ -69,7 +69,7 @@ __device__ __forceinline__ Heads heads_of(const Shape& shape, const Item& item, 
     return {word & ~then, then & ~word};
 }
 
-// The producer's word to the consumers: which tile comes next, -1 = none, and its numbers of heads.
+// The producer's messages to the consumers: the next tile, -1 = none, and its numbers of heads.
 struct Mail {
     u32 base = shared_address(shared_memory) + TABLE;
     Ring<MAIL> ring;

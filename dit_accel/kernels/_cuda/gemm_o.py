@@ -20,8 +20,8 @@ from dit_accel.kernels.layout import block_count
 from dit_accel.kernels.symbols import AttentionPlan
 
 COLUMN_TILE = 256
-MAX_SOURCES = 4  # o and its history
-MAX_ENTRIES = 8  # of a stack
+MAX_SOURCES = 4  # o and the entries of its history
+MAX_ENTRIES = 8  # entries of a stack
 
 
 def limit(
@@ -35,7 +35,7 @@ def limit(
     entries: int = 1,
     tensors: Sequence[tuple[str, torch.Tensor | None]] = (),
 ) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if problem := hopper_kernel_limit(o, "o", o.shape[-1], plan, offset):
         return problem
     if weight.shape[0] % 8:
@@ -62,7 +62,7 @@ def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
 
 
 def _launch(sources, weight, bias, plan, stack, weights, offset, out, previous=None) -> None:
-    """With weights a DISPATCH, without them an UPDATE of every source."""
+    """Launch a DISPATCH if there are weights, else an UPDATE of every source."""
     o = sources[0]
     stack_before, mask64_before = previous or (stack, None)
     batch, length, heads, head_dim = o.shape

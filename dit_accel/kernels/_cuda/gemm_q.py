@@ -15,19 +15,19 @@ from dit_accel.kernels._cuda.runtime import kernel, multiprocessors
 from dit_accel.kernels._cuda.tensor_map import tensor_map
 from dit_accel.kernels.layout import block_count
 
-MAX_UNITS = 368  # of one thread block: what the table takes that the kernel keeps in shared memory
-MAX_ROWS = 24_576  # words of the plan, which the kernel puts where its ring of stages will be
+MAX_UNITS = 368  # units of one thread block that fit the kernel's table in shared memory
+MAX_ROWS = 24_576  # words of the plan that fit the shared memory of the ring of stages, where they lie at first
 
 
 def limit(x, weight, bias, plan, offset, norm_weight, rope, stream) -> str | None:
-    """What keeps the kernel from these arguments, or None."""
+    """Return why the kernel can't take these arguments, or None."""
     if problem := hopper_kernel_limit(x, "x", stream.shape[-1], plan, offset):
         return problem
     rows = plan.batch * plan.blocks
     if rows > MAX_ROWS:
         return f"the plan must have at most {MAX_ROWS} row-blocks, got {rows}"
     if x.is_cuda and (units := _units(rows, plan.heads, multiprocessors(x.device))) > MAX_UNITS:
-        return f"the plan must have at most {MAX_UNITS} pairs of tiles a multiprocessor, got {units}"
+        return f"the plan must have at most {MAX_UNITS} pairs of tiles per multiprocessor, got {units}"
     for name, vector in (("bias", bias), ("norm_weight", norm_weight)):
         if vector is not None and vector.data_ptr() % 4:
             return f"{name} must begin at a multiple of 4 bytes"
@@ -38,7 +38,7 @@ def limit(x, weight, bias, plan, offset, norm_weight, rope, stream) -> str | Non
 
 
 def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
-    """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
+    """Write x's queries into ``stream`` ``[B, S, H, D]``, the output's tokens for x."""
     batch, length, channels = x.shape
     head_dim = stream.shape[-1]
     first_block = offset // plan.block
@@ -59,6 +59,6 @@ def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stre
 
 
 def _units(rows: int, heads: int, programs: int) -> int:
-    """The most units that one of the thread blocks may get: each head of each group of rows may leave one tile over."""
+    """Largest number of units of one thread block: each head of each group of rows may have one unpaired tile."""
     groups = max((rows * heads + programs) // (2 * programs), 1)
     return block_count((rows + groups) * heads, 2 * programs)

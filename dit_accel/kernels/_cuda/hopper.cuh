@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_box(const TensorMap* map, u32 shared, int 
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the stores of this thread have read shared memory (it may be overwritten).
+// Waits until the stores of this thread have read shared memory, which may then be overwritten.
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Ordinary writes to shared memory, copy_async's too, become visible to the copy engine and to wgmma; then a barrier.
@@ -244,7 +244,7 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// What asm calls the first 32, 64 and 128 registers of an accumulator, and these registers.
+// Names in asm of the first 32, 64 and 128 registers of an accumulator, and these registers.
 #define NAMES_32                                                                                                   \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23" \
     ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -263,7 +263,7 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
 #define REGISTERS_64 REGISTERS_32(0), REGISTERS_32(32)
 #define REGISTERS_128 REGISTERS_64, REGISTERS_32(64), REGISTERS_32(96)
 
-// A and B in shared memory, of SHAPE; COUNT accumulators a thread, behind whose names come those of the other operands.
+// A and B in shared memory, of SHAPE; COUNT accumulators per thread; their names precede those of the other operands.
 // `accumulate` 0 overwrites d.
 #define WGMMA_OF_SHARED(COUNT, SHAPE, NAMES, REGISTERS, A, B, ACCUMULATE, MAJOR)                            \
     template <int B_N_MAJOR>                                                                                \

@@ -1,6 +1,6 @@
-"""From a ``.cu`` file to a launch: NVRTC compiles, the driver loads, and no compiler is needed on the user's machine.
+"""Compilation and launch of ``.cu`` files by NVRTC and the driver, without a compiler on the user's machine.
 
-torch's CUDA wheels bring NVRTC, and the driver brings libcuda; both are called through ctypes. A compiled kernel is
+torch's CUDA wheels contain NVRTC, and the driver contains libcuda; both are called through ctypes. A compiled kernel is
 cached on disk (``$DIT_ACCEL_CACHE``, else ``$XDG_CACHE_HOME/dit_accel``, else ``~/.cache/dit_accel``) under a hash of
 its sources, its options and the compiler's version, and in memory once loaded.
 """
@@ -28,7 +28,7 @@ DEFAULT_SHARED_LIMIT = 48 * 1024
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Defines = tuple[tuple[str, str | int], ...]
-DEBUG_DEFINES: Defines = ()  # of every kernel; set before the first launch
+DEBUG_DEFINES: Defines = ()  # added to every kernel's; set before the first launch
 
 
 class Kernel:
@@ -44,7 +44,7 @@ class Kernel:
         """Launch on the device's current stream.
 
         Args:
-            programs: thread blocks.
+            programs: number of thread blocks.
             threads: threads in a block.
             arguments: a tensor passes its address, None a null pointer, an int an ``int``, a float a ``float``, and a
                 ctypes value itself.
@@ -55,13 +55,13 @@ class Kernel:
             self._shared_limit = shared_bytes
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        # as Triton asks for it: torch.cuda.current_stream takes longer than the launch
+        # Triton's way: torch.cuda.current_stream takes longer than the launch
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
         is_current = torch.cuda.current_device() == self._device.index
         with contextlib.nullcontext() if is_current else torch.cuda.device(self._device):
             launch = self._function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None
             error = _driver().cuLaunchKernel(*launch)
-            if error == INVALID_CONTEXT:  # a thread that has not used the device yet
+            if error == INVALID_CONTEXT:  # the thread has not used the device yet
                 _check(_driver().cuCtxSetCurrent(self._context), "context")
                 error = _driver().cuLaunchKernel(*launch)
         _check(error, "launch")
@@ -69,10 +69,10 @@ class Kernel:
 
 @functools.cache
 def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) -> Kernel:
-    """The function ``name`` of ``source``, compiled for ``device``.
+    """Return the function ``name`` of ``source``, compiled for ``device``.
 
     Args:
-        source: file in this folder; it may include the ``.cuh`` files beside it and nothing else.
+        source: file in this folder; it may include this folder's ``.cuh`` files and nothing else.
         name: an ``extern "C" __global__`` function.
         device: a CUDA device with its index.
         defines: preprocessor macros, ``(name, value)``.
@@ -82,7 +82,7 @@ def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) 
     """
     torch.cuda.init()
     function, context = ctypes.c_void_p(), ctypes.c_void_p()
-    with torch.cuda.device(device):  # which is lazy: the thread may still have no context
+    with torch.cuda.device(device):  # this is lazy: the thread may still have no context
         _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "context")
         _check(_driver().cuCtxSetCurrent(context), "context")
         _check(
@@ -93,7 +93,7 @@ def kernel(source: str, name: str, device: torch.device, defines: Defines = ()) 
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why CUDA C++ can't be compiled and launched for a CUDA device, or None."""
+    """Return why CUDA C++ can't be compiled and launched for a CUDA device, or None."""
     if torch.version.cuda is None:
         return "this build of torch has no CUDA"
     try:
@@ -120,10 +120,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def resting_counters(owner: str, count: int, device: torch.device) -> torch.Tensor:
-    """int32 ``[count]`` on the device that a kernel finds zero and leaves zero.
+    """Return int32 ``[count]`` on the device, which is zero before and after each launch.
 
-    Launches of one kernel on one stream follow each other, so they share one tensor. A captured graph may be replayed
-    on any stream, beside other graphs: each launch in it gets counters of its own, which the graph clears.
+    Launches of a kernel on one stream run one after the other and share one tensor. A captured graph may be replayed on
+    any stream while other graphs run: each launch in it gets its own counters, which the graph clears.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
@@ -136,10 +136,10 @@ def _counters_of_stream(owner: str, count: int, device: torch.device, stream: in
 
 
 def compile_source(source: str, architecture: str, defines: Defines = ()) -> bytes:
-    """Machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC.
+    """Return machine code (a cubin) of a file of this folder, from the disk cache or from NVRTC.
 
     Args:
-        architecture: as NVRTC names it, "sm_80" or "sm_90a".
+        architecture: NVRTC's name, such as "sm_80" or "sm_90a".
 
     Raises:
         KernelError: NVRTC refuses; the message holds its log.
@@ -158,17 +158,17 @@ def compile_source(source: str, architecture: str, defines: Defines = ()) -> byt
         if code := cached.read_bytes():
             return code
     code = _compile((SOURCES / source).read_text(), source, options)
-    with contextlib.suppress(OSError):  # a cache that can't be written costs a compilation a process, nothing more
+    with contextlib.suppress(OSError):  # without a writable cache each process compiles again
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
             written = Path(folder) / cached.name
             written.write_bytes(code)
-            written.replace(cached)  # whole or not at all
+            written.replace(cached)  # atomic
     return code
 
 
 def architecture_of(device: torch.device) -> str:
-    """As NVRTC names it: "sm_90a" on Hopper, whose wgmma and TMA are in no plain target, "sm_XY" elsewhere."""
+    """NVRTC's name of the architecture: "sm_90a" on Hopper, because "sm_90" lacks wgmma; else "sm_XY"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 
@@ -228,7 +228,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """torch's own NVRTC, else one that the system's loader finds."""
+    """Load torch's own NVRTC, else one that the system's loader finds."""
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}" if torch.version.cuda else "libnvrtc.so"
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
@@ -236,13 +236,13 @@ def _nvrtc() -> ctypes.CDLL:
     if not found:
         return ctypes.CDLL(name)
     for builtins in found[0].parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(builtins))  # NVRTC asks the loader for it by name, and its folder is on no search path
+        ctypes.CDLL(str(builtins))  # NVRTC loads it by name, and its folder is on no search path
     return ctypes.CDLL(str(found[0]))
 
 
 @functools.cache
 def _nvrtc_architectures() -> tuple[int, ...]:
-    """Compute capabilities that NVRTC compiles for, as 80, 89, 90, …"""
+    """Compute capabilities that NVRTC supports, as 80, 89, 90, …"""
     count = ctypes.c_int()
     _nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count))
     architectures = (ctypes.c_int * count.value)()
@@ -262,5 +262,5 @@ def _cache_folder() -> Path:
         return Path(explicit)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit_accel"
-    except RuntimeError:  # a user without a home, as in some containers
+    except RuntimeError:  # a user without a home folder, as in some containers
         return Path(tempfile.gettempdir()) / f"dit_accel-{os.getuid()}"

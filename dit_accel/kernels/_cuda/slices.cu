@@ -1,17 +1,17 @@
-// Attention to single keys for Hopper (sm_90a): goes on from the attention over a row's tiles, in out and lse.
+// Attention to single keys for Hopper (sm_90a): continues from the attention over a row's tiles, in out and lse.
 //
-// The consumers and the storing warp are attention.cu's. Instead of one loading warp there are three, for what the copy
-// engine can't do, gather (FG-Attn, section 4.2):
+// The consumers and the storing warp are those of attention.cu. Three warps replace the loading warp, because the copy
+// engine can't gather (FG-Attn, section 4.2):
 //
-//   lister   draws rows by ticket, loads their queries, and turns the bits of their keys into positions, 128 a tile, in
-//            a ring of LISTS tiles: a warp reads 1024 keys at a time, counts the bits before each lane's, and every lane
-//            writes the positions of its own;
-//   keys     copies the keys at a tile's positions to their place in the swizzled tile, 16 bytes a lane, and lets the
-//            barrier that the consumers wait at count the copies' arrival;
+//   lister   takes rows by ticket, loads their queries, and turns the bits of their keys into positions, 128 per tile,
+//            in a ring of LISTS tiles: the warp reads 1024 keys at a time, counts the bits before each lane's, and every
+//            lane writes its own positions;
+//   keys     copies the keys at a tile's positions to their place in the swizzled tile, 16 bytes per lane; the copies
+//            arrive at the barrier on which the consumers wait;
 //   values   does the same with the values.
 //
-// So no list of a row's keys is ever in memory. A row's first tile is the one that is not full (consumers mask the first);
-// it is padded with the row's first key.
+// So no list of a row's keys is ever in memory. A row's first tile is the partly filled one, because consumers mask the
+// first tile; it is padded with the row's first key.
 //
 // 12 heads, 32760 tokens, head dimension 128, one H200: 11.6 ms with every key single (545 TF; whole tiles 9.0 ms), 1.2 ms
 // with a tenth of them. Triton's gather takes 14.6 and 1.8 ms.
@@ -91,7 +91,7 @@ struct Lister {
 #endif
     }
 
-    // The first tile takes `first` positions, the others BLOCK each.
+    // The first tile has `first` positions, each other tile BLOCK.
     __device__ __forceinline__ void list_keys(const Words& words, int count, int first) {
         int begin = 0, end = first;  // of the tile, among the row's keys
         u32* positions = next_tile();
@@ -141,7 +141,7 @@ template <int STAGES>
 __device__ __forceinline__ void gather(const Source& source, u32 ring, u64 (&full)[STAGES], u64 (&empty)[STAGES],
                                        Shared& shared, Listed& listed) {
     constexpr int CHUNKS = BOXES * 8;  // of 16 bytes, a row
-    constexpr int ROWS = BLOCK * CHUNKS / 32;  // that a lane copies its chunk of, one after the other
+    constexpr int ROWS = BLOCK * CHUNKS / 32;  // rows whose chunk a lane copies, one after the other
     const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, first_row = lane / CHUNKS * ROWS;
     const u32 own = ring + chunk / 8 * BOX_BYTES + first_row * 128;
     const u32 token_bytes = source.token * sizeof(element);

@@ -1,4 +1,4 @@
-"""Descriptors for Hopper's bulk tensor copies (TMA): a box of a strided tensor, to and from swizzled shared memory."""
+"""Descriptors of Hopper's bulk tensor copies (TMA) between boxes of a strided tensor and swizzled shared memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dit_accel.errors import KernelError
 from dit_accel.kernels._cuda.runtime import _driver
 
 BYTES = 128
-ALIGNMENT = 64  # of the map
-ALIGNED = 16  # bytes: the tensor's address and strides
+ALIGNMENT = 64  # bytes, of the map
+ALIGNED = 16  # bytes, of the tensor's address and strides
 DATA_TYPES = {torch.uint8: 0, torch.int8: 0, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 SWIZZLE_128_BYTES = 3
 PROMOTE_TO_256_BYTES = 3
@@ -25,7 +25,7 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
-    """A map of ``x`` whose boxes land in shared memory with the 128-byte swizzle; what lies outside x reads as 0.
+    """Return a map of ``x`` whose boxes are stored in shared memory with the 128-byte swizzle; outside x reads as 0.
 
     Args:
         x: any strides in multiples of 16 bytes, the last being 1; at most 5 axes; address a multiple of 16 bytes.
@@ -35,7 +35,7 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
         KernelError: the driver refuses the layout.
     """
     size = x.element_size()
-    # an axis of length 1 may have any stride, which the driver would judge all the same
+    # an axis of length 1 may have any stride, but the driver checks it too
     row = -(-x.shape[-1] * size // ALIGNED) * ALIGNED
     strides = tuple(
         stride * size if length > 1 else row for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
@@ -44,7 +44,7 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
 
 
 def tensor_map_limit(name: str, x: torch.Tensor) -> str | None:
-    """What keeps the copy engine from ``x``, or None."""
+    """Return why the copy engine does not support ``x``, or None."""
     size = x.element_size()
     strides = [stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
     if x.data_ptr() % ALIGNED or any(stride <= 0 or stride * size % ALIGNED for stride in strides):

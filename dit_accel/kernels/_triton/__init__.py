@@ -1,1 +1,1 @@
-"""Triton kernels, sm80 and later. Imported inside the call that needs them, never at package import."""
+"""Triton kernels for sm80 and later, imported by the first call that needs them."""

@@ -1,19 +1,19 @@
-"""Block-sparse attention: one program for each 64 (or 128) queries of a row that computes, online softmax in base 2.
+"""Block-sparse attention: one program for each 64 (or 128) queries of a row that computes; online softmax in base 2.
 
-A program whose number lies beyond ``work_count``, which it reads on the device, ends at once. The others go through the
-key blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), running maximum m and sum l:
+A program reads ``work_count`` on the device and ends at once if its number is beyond it. The others loop over the key
+blocks of their row in tiles of ``KEY_TILE`` tokens. With s = scale * log2(e), running maximum m and sum l:
 
     m' = max(m, s * max_j q k_j)      p_j = exp2(s * q k_j - m')      a = exp2(m - m')
     l  = a * l + sum_j p_j            acc = a * acc + sum_j p_j v_j
 
-Without masks a FULL tile that is cut, of which a row has one at most, follows in a second loop. With masks one loop
-goes through all tiles, and those that are FULL and whole jump over the mask (see ``attention_steps``). What a call does
-not use costs nothing: masks, ``kv_len``, ragged tails, the threshold and lse are compiled in or out.
+Without masks a row's tile that is cut by the end of the keys, at most one, follows in a second loop. With masks one
+loop goes over all tiles, and whole FULL tiles skip the mask (see ``attention_steps``). Unused features cost nothing:
+masks, ``kv_len``, partial tiles, the threshold and lse are compiled in or out.
 
-On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB: the
-query and one tile, which holds the keys and then the values), and each computes while the others wait. Dense, head
-dimension 128, 33K tokens, one H200, one run: 551 TF; two programs of 128 queries and two stages reach 544 TF, one such
-program with three stages 512 TF.
+On Hopper the loop does not prefetch. Three programs of 64 queries fit a multiprocessor (168 registers, 49 KiB for the
+queries and one tile, which holds the keys and then the values), and each computes while the others wait. Dense
+attention of head dimension 128 and 33K tokens on one H200, one run: 551 TF; two programs of 128 queries and two stages
+reach 544 TF, one such program with three stages 512 TF.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dit_accel.kernels.symbols import AttentionPlan, masks_of
 
 @triton.jit
 def _slot(visit, full, visible_full):
-    """Where a row's list holds its tile of that visit: FULL tiles without a key stand before the masked ones."""
+    """Position of a visit's tile in the row's list, which may have FULL tiles without valid keys before masked ones."""
     return visit + tl.where(visit < visible_full, 0, full - visible_full)
 
 
@@ -50,7 +50,7 @@ def _add_values(
     HAS_KV_LEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if IS_CUT and HAS_KV_LEN and BY_DESCRIPTOR:
-        if valid_tokens < TOKENS:  # what lies beyond kv_len may be NaN, and 0 * NaN is NaN: read 0 there
+        if valid_tokens < TOKENS:  # values beyond kv_len may be NaN, and 0 * NaN is NaN: read 0 there
             values = load_tile(
                 tiles, base, batch, head, start, token_stride, valid_tokens, TOKENS, HEAD_DIM, False, True
             )
@@ -113,8 +113,8 @@ def _attention(
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
     steps = (visits if HAS_MASKS else whole) * TILES
-    # The next step's key block is loaded a step ahead: loaded where it is used, Triton sends it through shared memory,
-    # which costs two barriers a step (33K tokens, tiles of 64 keys, three stages: 341 instead of 463 TF).
+    # The next key block is loaded one step ahead. Otherwise Triton passes it through shared memory, which costs two
+    # barriers per step (33K tokens, tiles of 64 keys, three stages: 341 TF instead of 463 TF).
     slot = 0
     if HAS_MASKS:
         slot = _slot(0, full, visible_full)
@@ -159,7 +159,7 @@ def _attention(
                 KEY_TILE, HEAD_DIM, BY_DESCRIPTOR, HAS_MASKS and HAS_END, HAS_KV_LEN, PRECISION,
             )  # fmt: skip
 
-    if HAS_END and not HAS_MASKS:  # a tile that is cut, at most one, whose last parts may have no key
+    if HAS_END and not HAS_MASKS:  # at most one cut tile, whose last parts may have no key
         key_block = tl.load(key_blocks + whole, visits > whole, other=0)
         left = tl.where(visits > whole, key_end - key_block * BLOCK, 0)
         for step in tl.range(0, tl.cdiv(tl.minimum(left, BLOCK), KEY_TILE), num_stages=1):
@@ -195,15 +195,15 @@ def _attention(
 def _config(
     q: torch.Tensor, plan: AttentionPlan, has_pv_threshold: bool, by_descriptor: bool, is_hopper: bool
 ) -> dict[str, int]:
-    """Sizes of tiles and pipeline; those of other GPUs than Hopper fit the least shared memory (sm89: 99 KiB)."""
+    """Sizes of tiles and pipeline; on other GPUs than Hopper they fit the smallest shared memory (sm89: 99 KiB)."""
     block = plan.block
-    if q.dtype == torch.float32:  # on the scalar units, for checks
+    if q.dtype == torch.float32:  # on scalar units, for tests
         return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
     if is_hopper and plan.masks is not None and not has_pv_threshold and (q.shape[-1] <= 64 or not by_descriptor):
         # 512 tokens, 8 heads of 64: 7.1 us with tiles of 128 keys and three stages, 7.5 us with two, 8.8 us with one
         return {"QUERIES": 64, "KEY_TILE": block if q.shape[-1] <= 64 else 64, "STAGES": 3, "num_warps": 4}
     if by_descriptor:
-        # tiles of 64 keys leave room for prefetching, and need it: 483 TF with three stages, 431 TF with one
+        # tiles of 64 keys leave room for prefetching and need it: 483 TF with three stages, 431 TF with one
         stages = {"STAGES": 1, "maxnreg": 168} if block == 128 else {"STAGES": 3}
         return {"QUERIES": 64, "KEY_TILE": block, "num_warps": 4} | stages
     if has_pv_threshold:
@@ -213,10 +213,10 @@ def _config(
 
 
 def attention_into(q, k, v, plan, scale, kv_len, pv_threshold, out, lse) -> None:
-    # the interpreter, which is on no GPU, takes Hopper's way
+    # the interpreter, without a GPU, takes Hopper's path
     is_hopper = hopper_limit(q) is None
     heads, blocks, tokens = plan.heads, plan.blocks, plan.tokens
-    # to the launch of a short call, which bounds it, two descriptors would add a third
+    # a short call is launch-bound, and two descriptors would make its launch a third longer
     wants_descriptor = is_hopper and q.dtype != torch.float32 and (plan.masks is None or not plan.is_short)
     by_descriptor = wants_descriptor and fits_descriptor(k) and fits_descriptor(v)
     config = _config(q, plan, pv_threshold is not None, by_descriptor, is_hopper)

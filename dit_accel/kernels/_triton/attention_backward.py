@@ -1,15 +1,15 @@
-"""Gradients of block-sparse attention in three launches, each result with one writer: no atomics, equal in every run.
+"""Gradients of block-sparse attention in three launches; without atomics, so results are equal in every run.
 
-1. :func:`_prepare`, over the rows that compute: with lse the row's log-sum-exp, for each query
+1. :func:`_prepare`, over the rows that compute: for each query, with lse its log-sum-exp,
 
        shift = lse * log2(e), +inf for queries without a key and beyond the sequence        delta = sum(dO * O)
 
 2. :func:`_query_gradient`, over the rows that compute, along their key blocks: dQ;
 3. :func:`_key_gradients`, over the key blocks, along the query blocks that attend to them: dK and dV.
 
-Both loops compute a tile's P = exp2(s * q k - shift) and dS = P * (dO v - delta) anew, with s = scale * log2(e): seven
-products a tile instead of five, but no tile is ever stored. With shift = +inf P is 0, so the loop over queries needs no
-mask. What a call does not use costs nothing: masks, ``kv_len`` and ragged tails are compiled in or out.
+Both loops recompute a tile's P = exp2(s * q k - shift) and dS = P * (dO v - delta), with s = scale * log2(e): seven
+products per tile instead of five, but no tile is ever stored. With shift = +inf P is 0, so the loop over queries needs
+no mask. Unused features cost nothing: masks, ``kv_len`` and partial tiles are compiled in or out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _query_gradient(
     HAS_KV_LEN: tl.constexpr, HAS_MASKS: tl.constexpr, IS_RAGGED: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of ``QUERIES`` queries of a row that computes; its tiles as the forward pass visits them."""
+    """Compute dQ of ``QUERIES`` queries of a row, visiting its tiles like the forward pass."""
     TILES: tl.constexpr = BLOCK // TILE
     PARTS: tl.constexpr = BLOCK // QUERIES
     HAS_REST: tl.constexpr = HAS_KV_LEN or HAS_MASKS or IS_RAGGED
@@ -128,7 +128,7 @@ def _query_gradient(
             key_block = tl.load(key_blocks + visit + tl.where(visit < cut, whole, full - cut))
             key_in_block = step % TILES * TILE
             start = key_block * BLOCK + key_in_block
-            left = key_end - start  # beyond the end keys and values read 0, whatever they hold
+            left = key_end - start  # keys and values beyond the end read 0
             keys = load_tile(None, k_base, batch, head, start, k_token, left, TILE, HEAD_DIM, False, True)
             values = load_tile(None, v_base, batch, head, start, v_token, left, TILE, HEAD_DIM, False, True)
             scores = tl.dot(query, keys.T, input_precision=PRECISION)
@@ -158,7 +158,7 @@ def _key_gradients(
     HAS_KV_LEN: tl.constexpr, HAS_MASKS: tl.constexpr, IS_RAGGED: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of ``KEYS`` keys of a block, over the query blocks that attend to it; tiles stand transposed."""
+    """Compute dK and dV of ``KEYS`` keys of a block, over the query blocks that attend to it; tiles are transposed."""
     TILES: tl.constexpr = BLOCK // TILE
     PARTS: tl.constexpr = BLOCK // KEYS
     item = tl.program_id(0)
@@ -175,7 +175,7 @@ def _key_gradients(
     )
     q_base = q + batch * q_batch + head * q_head
     do_base = do + batch * do_batch + head * do_head
-    of_head = (column // blocks).to(tl.int64) * blocks * BLOCK  # where shift and delta of the head begin
+    of_head = (column // blocks).to(tl.int64) * blocks * BLOCK  # offset of the head's shift and delta
     batch, head = batch.to(tl.int32), head.to(tl.int32)
 
     query_blocks = query_index + column.to(tl.int64) * blocks
@@ -223,11 +223,12 @@ def _key_gradients(
 
 @triton.jit
 def _longest_first(position, count, blocks, LONG: tl.constexpr):
-    """Where in a work list that goes head by head, each longest first, the entry stands that runs at ``position``.
+    """Index of the entry that runs at ``position``, in a work list sorted by head, then longest first.
 
-    The longest ``1 / LONG`` of each head come before all others, lest a key block that all its head attends to starts
-    last: with two of those in each of 12 heads dK, dV take 1.08 instead of 1.69 ms, with random tiles 1.07 for 1.04 ms.
-    Sorted over all heads those would take 1.27 ms, because programs that run at one time then share no queries.
+    The longest ``1 / LONG`` entries of each head run first, so that a key block to which a whole head attends does not
+    start last. With two such blocks in each of 12 heads dK and dV take 1.08 ms instead of 1.69 ms; with random tiles
+    they take 1.07 ms instead of 1.04 ms. Sorting over all heads takes 1.27 ms, because programs that run at the same
+    time then share no queries.
     """
     long_blocks = blocks // LONG
     heads = count // blocks
@@ -244,7 +245,7 @@ def _longest_first(position, count, blocks, LONG: tl.constexpr):
 def _store_rows(
     out, rows, batch, head, first, heads, tokens, valid_tokens, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Rows into a contiguous ``[B, S, H, D]``; those from ``valid_tokens`` on are 0, whatever was computed there."""
+    """Store rows into a contiguous ``[B, S, H, D]``; rows from ``valid_tokens`` on are set to 0."""
     token = first + tl.arange(0, TOKENS)
     offset = ((batch.to(tl.int64) * tokens + token) * heads + head) * HEAD_DIM
     values = tl.where((token < valid_tokens)[:, None], rows, 0.0).to(out.dtype.element_ty)
@@ -252,13 +253,14 @@ def _store_rows(
 
 
 def _config(q: torch.Tensor, by_descriptor: bool) -> dict[str, int]:
-    """Tokens that a step of either loop goes through (``TILE``), and the pipeline.
+    """Tokens per step of either loop (``TILE``), and the pipeline.
 
     On Hopper two programs fit a multiprocessor (255 registers, 97 KiB), and one computes while the other waits. With 5%
-    of 512 x 512 tiles, 12 heads and head dimension 128 on one H200, dQ runs at 571 TF and dK, dV at 627 TF; without
-    prefetching at 437 and 466 TF, in tiles of 32 tokens at 554 and 558 TF, dK, dV of 128 keys in 8 warps at 530 TF.
+    of 512 x 512 tiles, 12 heads and head dimension 128 on one H200, dQ runs at 571 TF and dK, dV at 627 TF. Without
+    prefetching they run at 437 and 466 TF, in tiles of 32 tokens at 554 and 558 TF; dK, dV of 128 keys in 8 warps run
+    at 530 TF.
     """
-    if q.dtype == torch.float32:  # on the scalar units, for checks
+    if q.dtype == torch.float32:  # on scalar units, for tests
         return {"TILE": 16, "STAGES": 1, "num_warps": 8}
     return {"TILE": 64 if by_descriptor else 32, "STAGES": 2, "num_warps": 4}
 
@@ -268,7 +270,7 @@ def attention_backward(q, k, v, o, lse, do, plan, scale, kv_len) -> tuple[torch.
     dq = q.new_zeros(q.shape)  # rows that do not compute
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shift, delta = (lse.new_empty(plan.batch, plan.heads, plan.blocks * plan.block) for _ in range(2))
-    # the interpreter, which is on no GPU, takes Hopper's way
+    # the interpreter, without a GPU, takes Hopper's path
     is_hopper = hopper_limit(q) is None and q.dtype != torch.float32
     by_descriptor = is_hopper and all(fits_descriptor(x) for x in (q, k, v, do))
     config = _config(q, by_descriptor)

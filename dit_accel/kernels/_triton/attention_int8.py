@@ -1,14 +1,14 @@
-"""Attention over int8 queries and keys, and over float8 values where asked.
+"""Attention over int8 queries and keys, optionally with float8 values.
 
-A score is ``c * (int8 product + float16 product)``, with c the product of a query's scale (which holds the scale of
-the scores and log2(e)) and a key block's: the int8 product is turned to float32 and the float16 product of the 16 exact
-channels is added by the matrix unit, so the softmax costs what it costs in bfloat16, one multiply-add and one exp2 a
-score. Keys that take no part have -inf in an exact channel: no tile needs a mask.
+A score is ``c * (int8 product + float16 product)``. c is the product of a query's scale (including the scale of the
+scores and log2(e)) and a key block's scale. The int8 product is converted to float32, and the matrix unit adds the
+float16 product of the 16 exact channels. So the softmax costs as much as in bfloat16: one multiply-add and one exp2 per
+score. Ignored keys have -inf in an exact channel, so no tile needs a mask.
 
-With ``pv_threshold`` the rows of a program are those that decide together, and a step is a whole tile.
+With ``pv_threshold`` the rows of a program decide together, and a step is a whole tile.
 
-In float8, probabilities are 256 times as large (e4m3 goes down to 2^-9; their sum is as much larger), and
-``operand_order`` makes the registers of the scores those of the next product's operand.
+In float8, probabilities and their sum are multiplied by 256, because e4m3 only goes down to 2^-9. ``operand_order``
+permutes keys so that the registers of the scores are the operand of the next product.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dit_accel.kernels._triton.quantize import SLOTS, Quantized, ValueMatrix, co
 from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
-LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference of two -inf would be NaN
+LOWEST = tl.constexpr(-1e30)  # replaces -inf, because the difference of two -inf is NaN
 FP8_SHIFT = tl.constexpr(8.0)  # log2 of the factor of float8 probabilities
 TMA_ALIGNMENT = 16  # bytes
 
 
 @triton.jit
 def _in_operand_order(probabilities):
-    """Columns of scores in the order of the values; no instruction, only another reading of the registers."""
+    """Reorder columns of scores like the values; takes no instruction, only reinterprets the registers."""
     queries: tl.constexpr = probabilities.shape[0]
     keys: tl.constexpr = probabilities.shape[1]
     octets = tl.reshape(probabilities, [queries, keys // 16, 2, 4, 2])
@@ -79,7 +79,7 @@ def _attention_int8(
     token = row % blocks * BLOCK + item % PARTS * ROWS + tl.arange(0, ROWS)
     steps = tl.load(kv_count + row) * TILES
     key_blocks = kv_index + row.to(tl.int64) * blocks
-    if HAS_PV_THRESHOLD:  # which needs to know the last tile that has a key; else those without are tiles like others
+    if HAS_PV_THRESHOLD:  # it needs the last tile with a key; otherwise tiles without keys need no special case
         key_end = tokens
         if HAS_KV_LEN:
             key_end = tl.minimum(tl.load(kv_len + batch), tokens)
@@ -92,7 +92,7 @@ def _attention_int8(
     next_block = tl.load(key_blocks)
     for step in tl.range(0, steps, num_stages=STAGES):
         block = next_block
-        # one step ahead: loaded where it is used, it would go through shared memory, with a barrier
+        # one step ahead: otherwise it would pass through shared memory, with a barrier
         next_block = tl.load(key_blocks + tl.minimum(step + 1, steps - 1) // TILES)
         first = block * BLOCK + step % TILES * KEY_TILE
         key_row = kv_head * blocks * BLOCK + first
@@ -136,9 +136,9 @@ def _attention_int8(
 
 
 def config_of(q: torch.Tensor, block: int, fp8: bool, by_tile: bool = False) -> dict[str, int]:
-    """``by_tile``: a step must be a whole tile."""
+    """Sizes of tiles and pipeline; ``by_tile``: a step must be a whole tile."""
     key_tile = 32 if q.dtype == torch.float32 and not fp8 else None
-    if is_hopper_or_later(q):  # three programs a multiprocessor, each of which waits while the others compute
+    if is_hopper_or_later(q):  # three programs per multiprocessor, of which one waits while the others compute
         return {"KEY_TILE": key_tile or block, "STAGES": 1, "num_warps": 4, "maxnreg": 168, "BY_DESCRIPTOR": True}
     return {"KEY_TILE": key_tile or (block if by_tile else 64), "STAGES": 2, "num_warps": 4, "BY_DESCRIPTOR": False}
 
@@ -174,8 +174,8 @@ def attend(plan, quantized, matrix, config, out, lse, kv_len=None, pv_threshold=
 def values_as_matrix(
     v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None, quantized: Quantized, zero_fills: bool
 ) -> ValueMatrix:
-    """Values themselves serve if no tile reaches into other samples or past ``kv_len``, where they may hold NaN; else a
-    copy with zeros there. ``zero_fills``: reading past the end of a matrix gives zeros.
+    """Return the values if no tile reaches into other samples or beyond ``kv_len``, where they may be NaN; else a copy
+    with zeros there. ``zero_fills``: reading past the end of a matrix gives zeros.
     """
     batch, tokens, kv_heads, head_dim = v.shape
     padded = plan.blocks * plan.block

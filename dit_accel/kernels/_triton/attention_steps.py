@@ -1,7 +1,7 @@
-"""What the attention kernels share: which tiles a row visits, masks inside tiles, the online softmax, the end of a row.
+"""Functions that the attention kernels share: the tiles of a row, masks inside tiles, and the online softmax.
 
-A row's tiles are listed FULL ones first, ascending, then masked ones, ascending. The end of the keys (of the sequence,
-or ``kv_len``) cuts at most one of each, so a row visits, in this order,
+A row's list holds its FULL tiles, ascending, then its masked tiles, ascending. The end of the keys (of the sequence, or
+``kv_len``) cuts at most one tile of each kind, so a row visits, in this order,
 
     whole FULL tiles, which need no mask | a FULL tile that is cut, at most one | masked tiles, one of which may be cut
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dit_accel.kernels.symbols import CAUSAL_TILE, FIRST_PARTIAL_TILE, FULL_TILE
 
-LOWEST = tl.constexpr(-3.0e38)  # stands for -inf where a difference of two -inf would be NaN
+LOWEST = tl.constexpr(-3.0e38)  # replaces -inf, because the difference of two -inf is NaN
 LN_2 = tl.constexpr(0.6931471805599453)
 FULL = tl.constexpr(FULL_TILE)
 CAUSAL = tl.constexpr(CAUSAL_TILE)
@@ -25,7 +25,7 @@ def visits_of_row(
     kv_count, full_count, key_blocks, row, blocks, key_end,
     BLOCK: tl.constexpr, LIST: tl.constexpr, HAS_KV_LEN: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
-    """How many tiles are FULL, how many of these are whole, how many have a key, and how many masked tiles have one."""
+    """Count the FULL tiles: all, uncut ones, and ones with valid keys; and count masked tiles with valid keys."""
     count = tl.load(kv_count + row)
     full = tl.load(full_count + row) if HAS_MASKS else count
     whole_blocks = key_end // BLOCK
@@ -49,11 +49,12 @@ def pairs_that_attend(
     code, pool, query_block, key_block, first_query, first_key,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mask of (a part of) a tile by its code, bool ``[QUERIES, KEYS]``; the part starts inside its blocks.
+    """Mask of a tile, or of a part of one, by its code, bool ``[QUERIES, KEYS]``; the part starts inside its blocks.
 
-    Each query reads or makes the words of 32 bits for its keys. In the layout of a product's result a thread's keys
-    differ by 1 and by multiples of 8: ``key & 6`` is one number, by which it shifts each word once, and the rest of the
-    key's number is known when compiled. So a pair costs a test of a bit and a selection, as a comparison would.
+    Each query reads or computes 32-bit words for its keys. In the layout of a product's result a thread's keys differ
+    by 1 and by multiples of 8. So ``key & 6`` is the same for all of them, and the thread shifts each word once by it;
+    the rest of the key's number is known at compile time. A pair then costs one bit test and one selection, like a
+    comparison.
     """
     query = first_query + tl.arange(0, QUERIES)
     key = tl.arange(0, KEYS)[None, :]
@@ -76,9 +77,9 @@ def _lowest_bits(count):
 
 @triton.jit
 def softmax_step(scores, running_max, running_sum, scale_log2, MASKED: tl.constexpr):
-    """One step of the online softmax in base 2: probabilities, the factor for what was summed so far, maximum, sum.
+    """One step of the online softmax in base 2: return probabilities, the factor for earlier sums, maximum, and sum.
 
-    ``scores`` are unscaled products; with ``MASKED`` a query may not have seen a key yet (all -inf, sum 0).
+    ``scores`` are unscaled products; with ``MASKED`` a query may have had no key yet (all -inf, sum 0).
     """
     new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
     shift = tl.maximum(new_max, LOWEST) if MASKED else new_max
@@ -89,11 +90,11 @@ def softmax_step(scores, running_max, running_sum, scale_log2, MASKED: tl.conste
 
 @triton.jit
 def go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, has_before, LOG2_E: tl.constexpr):
-    """Joins a softmax over further keys with what a row has: an output, whose sum is 1, and log-sum-exp, or nothing.
+    """Merge a softmax over further keys with a row's earlier normalised output and log-sum-exp, if it has any.
 
     Args:
-        out_rows, lse_rows: where those are, ``[QUERIES, HEAD_DIM]`` and ``[QUERIES]``, and the joint ones go.
-        has_before: whether there is anything; where not, memory there may hold garbage.
+        out_rows, lse_rows: pointers ``[QUERIES, HEAD_DIM]`` and ``[QUERIES]``, read before and written after.
+        has_before: True if the row has an earlier output; if not, the memory may hold garbage.
     """
     before = tl.load(lse_rows, query_valid & has_before, other=float("-inf")) * LOG2_E
     new_max = tl.maximum(running_max, before)
@@ -107,7 +108,7 @@ def go_on_from(acc, running_max, running_sum, out_rows, lse_rows, query_valid, h
 
 @triton.jit
 def is_negligible(scores, running_max, query_valid, scale_log2, threshold_log2):
-    """True where the best score in the tile lies too far below the best so far, for every query (SpargeAttn, 3.4)."""
+    """Return True if for every query the tile's best score is too far below the best so far (SpargeAttn, 3.4)."""
     best = tl.max(scores, 1) * scale_log2
     behind = best - tl.maximum(tl.maximum(running_max, best), LOWEST)  # -inf where the tile masks all of a query
     behind = tl.where(query_valid, behind, float("-inf"))

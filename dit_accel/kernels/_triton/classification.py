@@ -1,7 +1,7 @@
-"""Classification: two order statistics of each row, found bit by bit, and the bits of what lies above them.
+"""Classification: two order statistics of each row, found bit by bit, and the bits of the tiles above them.
 
-Probabilities are not negative, so their bit patterns are ordered as they are, and the largest pattern that at least m
-tiles reach is found from the top bit down. Tiles above it are among the m; of those equal to it the earliest are.
+Probabilities are not negative, so their bit patterns sort like the numbers. The largest pattern that at least m tiles
+reach is found from the top bit down. All tiles above it and the earliest tiles equal to it are the m highest.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import SHARE_BITS
 
-ELEMENTS = 2048  # of the map that a program holds, or one row
-REGISTERS = 64  # of a thread, so that a multiprocessor holds all the warps it can: each waits for one sum after another
+ELEMENTS = 2048  # elements of the map per program, or one row
+REGISTERS = 64  # per thread, so that a multiprocessor is fully occupied: each warp waits for one sum after another
 
 
 @triton.jit
 def _thresholds(pattern, first_wanted, second_wanted):
-    """int32 [rows, tiles] -> [rows] twice: the largest pattern that so many tiles of the row reach.
+    """int32 [rows, tiles] -> [rows] twice: the largest pattern that the wanted numbers of tiles of the row reach.
 
-    Shares are below 2, so bit 30 is clear. Both counts of a step share a word, and are summed up at once.
+    Shares are below 2, so bit 30 is clear. Both counts of a step share a word and are summed at once.
     """
     first = tl.zeros([pattern.shape[0]], tl.int32)
     second = first
@@ -38,7 +38,7 @@ def _thresholds(pattern, first_wanted, second_wanted):
 
 @triton.jit
 def _are_among_highest(pattern, threshold, wanted):
-    """bool [rows, tiles]: the ``wanted`` highest of each row, the earlier ones of those that equal the threshold."""
+    """bool [rows, tiles]: the ``wanted`` highest of each row; among those equal to the threshold the earlier ones."""
     is_above = pattern > threshold[:, None]
     is_equal = (pattern == threshold[:, None]).to(tl.int32)
     left = wanted - tl.sum(is_above.to(tl.int32), 1)

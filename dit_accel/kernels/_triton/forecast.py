@@ -1,4 +1,4 @@
-"""Weighted sum of remembered features: elementwise over everything, or over the rows that a plan reuses."""
+"""Weighted sum of remembered features, over all elements or over the rows that a plan reuses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import triton.language as tl
 from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels.symbols import AttentionPlan
 
-ELEMENTS = 1024  # of a program
+ELEMENTS = 1024  # elements per program
 WARPS = 4
-ROW_TOKENS = 64  # of a row-block that a program writes
+ROW_TOKENS = 64  # tokens of a row-block per program
 ROW_WARPS = 4
 
 
@@ -95,7 +95,7 @@ def _sum_everything_into(history: Sequence[torch.Tensor], weights: tuple[float, 
 
 
 def _contiguous_tail(x: torch.Tensor) -> int:
-    """Elements of the longest run of trailing axes that lie side by side in memory."""
+    """Number of elements of the trailing axes that are contiguous in memory."""
     length = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if size != 1 and stride != length:
@@ -105,7 +105,7 @@ def _contiguous_tail(x: torch.Tensor) -> int:
 
 
 def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor | None:
-    """A view ``[rows, columns]``, or None where the rows are not evenly spaced."""
+    """Return a view ``[rows, columns]``, or None if the rows are not evenly spaced."""
     try:
         return x.view(-1, columns)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""GEMM-O: one program a (row-block, N tile); the reduction walks only the heads that are wanted.
+"""GEMM-O: one program per (row-block, N tile); the reduction runs over the wanted heads only.
 
-A row-block's heads are the set bits of one 64-bit word, taken from the lowest up. The walk is one loop over ``count *
-PARTS`` steps of ``K_TILE`` columns, so loads of the next head are in flight while this one is multiplied.
+A row-block's heads are the set bits of one 64-bit word, taken from the lowest up. The reduction is one loop over
+``count * PARTS`` steps of ``K_TILE`` columns, so the next head is loaded while the current one is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _add_heads(
 ):  # fmt: skip
     """``acc + sum_h o_h W_h`` over the heads of ``word``; ``acc`` is ``[block, n_tile]``.
 
-    Only the tiles' scalar addresses change from step to step; the offsets within a tile are computed once.
+    Only the scalar addresses of tiles change in each step; offsets within a tile are computed once.
     """
     PARTS: tl.constexpr = HEAD_DIM // K_TILE
     dim = tl.arange(0, K_TILE)
@@ -49,17 +49,17 @@ def _gemm_o(
     REBASE: tl.constexpr, REUSED: tl.constexpr, COMPUTED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Starts from the bias, or from the weighted sum of ENTRIES stack entries.
+    """Compute a tile, starting from the bias or from the weighted sum of ENTRIES stack entries.
 
-    With REUSED the reused heads are added and the sum is stored in ``stack``; with COMPUTED, then, the others are added
-    and the sum is stored in ``out``. REBASE starts from minus a stack entry that was made under ``mask64_before``: the
-    heads that compute since are added, the sum changes its sign, and the others are those that no longer compute.
+    With REUSED the reused heads are added and the sum is stored in ``stack``. With COMPUTED the other heads are added
+    then, and the sum is stored in ``out``. REBASE starts from a negated stack entry made under ``mask64_before``: heads
+    that compute now but did not before are added, the sum is negated, and heads that no longer compute are added.
     """
     column_tiles = tl.cdiv(columns, N_TILE)
     program = tl.program_id(0).to(tl.int64)  # (b * row_blocks + row_block) * column_tiles + column_tile
     row_block = first_block + program // column_tiles % row_blocks
     batch = program // column_tiles // row_blocks
-    first_token = row_block * BLOCK - offset  # in o and out; negative where the stream begins inside the block
+    first_token = row_block * BLOCK - offset  # in o and out; negative if the stream begins inside the block
     stream_token = first_token + tl.arange(0, BLOCK)
     token_valid = ((stream_token >= 0) & (stream_token < length))[:, None]
     first_column = program % column_tiles * N_TILE
@@ -118,7 +118,7 @@ def dispatch_into(o, weight, plan, stack, weights, offset, out) -> None:
 
 
 def _config(o: torch.Tensor) -> dict[str, int]:
-    """On an H200, all of 4608 x 3072 x 3072 in bf16: update and dispatch 0.16 ms each, where F.linear takes 0.12."""
+    """Sizes of tiles; dense 4608 x 3072 x 3072 in bf16 on an H200: update and dispatch 0.16 ms, F.linear 0.12 ms."""
     head_dim = o.shape[-1]
     if o.dtype == torch.float32:
         return {"N_TILE": 64, "K_TILE": min(head_dim, 32), "STAGES": 2, "num_warps": 8}

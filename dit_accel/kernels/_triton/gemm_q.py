@@ -1,8 +1,8 @@
-"""GEMM-Q: one program a (row-block, head) tile; tiles that are reused end at once.
+"""GEMM-Q: one program per (row-block, head) tile; programs of reused tiles end at once.
 
-The tile spans a whole head, so RMSNorm needs no second pass and RoPE's pairs lie in one row:
-``y = x * rsqrt(mean(x^2) + eps) * w``, then ``z0 = y0 cos0 - y1 sin0`` and ``z1 = y1 cos1 + y0 sin1``. Programs go
-through the heads of one row-block before the next, so its tokens are read from L2 by all but the first.
+A tile spans a whole head, so RMSNorm needs no second pass and RoPE's pairs are in one row:
+``y = x * rsqrt(mean(x^2) + eps) * w``, then ``z0 = y0 cos0 - y1 sin0`` and ``z1 = y1 cos1 + y0 sin1``. Programs are
+numbered by row-block, then head, so only the first program of a row-block does not read its tokens from L2.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _gemm_q(
 
 
 def _config(x: torch.Tensor, fused: bool) -> dict[str, int]:
-    """On an H200, all of 4608 x 3072 x 3072 in bf16: 0.135 ms plain, where F.linear takes 0.12, and 0.19 ms fused.
+    """Sizes of tiles. Dense 4608 x 3072 x 3072 in bf16 on an H200: 0.135 ms plain, 0.19 ms fused, F.linear 0.12 ms.
 
-    With ``K_TILE`` 128 the plain product takes 0.16 ms; with 64 the fused one takes 0.21.
+    With ``K_TILE`` 128 the plain product takes 0.16 ms; with 64 the fused product takes 0.21 ms.
     """
     if x.dtype == torch.float32:
         return {"K_TILE": 32, "STAGES": 2, "num_warps": 8}
@@ -79,7 +79,7 @@ def _config(x: torch.Tensor, fused: bool) -> dict[str, int]:
 
 
 def gemm_q_into(x, weight, bias, plan, offset, norm_weight, norm_eps, rope, stream) -> None:
-    """``stream`` ``[B, S, H, D]`` are the tokens of the output that x stands for."""
+    """Write x's queries into ``stream`` ``[B, S, H, D]``, the output's tokens for x."""
     batch, length, channels = x.shape
     first_block = offset // plan.block
     row_blocks = block_count(offset + length, plan.block) - first_block

@@ -1,9 +1,9 @@
-"""Selection of keys in two launches, each of which does half of attention's products. Nothing is stored but bits.
+"""Selection of keys in two launches, each with half of attention's products; scores are not stored.
 
-1. softmax as in attention, but without values: each query's largest score and sum of exponentials, as parts where few
-   queries would leave multiprocessors idle and so the keys are shared out too;
-2. the same products transposed, keys by queries: a key's best excess over what the queries ask for is found within the
-   threads that hold it, and eight keys make a byte.
+1. Softmax as in attention, but without values: each query's largest score and sum of exponentials. If few queries would
+   leave multiprocessors idle, the keys are divided among programs too, and the results are partial.
+2. The same products transposed, keys by queries: the threads that hold a key find its largest excess over the queries'
+   thresholds, and eight keys form a byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dit_accel.kernels._triton.tiles import fits_descriptor, load_tile, tile_des
 from dit_accel.kernels.backends import hopper_limit
 from dit_accel.kernels.constants import BEST_SHARE, LOG2_E
 
-PROGRAMS = 1024  # up to about so many share out the keys
+PROGRAMS = 1024  # approximate number of programs up to which the keys are divided
 MAX_SPLITS = 16
 
 
@@ -40,7 +40,7 @@ def _queries_of_program(
 
 @triton.jit
 def _tiles_of_program(kv_len, batch, tokens, KEY_TILE: tl.constexpr, HAS_KV_LEN: tl.constexpr):
-    """Where the keys end, and of the program's tiles the first, the one behind the last whole one, and behind all."""
+    """Return the end of the keys, and the program's first tile, the end of its whole tiles, and the end of all."""
     key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
     tiles = tl.cdiv(key_end, KEY_TILE)
     share = tl.cdiv(tiles, tl.num_programs(2))
@@ -82,7 +82,7 @@ def _sum_exponentials(
 def _least_scores(
     maxima, sums, row, valid, queries, key_end, scale_log2, log2_threshold, log2_best, QUERIES: tl.constexpr
 ):
-    """What a key must score with each query to stay, unscaled, from the parts of all programs."""
+    """Lowest unscaled score with each query at which a key is selected, from the partial results of all programs."""
     maximum = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     for split in range(tl.num_programs(2)):
@@ -102,7 +102,7 @@ def _store_keys(
     bits, excess, start, key_end, first_row, rows, row_bytes,
     QUERIES: tl.constexpr, KEY_TILE: tl.constexpr, SHARE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Bytes of a tile's keys from their excess ``[KEY_TILE, QUERIES]``, one row for all queries or one for each."""
+    """Store a tile's bytes from the keys' excess ``[KEY_TILE, QUERIES]``, one row for all queries or one each."""
     valid = start + tl.arange(0, KEY_TILE) < key_end
     byte = tl.arange(0, KEY_TILE // 8)
     has_key = start + byte * 8 < key_end
@@ -150,13 +150,13 @@ def _select_keys(
 
 
 def _configs(q: torch.Tensor, group: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of tiles and pipeline of both launches; the second takes one group, or 64 queries that share no row.
+    """Sizes of tiles and pipeline of both launches; the second takes one group, or 64 queries with separate rows.
 
-    For groups of 128, 12 heads, 32760 tokens, head dimension 128, one H200: 11.1 ms; 13.2 ms with eight warps in the
-    second launch.
+    Groups of 128, 12 heads, 32760 tokens and head dimension 128 take 11.1 ms on one H200; 13.2 ms with eight warps in
+    the second launch.
     """
     queries = max(group, 64)
-    if q.dtype == torch.float32:  # on the scalar units, for checks
+    if q.dtype == torch.float32:  # on scalar units, for tests
         common = {"KEY_TILE": 16, "STAGES": 1, "num_warps": 8}
         return common | {"QUERIES": 64}, common | {"QUERIES": queries}
     return (

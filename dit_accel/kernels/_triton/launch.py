@@ -1,4 +1,4 @@
-"""What every launcher needs: the right device, short launches, a persistent grid's size, the heads of a packed word."""
+"""Helpers of the launchers: device selection, fast launches, properties of the GPU, and bits of packed words."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-INTERPRETER_PROGRAMS = 3  # enough that a persistent loop goes round
+INTERPRETER_PROGRAMS = 3  # few enough that persistent loops run more than once
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device current, because Triton launches on the current device."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **named) -> None:
-    """``kernel[(programs,)](*tensors, *numbers, **named)``, with less host time from the second time on.
+    """``kernel[(programs,)](*tensors, *numbers, **named)``, with less host time from the second call on.
 
-    At every call Triton looks at each argument's type and value for the compiled kernel that fits; a short kernel ends
-    sooner. Here calls are alike whose tensors have the same dtypes and lie alike (at a multiple of 16 bytes, or how far
-    behind one), whose descriptors have tiles of the same shape, and in which all else is equal.
+    In every call Triton checks each argument's type and value to find the compiled kernel, which takes longer than a
+    short kernel runs. Here calls share a compiled kernel if their tensors have the same dtypes and the same alignment
+    to 16 bytes, their descriptors have tiles of the same shape, and all else is equal.
 
     Args:
         kernel: from ``triton.jit``.
-        tensors: its first arguments, the first one a tensor on the current device: tensors, descriptors and None.
+        tensors: its first arguments: tensors, descriptors and None; the first one is a tensor on the current device.
         numbers: its other run-time arguments.
-        named: its constants, and Triton's options.
+        named: its constants and Triton's options.
     """
     key = (kernel, tensors[0].device, *map(_kind, tensors), *numbers, *named, *named.values())
     compiled, constants = _COMPILED.get(key, (None, ()))
@@ -54,7 +54,7 @@ def _kind(tensor: torch.Tensor | TensorDescriptor | None) -> object:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of 2 that is not below a positive number; Triton's own takes 20 us when Python calls it."""
+    """Smallest power of 2 that is at least a positive number; Triton's own function takes 20 us from Python."""
     return 1 << (number - 1).bit_length()
 
 
@@ -63,7 +63,7 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 
 def is_hopper_or_later(tensor: torch.Tensor) -> bool:
-    """True where a program has 227 KiB of shared memory (sm90, sm100); sm86, sm89 and sm120 have 99."""
+    """Return True if a program has 227 KiB of shared memory (sm90, sm100); sm86, sm89 and sm120 have 99 KiB."""
     return tensor.is_cuda and _device_properties(tensor.device).major in (9, 10)
 
 
@@ -73,13 +73,13 @@ def _device_properties(device: torch.device):
 
 
 def precision(x: torch.Tensor) -> str:
-    """Of products: float32 is for checks and exact, other types go through the matrix units as they are."""
+    """Precision of products: exact for float32, which is for tests; other types use the matrix units directly."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
 def key_end_of(kv_len, batch, tokens, HAS_KV_LEN: tl.constexpr):
-    """How many keys of a sample take part."""
+    """Number of valid keys of a sample."""
     key_end = tokens
     if HAS_KV_LEN:
         key_end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), tokens)

@@ -1,13 +1,13 @@
 """Linear attention over marginal tiles, in groups of heads whose states fit ``GROUP_BYTES``. For each group:
 
-1. one program a (key block, head): ``h_j = phi(K_j)^T V_j`` and ``z_j``, the sum of phi(K_j);
+1. one program per (key block, head): ``h_j = phi(K_j)^T V_j`` and ``z_j``, the sum of phi(K_j);
 2. the marginal tiles as a 0/1 matrix M, unpacked from their bits;
-3. ``H = M h``, one batched product over T and D², by torch (cuBLAS): of all steps the one with work. M is exact in any
-   dtype, so h is rounded once, sums run in float32, and H is rounded once;
-4. ``Z = M z`` in float32, made of two TF32 products, since Z divides;
+3. ``H = M h``, one batched product over T and D², by torch (cuBLAS), with most of the work. M is exact in any dtype, so
+   h is rounded once, sums are float32, and H is rounded once;
+4. ``Z = M z`` in float32, made of two TF32 products, because the output is divided by it;
 5. one program for ``TOKENS`` queries of a row that computes: ``phi(Q) H / (phi(Q) Z)``, and the projection.
 
-Neighbouring programs of steps 1 and 5 take neighbouring heads, which lie side by side in memory.
+Neighbouring programs of steps 1 and 5 take neighbouring heads, which are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from dit_accel.kernels.symbols import AttentionPlan
 GROUP_BYTES = 2**29
 SUM_ROWS, SUM_COLUMNS = 32, 64
 SUM_WARPS = 4
-# Of bfloat16, by block. Two programs at least fit a multiprocessor's registers: one loads while the other computes. One
-# H200, D = 128: the states of 12 heads, 32760 tokens take 0.18 ms at blocks of 64, 0.22 with 4 warps of 238 registers.
+# For bfloat16, by block. At least two programs fit a multiprocessor's registers: one loads while the other computes. On
+# one H200 with D = 128 the states of 12 heads and 32760 tokens take 0.18 ms at blocks of 64, and 0.22 ms with 4 warps
+# of 238 registers.
 STATE_CONFIG = {64: {"num_warps": 4, "maxnreg": 168}, 128: {"num_warps": 8, "maxnreg": 128}}
 OUTPUT_CONFIG = {"num_warps": 8, "maxnreg": 128}
 FLOAT32_CONFIG = {"num_warps": 8}
@@ -52,7 +53,7 @@ def _token_pointers(x, strides, batch, head, first_token, TOKENS: tl.constexpr, 
 
 @triton.jit
 def load_tokens(x, strides, batch, head, first_token, stop_token, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """float32 ``[TOKENS, HEAD_DIM]`` of ``[B, S, H, D]``, and which tokens are before ``stop_token``; others read 0."""
+    """Load float32 ``[TOKENS, HEAD_DIM]`` of ``[B, S, H, D]``, 0 from ``stop_token`` on; also return valid tokens."""
     is_valid = tl.arange(0, TOKENS)[:, None] < stop_token - first_token
     pointers = _token_pointers(x, strides, batch, head, first_token, TOKENS, HEAD_DIM)
     return tl.load(pointers, is_valid, other=0.0).to(tl.float32), is_valid
@@ -70,7 +71,7 @@ def load_values(
     v, shared_value, strides, batch, head, heads, first_token, stop_token,
     HAS_SHARED: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`load_tokens`, less the value that the head's keys share."""
+    """Load values like :func:`load_tokens`, and subtract the value that the head's keys share."""
     value, is_valid = load_tokens(v, strides, batch, head, first_token, stop_token, TOKENS, HEAD_DIM)
     if HAS_SHARED:
         shared = tl.load(shared_value + (batch * heads + head) * HEAD_DIM + tl.arange(0, HEAD_DIM))
@@ -80,7 +81,7 @@ def load_values(
 
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """``x`` as products of that dtype take it. TF32 units cut 13 bits off, all one way: they are rounded off before."""
+    """Convert ``x`` to an operand of products. TF32 units truncate 13 bits, which biases sums, so round them before."""
     operand = x.to(DTYPE)
     if operand.dtype == tl.float32 and PRECISION == "tf32":
         operand = ((operand.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
@@ -89,7 +90,7 @@ def as_operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_state(states, slot, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """``[HEAD_DIM, HEAD_DIM]``, features by values, as an operand."""
+    """Load a state ``[HEAD_DIM, HEAD_DIM]``, features by values, as an operand."""
     dim = tl.arange(0, HEAD_DIM)
     state = tl.load(states + slot * HEAD_DIM * HEAD_DIM + dim[:, None] * HEAD_DIM + dim[None, :])
     return as_operand(state, states.dtype.element_ty, PRECISION)
@@ -110,7 +111,7 @@ def _block_states(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)  # (b * blocks + j) * heads + h
     head = program % heads
-    block = program // heads % blocks  # may lie behind the last: its state is 0
+    block = program // heads % blocks  # may be beyond the last block: its state is 0
     batch = program // heads // blocks
     stop = key_end_of(kv_len, batch, tokens, HAS_LENGTHS)
     dim = tl.arange(0, HEAD_DIM)
@@ -146,7 +147,7 @@ def _sum_features(
         weights = tl.load(pointers, (row < rows) & (column < columns)[None, :], other=0.0).to(tl.float32)
         pointers = feature_sums + (head * columns + column)[:, None] * HEAD_DIM + dim
         value = tl.load(pointers, (column < columns)[:, None], other=0.0)
-        high = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # what TF32 holds
+        high = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the bits that TF32 holds
         total = tl.dot(weights, high, total, input_precision="tf32")
         total = tl.dot(weights, value - high, total, input_precision="tf32")
     tl.store(out + (head * rows + row) * HEAD_DIM + dim, total, row < rows)
@@ -171,7 +172,7 @@ def _outputs(
     row = first_token // BLOCK
     if not row_computes(mask64, batch, row, first_head + head, rows):
         return
-    # everything is loaded before anything is computed, so that all loads are under way at once
+    # all loads come before all computations, so that they overlap
     query, _ = load_tokens(q, q_strides, batch, head, first_token, tokens, TOKENS, HEAD_DIM)
     slot = (batch * heads + head) * rows + row
     state = load_state(sums, slot, HEAD_DIM, PRECISION)
@@ -193,9 +194,9 @@ def _outputs(
 
 
 class RowSums(NamedTuple):
-    """What the rows of a group of G heads sum up, with ``marginal``, the 0/1 matrix that they sum by.
+    """Sums over the marginal tiles of the rows of G heads, with ``marginal``, the 0/1 matrix of these tiles.
 
-    T rows and, a multiple of 8, the columns C: ``marginal`` ``[B * G, T, C]`` and ``sums`` (H) ``[B * G, T, D, D]`` in
+    With T rows and C columns, a multiple of 8: ``marginal`` ``[B * G, T, C]`` and ``sums`` (H) ``[B * G, T, D, D]`` in
     the dtype of products, ``feature_sums`` (Z) float32 ``[B * G, T, D]``.
     """
 
@@ -205,15 +206,15 @@ class RowSums(NamedTuple):
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """float16 would overflow: sums over 32K keys reach 32K times a value."""
+    """Dtype of products; not float16, which would overflow: sums over 32K keys reach 32K times a value."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 def products(x: torch.Tensor, config: dict[str, int] = FLOAT32_CONFIG) -> dict[str, int | str]:
-    """How products are made; ``config`` holds for those of bfloat16.
+    """Constants of products; ``config`` applies to bfloat16.
 
-    They take so many tokens that all fits the shared memory of every GPU since sm80 (sm89: 99 KiB), and float16 goes
-    through TF32, which has as many bits.
+    The number of tokens fits the shared memory of every GPU since sm80 (sm89: 99 KiB). float16 uses TF32, which has as
+    many mantissa bits.
     """
     if x.dtype == torch.bfloat16:
         return {"TOKENS": 64, "PRECISION": "tf32"} | config
@@ -221,7 +222,7 @@ def products(x: torch.Tensor, config: dict[str, int] = FLOAT32_CONFIG) -> dict[s
 
 
 def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
-    """Groups of heads whose states, as many as there are tiles in a row, take at most ``GROUP_BYTES``; one at least."""
+    """Yield groups of at least one head whose states, one per key block, take at most ``GROUP_BYTES``."""
     head_bytes = plan.batch * plan.blocks * q.shape[-1] ** 2 * product_dtype(q).itemsize
     size = max(GROUP_BYTES // head_bytes, 1)
     for first in range(0, plan.heads, size):
@@ -229,14 +230,14 @@ def head_groups(q: torch.Tensor, plan: AttentionPlan) -> Iterator[slice]:
 
 
 def sum_states(k, v, plan, group, feature_map, kv_len, shared_value=None) -> RowSums:
-    """Steps 1 to 4 for keys and values ``[B, S, G, D]`` of a group of heads.
+    """Run steps 1 to 4 for keys and values ``[B, S, G, D]`` of a group of heads.
 
-    ``shared_value``: float32 ``[B, G, D]``, taken off all values of a head. None = nothing is.
+    ``shared_value``: float32 ``[B, G, D]``, subtracted from all values of a head; None = 0.
     """
     batch, tokens, heads, head_dim = k.shape
     dtype = product_dtype(k)
     bits = plan.linear_bits[:, group]
-    columns = bits.shape[-1] * 8  # whole bytes: cuBLAS wants rows of 16 bytes
+    columns = bits.shape[-1] * 8  # whole bytes, because cuBLAS needs rows of 16 bytes
     marginal = unpack_bits(bits.contiguous(), columns).to(dtype).flatten(0, 1)
     states = k.new_empty(batch * heads, columns, head_dim * head_dim, dtype=dtype)
     feature_sums = k.new_empty(batch * heads, columns, head_dim, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""Gradients of linear attention over marginal tiles, in the same groups of heads as the forward. For each group:
+"""Gradients of linear attention over marginal tiles, in the same groups of heads as the forward pass. For each group:
 
-1. H and Z again, as in the forward;
-2. one program a row: from H, Z, q and dO its dQ, and its ``dH_i = phi(Q_i)^T dN_i`` and ``dZ_i``;
+1. H and Z again, as in the forward pass;
+2. one program per row: from H, Z, q and dO its dQ, and its ``dH_i = phi(Q_i)^T dN_i`` and ``dZ_i``;
 3. ``dh = M^T dH``, one batched product by torch (cuBLAS), and ``dz = M^T dZ`` in float32;
-4. one program a key block: from dh, dz, k and v its dK and dV.
+4. one program per key block: from dh, dz, k and v its dK and dV.
 
-Whatever is added to all values of a head changes neither dQ nor dK, but it would be most of H where values have a mean:
-over 32K keys, 180 times what dQ is made of. So values are taken from their mean here, before anything is rounded.
+A constant added to all values of a head changes neither dQ nor dK. But if values have a mean, it dominates H: over 32K
+keys it is 180 times the part that determines dQ. So the mean is subtracted from the values before anything is rounded.
 Each result has one writer, so runs repeat bit by bit.
 """
 
@@ -35,7 +35,7 @@ from dit_accel.kernels._triton.linear_attention import (
 
 @triton.jit
 def _features_backward(gradient, features, FEATURES: tl.constexpr):
-    """phi's derivative times the gradient of its result, both float32 ``[tokens, head_dim]``."""
+    """Gradient of phi's input from the gradient of its result, float32 ``[tokens, head_dim]``."""
     if FEATURES == "softmax":
         return features * (gradient - tl.sum(features * gradient, 1)[:, None])
     if FEATURES == "elu":
@@ -102,7 +102,7 @@ def _key_gradients(
     features = as_operand(exact_features, element, PRECISION)
     d_value = tl.dot(features, load_state(d_states, slot, HEAD_DIM, PRECISION), input_precision=PRECISION)
     store_tokens(dv, dk_strides, batch, head, first_token, tokens, d_value, TOKENS, HEAD_DIM)
-    # loaded anew, for the other order: both at once would take 144 KiB in float32
+    # loaded again in the other order: both at once would take 144 KiB in float32
     by_value = tl.trans(load_state(d_states, slot, HEAD_DIM, PRECISION))
     d_features = tl.dot(as_operand(value, element, PRECISION), by_value, input_precision=PRECISION)
     d_features += tl.load(d_feature_sums + slot * HEAD_DIM + tl.arange(0, HEAD_DIM))[None, :]

@@ -1,9 +1,10 @@
-"""Lowering in two launches, neither of which needs the host to know a count.
+"""Lowering in two launches, without any count on the host.
 
-1. one program a row: decodes its bits into ``kv_count`` and ``kv_index`` (and, for head 0, the row-block's ``mask64``);
-2. one program a chunk of rows: where each stands in the work list. Its rank is the number of rows in its group (its
-   head, or all heads) that are longer, or as long and earlier, and before the group come the rows of earlier heads. The
-   same program lists the rows that compute, where its rows begin a head.
+1. One program per row decodes its bits into ``kv_count`` and ``kv_index`` (and, for head 0, the row-block's
+   ``mask64``).
+2. One program per chunk of rows finds their places in the work list. A row's rank is the number of rows in its group
+   (its head, or all heads) that are longer, or as long and earlier; rows of earlier heads come before the group. If its
+   rows begin a head, the program also lists the head's rows that compute.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import triton.language as tl
 from dit_accel.kernels._triton.launch import on_device, set_bits
 from dit_accel.kernels.symbols import FULL_TILE, AttentionPlan, SparseSymbols
 
-RANK_ROWS = 32  # rows that a program ranks against all rows of their group
+RANK_ROWS = 32  # rows that a program ranks among all rows of their group
 
 
 @triton.jit
 def _load_tiles(row_bits, row_codes, tile, blocks, HAS_SKIP: tl.constexpr, HAS_MASKS: tl.constexpr, FULL: tl.constexpr):
-    """Which of a row's tiles compute, and which of those are full: 0 or 1."""
+    """Return for a row's tiles 1 or 0: whether they compute, and whether they compute and are full."""
     keep = (tile < blocks).to(tl.int32)
     if HAS_SKIP:
         keep &= tl.load(row_bits + tile // 8, tile < blocks, other=0).to(tl.int32) >> tile % 8
@@ -57,7 +58,7 @@ def _lower_rows(
             _, full = _load_tiles(row_bits, row_codes, tile, blocks, HAS_SKIP, HAS_MASKS, FULL)
             full_tiles += tl.sum(full, 0)
         tl.store(full_count + row, full_tiles)
-    before = 0  # full tiles in earlier chunks, or all tiles where none is masked
+    before = 0  # full tiles in earlier chunks, or all tiles if none is masked
     masked_before = full_tiles
     for start in range(0, stop, CHUNK):
         tile = start + tl.arange(0, CHUNK)
@@ -73,7 +74,7 @@ def _lower_rows(
 
 @triton.jit
 def _computes(mask64, row, heads, blocks, valid):
-    """1 where the row ``(b * H + h) * Tq + i`` computes, else 0."""
+    """Return 1 if the row ``(b * H + h) * Tq + i`` computes, else 0."""
     word = tl.load(mask64 + row // blocks // heads * blocks + row % blocks, valid, other=0)
     return (word >> (row // blocks % heads).to(tl.int64) & 1).to(tl.int32)
 
@@ -98,7 +99,7 @@ def _lower_lists(
         first_slot += tl.sum(set_bits(tl.where(index < first_batch * blocks, word, word & earlier_heads)), 0)
 
     rank = tl.zeros([ROWS], tl.int32)
-    place = tl.zeros([ROWS], tl.int32)  # rows of the same head that compute and come earlier
+    place = tl.zeros([ROWS], tl.int32)  # number of earlier rows of the same head that compute
     group_count = 0
     for start in range(first, stop, CHUNK):
         other = start + tl.arange(0, CHUNK)
@@ -120,7 +121,7 @@ def _lower_lists(
 
 
 def lower_into(symbols: SparseSymbols, plan: AttentionPlan, ranked_together: int) -> None:
-    """``ranked_together``: rows that the work list sorts together, those of a head or of all heads."""
+    """Fill a plan; ``ranked_together``: number of rows that the work list sorts together, of a head or of all heads."""
     batch, heads, blocks = plan.batch, plan.heads, plan.blocks
     rows = batch * heads * blocks
     chunk = min(triton.next_power_of_2(blocks), 1024)

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE: one program a token, which holds all of its heads; of queries and of keys in one launch."""
+"""RMSNorm and RoPE of queries and of keys in one launch; one program per token holds all of its heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _norm_rope_row(
     x, weight, cos, sin, out, width, eps,
     NORM: tl.constexpr, HAS_ROPE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """All heads of the token at which ``x``, ``cos``, ``sin`` and ``out`` point."""
+    """Compute all heads of the token to which ``x``, ``cos``, ``sin`` and ``out`` point."""
     dim = tl.arange(0, HEAD_DIM)[None, :]
     feature = tl.arange(0, HEADS)[:, None] * HEAD_DIM + dim
     inside = feature < width
@@ -57,7 +57,7 @@ def norm_rope_into(
     rope: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> None:
-    """Fills ``out`` of one or two parts ``(x, weight, out)``; two that lie alike share a launch."""
+    """Fill ``out`` of one or two parts ``(x, weight, out)``; two parts of the same layout share a launch."""
     first, second = parts[0], parts[-1]
     if _layout(first) != _layout(second):
         for part in parts:
@@ -79,6 +79,6 @@ def norm_rope_into(
 
 
 def _layout(part: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> tuple:
-    """What two parts must have in common to share a launch, beside the shape and dtype of ``x``."""
+    """Key of a part's layout; two parts with the same key, shape and dtype of ``x`` share a launch."""
     x, weight, out = part
     return x.stride(), None if weight is None else weight.shape, out.stride()

@@ -1,11 +1,11 @@
 """Pooled map in two launches.
 
-1. one program a (side, batch, block, head) reads its tokens once and keeps their mean and the length of their unit sum;
-   neighbouring programs read neighbouring heads, which lie side by side in memory;
-2. one program a (batch, head) and chunk of query blocks: scores against all key blocks into the map, then, with the
-   row's maximum and sum known, their softmax in place. Means of keys are taken from the first block's mean: any vector
-   may be subtracted from all keys of a softmax, and this one holds what they share. The float32 products are made of
-   three TF32 products.
+1. One program per (side, batch, block, head) reads its tokens once and computes their mean and the length of the sum of
+   their unit vectors. Neighbouring programs read neighbouring heads, which are adjacent in memory.
+2. One program per (batch, head) and chunk of query blocks writes scores against all key blocks into the map, then, with
+   the row's maximum and sum, their softmax in place. The first block's mean is subtracted from the means of keys: any
+   vector may be subtracted from all keys of a softmax, and this one contains the part that they share. The float32
+   products are made of three TF32 products.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dit_accel.kernels._triton.launch import key_end_of, on_device
 from dit_accel.kernels.constants import LOG2_E, SMALLEST_SQUARED_NORM
 
 STATISTICS_WARPS = 2
-CHUNK = 16  # tokens of a program's step
-QUERIES = 16  # query blocks of a program
-KEYS = 64  # key blocks that it scores at a time
+CHUNK = 16  # tokens per step of a program
+QUERIES = 16  # query blocks per program
+KEYS = 64  # key blocks that a program scores at a time
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _probabilities(
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(tl.exp2(scores - new_max[:, None]), 1)
         running_max = new_max
-    tl.debug_barrier()  # other threads of the program read the scores back
+    tl.debug_barrier()  # because other threads of the program read the scores
     for start in range(0, blocks, KEYS):
         key = start + tl.arange(0, KEYS)
         stored = (query < blocks)[:, None] & (key < valid_blocks)[None, :]
@@ -101,7 +101,7 @@ def _probabilities(
 
 
 def pooled_map_into(mean, similarity, probabilities, q, k, block, kv_len) -> None:
-    """Fills ``mean`` ``[2, B, H, T, D]`` and ``similarity`` ``[2, B, H, T]`` (of q, then k) and ``probabilities``."""
+    """Fill ``mean`` ``[2, B, H, T, D]`` and ``similarity`` ``[2, B, H, T]`` (of q, then k) and ``probabilities``."""
     batch, tokens, heads, head_dim = q.shape
     blocks = probabilities.shape[-1]
     with on_device(q):

@@ -1,10 +1,10 @@
 """Eight-bit queries, keys and values for attention, by the formulas in ``dit_accel/kernels/quantize.py``.
 
-First the sums of each block, channel by channel (of q and k over a quarter of the tokens, of v over all), then one
-program a key head that turns them into means, factors and the list of exact channels, then q, k and v themselves.
+First the kernels sum each block per channel (q and k over a quarter of the tokens, v over all). Then one program per
+key head computes means, factors and the list of exact channels from the sums. Then q, k and v are quantised.
 
-All are padded to whole blocks. Exact channel 15 of a key is 0, or -inf where the key takes no part: a query has 1
-there, so the scores of such keys are -inf without a mask in the attention kernels.
+All are padded to whole blocks. Exact channel 15 of a key is 0, or -inf if the key is ignored. A query has 1 there, so
+the scores of such keys are -inf without a mask in the attention kernels.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ FP16_SAFE = tl.constexpr(formulas.FP16_SAFE)
 SMALLEST_SCALE = tl.constexpr(formulas.SMALLEST_SCALE)
 LARGEST_FACTOR = tl.constexpr(formulas.LARGEST_FACTOR)
 LOG2_E = tl.constexpr(1.4426950408889634)
-CHUNK, CHUNK_WARPS = 128, 16  # blocks that one program a head sums at once: it has little to compute but long to wait
+CHUNK, CHUNK_WARPS = 128, 16  # blocks that a head's program sums at once; it computes little and waits for memory
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What the attention kernels read; P = tokens padded to whole blocks, T blocks. Queries of reused rows are garbage.
+    """Inputs of the attention kernels; P = tokens padded to whole blocks, T blocks. Queries of reused rows are garbage.
 
     Args:
         queries: int8 ``[B, H, P, D]``.
         exact_queries: float16 ``[B, H, P, 16]``, the exact channels in units of the scale, and 1.
         query_scale: float32 ``[B, H, P]``, times the scale of the scores and log2(e).
-        shift: float32 ``[B, H, P]``, what the scores of a query lack, in units of the log-sum-exp; None without one.
+        shift: float32 ``[B, H, P]``, term missing in the scores of a query, in units of the log-sum-exp; None without
+            lse.
         keys: int8 ``[B, H_kv, P, D]``.
         exact_keys: float16 ``[B, H_kv, P, 16]``, the exact channels in units of the scale, and the mask.
         key_scale: float32 ``[B, H_kv, T]``.
-        values: e4m3 ``[B, H_kv, D, P]``, keys in the order of :func:`operand_order` in each 16; None without float8.
-        value_scale: float32 ``[B, H_kv, 2, D]``, scale of each channel of the values, and what to
-            add at the end; None without float8.
+        values: e4m3 ``[B, H_kv, D, P]``, each 16 keys in the order of :func:`operand_order`; None without float8.
+        value_scale: float32 ``[B, H_kv, 2, D]``, scale of each channel of the values, and the mean to add at the end;
+            None without float8.
     """
 
     queries: torch.Tensor
@@ -65,9 +66,9 @@ class ValueMatrix(NamedTuple):
 
     Args:
         values: e4m3 with a row for each channel of each head, or of v's dtype with a row for each token.
-        shape, strides: of the matrix.
-        place: where the first token of a head stands if rows are tokens: at row ``batch * place[0] + head * place[1]``
-            and column ``head * place[2]``.
+        shape, strides: shape and strides of the matrix.
+        place: position of a head's first token if rows are tokens: row ``batch * place[0] + head * place[1]``, column
+            ``head * place[2]``.
     """
 
     values: torch.Tensor
@@ -78,10 +79,10 @@ class ValueMatrix(NamedTuple):
 
 @triton.jit
 def operand_order(position):
-    """Which key of its 16 stands at a position of a float8 operand: with it, a score's registers are the operand's.
+    """Index among 16 keys of the key at a position of a float8 operand, so that scores can stay in their registers.
 
     A thread of a matrix unit holds columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 scores, but rows 4 t to 4 t + 3 of an
-    8-bit operand. A sum over keys does not mind their order.
+    8-bit operand. A sum over keys does not depend on their order.
     """
     return (position & ~15) + (position >> 1 & 1) * 8 + (position >> 2 & 3) * 2 + (position & 1)
 
@@ -91,7 +92,7 @@ def _sums_of_blocks(
     x, kv_count, kv_len, sums, counts, x_batch, x_token, x_head, heads, blocks, tokens,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, OF_QUERIES: tl.constexpr, HAS_KV_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Sampled tokens of a block that take part: count, and per channel the sum and the squares around the mean."""
+    """Count a block's valid sampled tokens; sum them per channel, and their squares around the mean."""
     row = tl.program_id(0).to(tl.int64)  # (b * H + h) * T + i
     head = row // blocks % heads
     batch = row // blocks // heads
@@ -117,7 +118,7 @@ def _ranges_of_blocks(
     v, kv_len, ranges, v_batch, v_token, v_head, heads, blocks, tokens,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Values of a block that take part: per channel the sum, the smallest and the largest."""
+    """Sum, minimum and maximum of a block's valid values per channel."""
     row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
     head = row // blocks % heads
     batch = row // blocks // heads
@@ -163,21 +164,21 @@ def _prepare(
     HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr, HAS_VALUES: tl.constexpr,
     HAS_KV_LEN: tl.constexpr,
 ):  # fmt: skip
-    """One key head: mean of its keys, factors, exact channels, and scale and mean of its values."""
+    """Compute for a key head the mean of its keys, factors, exact channels, and scale and mean of its values."""
     head = tl.program_id(0).to(tl.int64)  # b * H_kv + h
     group = heads // kv_heads
     dim = tl.arange(0, HEAD_DIM)
     k_count, k_mean, k_squares = _moments(k_sums, k_counts, head * blocks, blocks, HEAD_DIM, CHUNK)
     q_count, q_mean, q_squares = _moments(
         q_sums, q_counts, head * group * blocks, blocks * group, HEAD_DIM, CHUNK
-    )  # query heads b * H + h * group + 0 .. group stand one behind the other
+    )  # query heads b * H + h * group + 0 .. group are adjacent
     q_square = q_squares / tl.maximum(q_count, 1.0) + q_mean * q_mean
     k_square = k_squares / tl.maximum(k_count, 1.0)
     alive = (q_square > 0.0) & (k_square > 0.0)
     level = tl.sqrt(tl.sqrt(tl.where(alive, k_square, 1.0) / tl.where(alive, q_square, 1.0)))
     factor = tl.minimum(tl.maximum(level, 1.0 / LARGEST_FACTOR), LARGEST_FACTOR)
     weight = q_square * k_square
-    # each channel's rank, then each rank's channel: two reductions, where a search would take 15
+    # each channel's rank, then each rank's channel: two reductions instead of 15 for a search
     ahead = (weight[:, None] > weight[None, :]) | ((weight[:, None] == weight[None, :]) & (dim[:, None] < dim[None, :]))
     rank = tl.sum(ahead.to(tl.int32), 0)
     slot = tl.arange(0, SLOTS)
@@ -207,15 +208,16 @@ def _prepare(
 
 @triton.jit
 def _int8(x):
-    """Nearest integer, ties to even: adding 1.5 * 2^23 leaves it in the low bits. Conversions are 4 times slower."""
+    """Nearest integer, ties to even: adding 1.5 * 2^23 leaves it in the low bits, 4 times as fast as a conversion."""
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def _exact_channels(tokens, channel, HEAD_DIM: tl.constexpr):
-    """Columns ``channel [16]`` of ``tokens [block, head_dim]``, exactly: a product with ones and zeros.
+    """Select columns ``channel [16]`` of ``tokens [block, head_dim]`` exactly, by a product with ones and zeros.
 
-    Loading them once more would spread a warp over rows, in the whole kernel: 174 loads a thread instead of 61.
+    Loading them again would change the layout of the whole kernel to spread a warp over rows: 174 loads per thread
+    instead of 61.
     """
     chosen = (tl.arange(0, HEAD_DIM)[:, None] == channel[None, :]).to(tokens.dtype)
     return tl.dot(tokens, chosen, input_precision="ieee")
@@ -227,7 +229,7 @@ def _quantize_queries(
     q_batch, q_token, q_head, heads, kv_heads, blocks, tokens, scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """``smoothing`` float32 ``[B, H_kv, 3, D]``: mean of k, factor f, and 1 where a channel is in int8, else 0."""
+    """Quantise q; ``smoothing`` float32 ``[B, H_kv, 3, D]``: mean of k, factor f, and 1 for an int8 channel, else 0."""
     if tl.program_id(0) < tl.load(work_count):
         row = tl.load(work + tl.program_id(0)).to(tl.int64)  # (b * H + h) * T + i
         head = row // blocks % heads
@@ -295,7 +297,7 @@ def _quantize_values(
     v, kv_len, value_scale, values, rests, v_batch, v_token, v_head, kv_heads, blocks, tokens,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_KV_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Also ``rests``, per channel the sum of the block's rounded values, which would be 0 but for the rounding."""
+    """Quantise v, and store in ``rests`` the sum of the block's rounded values per channel, 0 without rounding."""
     row = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * T + i
     head = row // blocks
     batch = head // kv_heads
@@ -318,7 +320,7 @@ def _center_rounded(
     rests, kv_len, value_scale, kv_heads, blocks, tokens,
     HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, HAS_KV_LEN: tl.constexpr,
 ):  # fmt: skip
-    """Takes the mean of the rounded values from the mean that comes back at the end, which makes up for it."""
+    """Subtract the mean of the rounded values from the mean that is added at the end, which corrects rounding."""
     head = tl.program_id(0).to(tl.int64)  # b * H_kv + h
     dim = tl.arange(0, HEAD_DIM)
     total = tl.zeros([HEAD_DIM], tl.float32)
@@ -348,7 +350,7 @@ def _copy_values(
 
 
 def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
-    """Takes ``attention``'s arguments, checked; q is only read where it computes."""
+    """Quantise ``attention``'s arguments, already checked; q is only read in rows that compute."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads, blocks, block = k.shape[2], plan.blocks, plan.block
     padded = blocks * block
@@ -415,7 +417,7 @@ def quantize(q, k, v, plan, scale, kv_len, qk_dtype, has_lse) -> Quantized:
 
 
 def copy_values(v: torch.Tensor, plan: AttentionPlan, kv_len: torch.Tensor | None) -> torch.Tensor:
-    """``[B, S, H_kv, D]`` -> contiguous ``[B, H_kv, P, D]`` with zeros where a key takes no part."""
+    """``[B, S, H_kv, D]`` -> contiguous ``[B, H_kv, P, D]`` with zeros for ignored keys."""
     batch, tokens, kv_heads, head_dim = v.shape
     values = v.new_empty(batch, kv_heads, plan.blocks * plan.block, head_dim)
     with on_device(v):

@@ -1,7 +1,7 @@
-"""Quantised rows, one program each, which holds and turns it in registers; and their product with quantised weights.
+"""Quantisation of rows, each by one program that rotates it in registers, and their product with quantised weights.
 
-The product is a plain tiled one: tiles of both sides through the copy engine on Hopper, several stages ahead, sums in
-registers, scales and bias on the way out.
+The product is tiled: on Hopper the copy engine loads tiles of both sides several stages ahead. Sums are in registers;
+scales and bias are applied when they are stored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ GROUP = 8  # row tiles that share weight tiles in L2
 
 @triton.jit
 def _gelu(x):
-    """The tanh approximation: tanh(y) = 2 sigmoid(2 y) - 1."""
+    """GELU's tanh approximation, with tanh(y) = 2 sigmoid(2 y) - 1."""
     return x * tl.sigmoid(2.0 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def _turn(row, COUNT: tl.constexpr, TURNED: tl.constexpr):
-    """Each 8 features of a row ``[COUNT]`` times the Hadamard matrix of 8, which a thread holds: sums and differences
-    along each of three axes of 2, which have gone round once at the end.
+    """Multiply each 8 features of a row ``[COUNT]``, which one thread holds, by the Hadamard matrix of 8: sums and
+    differences along each of three axes of 2, which are back in order at the end.
     """
     row = row.to(tl.float32)
     if TURNED:
@@ -84,10 +84,10 @@ def rows_into(
     largest: float,
     smallest_scale: float,
 ) -> None:
-    """``x`` ``[R, C]`` and ``gelu`` ``[R, M]``, turned, into ``values``, C + M of a row, and ``scales``, R of them.
+    """Rotate and quantise rows ``x`` ``[R, C]`` and ``gelu`` ``[R, M]`` into ``values`` (C + M per row) and ``scales``.
 
     Args:
-        largest: value that ``values`` can hold.
+        largest: largest value that ``values`` can hold.
     """
     rows, width = x.shape
     gelu_width = 0 if gelu is None else gelu.shape[1]
@@ -106,7 +106,7 @@ def rows_into(
 def _load(
     tiles, base, row, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr
 ):
-    """``[ROWS, COLUMNS]`` of a matrix, 0 beyond it."""
+    """Load ``[ROWS, COLUMNS]`` of a matrix, 0 beyond it."""
     if BY_DESCRIPTOR:
         return tiles.load([row, column])
     own_row, own_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -154,13 +154,13 @@ def _config(values: torch.Tensor) -> dict[str, int]:
 
 
 def product_into(values, scales, weight, weight_scales, bias, out) -> None:
-    """``out``: as many rows as ``values`` has, each of as many columns as ``weight`` has rows."""
+    """Compute ``out``, which has a row for each row of ``values`` and a column for each row of ``weight``."""
     columns, channels = weight.shape
     values = values.reshape(-1, channels)
     rows = len(values)
     config = _config(values)
     tile = config["ROWS"], config["COLUMNS"], config["CHANNELS"]
-    by_descriptor = hopper_limit(values) is None  # the interpreter, which is on no GPU, takes Hopper's way
+    by_descriptor = hopper_limit(values) is None  # the interpreter, without a GPU, takes Hopper's path
     value_tiles = weight_tiles = None
     if by_descriptor:
         value_tiles = TensorDescriptor(values, [rows, channels], [channels, 1], [tile[0], tile[2]])

@@ -1,4 +1,4 @@
-"""Selection: a threshold on masses, found bit by bit, and the bits of what lies above it."""
+"""Selection: a threshold on masses, found bit by bit, and the bits of the entries above it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dit_accel.kernels._triton.launch import on_device
 from dit_accel.kernels._triton.packing import store_bits
 from dit_accel.kernels.constants import COUNT_SLACK, SMALLEST_SHARE, UNITS
 
-ELEMENTS = 4096  # of the map that a program holds, or one row
+ELEMENTS = 4096  # elements of the map per program, or one row
 
 
 @triton.jit
 def _sum_up_to(mass, limit, offset, padding, HAS_OFFSET: tl.constexpr):
-    """int64 [rows]: the sum of masses up to a limit, each plus ``offset``; ``padding`` of them, all 0, are none."""
+    """int64 [rows]: sum of masses up to a limit, each plus ``offset``, without ``padding`` entries, which are 0."""
     counts = mass <= limit[:, None]
     total = tl.sum(tl.where(counts, mass, 0), 1).to(tl.int64)
     if HAS_OFFSET:
@@ -39,7 +39,7 @@ def _lowest_mass(mass, tau_units, offset, padding, HAS_OFFSET: tl.constexpr):
 
 @triton.jit
 def _lowest_count(rank, budget):
-    """int32 [rows, n] -> [rows]: the largest threshold up to which at most ``budget`` ranks lie that are not 0."""
+    """int32 [rows, n] -> [rows]: the largest threshold with at most ``budget`` non-zero ranks up to it."""
     threshold = tl.zeros_like(tl.max(rank, 1))
     for step in range(31):
         candidate = threshold | 1 << (30 - step)
@@ -50,7 +50,7 @@ def _lowest_count(rank, budget):
 
 @triton.jit
 def _finer(mass, UNITS: tl.constexpr):
-    """int32 [rows, n] -> float32 [rows]: the largest power of two times which a row's mass stays within UNITS."""
+    """int32 [rows, n] -> float32 [rows]: the largest power of two by which a row's mass can grow within UNITS."""
     quotient = UNITS // tl.maximum(tl.sum(mass, 1), 1)
     factor = tl.full(quotient.shape, 1.0, tl.float32)
     for step in tl.static_range(1, 31):
@@ -60,7 +60,7 @@ def _finer(mass, UNITS: tl.constexpr):
 
 @triton.jit
 def _exponential_minus_1(x):
-    """exp(x) - 1 for 0 <= x <= 1, to the last bits of a small x too: the series, to x^12 / 12!."""
+    """exp(x) - 1 for 0 <= x <= 1 by the series up to x^12 / 12!, accurate for small x too."""
     total = tl.full(x.shape, 1.0, tl.float32)
     for step in tl.static_range(11):
         total = 1.0 + x * (1.0 / (12 - step)) * total
@@ -88,7 +88,7 @@ def _select_tiles(
         is_always |= in_column
         share = tl.where(in_column, 0.0, share)
     if BY_COUNT:
-        mass = share.to(tl.int32, bitcast=True)  # bits of positive numbers are in order as they are
+        mass = share.to(tl.int32, bitcast=True)  # bits of positive floats sort like the floats
         count = tl.sum((mass > 0).to(tl.int64), 1)
         threshold = _lowest_count(mass, (count * tau_units + COUNT_SLACK) // UNITS)
     else:
@@ -106,7 +106,7 @@ def _select_rows(
     first_text, stop_text, first_vision, stop_vision,
     UNITS: tl.constexpr, SMALLEST_SHARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program a byte of heads."""
+    """Select rows; one program per byte of heads."""
     batch = (tl.program_id(0) // head_bytes).to(tl.int64)
     head_byte = tl.program_id(0) % head_bytes
     block = tl.arange(0, BLOCKS)[None, :]  # [1, blocks]
@@ -116,7 +116,7 @@ def _select_rows(
     for bit in range(tl.minimum(heads - head_byte * 8, 8)):
         map_of_head = probabilities + (batch * heads + head_byte * 8 + bit) * blocks * blocks
         contribution = tl.zeros([1, BLOCKS], tl.int32)
-        share = tl.zeros([1, BLOCKS], tl.float32)  # of the softmax, beyond what all blocks have in common
+        share = tl.zeros([1, BLOCKS], tl.float32)  # share of the softmax without the part that all blocks share
         common = tl.zeros([1], tl.float32)
         for text in range(first_text, stop_text):
             to_text = tl.load(map_of_head + text * blocks + block, is_vision, other=0.0)
@@ -128,7 +128,7 @@ def _select_rows(
             share += excess * scale[:, None]
         share_units = UNITS / tl.maximum(tl.sum(share, 1), common * SMALLEST_SHARE)
         guidance = tl.where(is_vision, tl.ceil(share * share_units[:, None]).to(tl.int32) + 1, 0)
-        offset = tl.ceil(common * share_units).to(tl.int64) - 1  # 1 of it is in each mass: a mass of 0 is no entry
+        offset = tl.ceil(common * share_units).to(tl.int64) - 1  # each mass contains 1 of it: 0 marks no entry
         contributes = contribution > _lowest_mass(contribution, tau_units, 0, 0, HAS_OFFSET=False)[:, None]
         threshold = _lowest_mass(guidance, tau_units, offset, BLOCKS - entries, HAS_OFFSET=True)
         packed |= tl.where(is_vision, (contributes | (guidance > threshold[:, None])).to(tl.int32), 1) << bit

@@ -1,12 +1,12 @@
-"""Single keys gathered into tiles: persistent programs that go on with the softmax where a row's tiles left it.
+"""Single keys gathered into tiles: persistent programs that continue the softmax over a row's tiles.
 
-A program takes the rows with most keys first, from a counter that all programs share. For each it
+A program takes the rows with most keys first, from a counter that all programs share. For each row it
 
-1. writes the positions of the set bits into a list of its own, which holds one row and stays in the L2 cache. Lists for
-   all rows would take 32 times the bits' memory; these take as much as a few heads' bits;
+1. writes the positions of the set bits into its own list, which holds one row and stays in the L2 cache. Lists for all
+   rows would take 32 times the bits' memory; these take as much as a few heads' bits;
 2. gathers the keys and values of the list, ``KEY_TILE`` at a time, by asynchronous copies of one row each
    (FG-Attn's gather-load), ``STAGES`` tiles ahead; positions are loaded one tile ahead of that;
-3. takes them through the online softmax of ``attention_steps``, from the row's output and log-sum-exp so far.
+3. continues the online softmax of ``attention_steps`` with them, from the row's output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dit_accel.kernels.constants import LOG2_E
 from dit_accel.kernels.symbols import AttentionPlan
 
 SHORT_POSITIONS = 1 << 16  # tokens up to which a position takes 2 bytes
-BYTES = 512  # of a row's bits that are decoded at a time
+BYTES = 512  # bytes of a row's bits that are decoded at a time
 
 
 @triton.jit
 def _load_bits(row_bits, byte, row_bytes, key_end):
-    """Bytes of a row's bits as int32, without those of keys from ``key_end`` on."""
+    """Load bytes of a row's bits as int32, with 0 for keys from ``key_end`` on."""
     packed = tl.load(row_bits + byte, byte < row_bytes, other=0).to(tl.int32)
     return packed & ((1 << tl.minimum(tl.maximum(key_end - byte * 8, 0), 8)) - 1)
 
@@ -54,7 +54,7 @@ def _count_slices(bits, mask64, count, heads, blocks, tokens, row_bytes, BYTES: 
 
 @triton.jit
 def _list_keys(positions, row_bits, row_bytes, key_end, BYTES: tl.constexpr):
-    """Writes the positions of a row's set bits, ascending, and returns how many there are."""
+    """Write the positions of a row's set bits, ascending, and return their number."""
     bit = tl.arange(0, 8)[None, :]
     listed = 0
     for start in range(0, tl.minimum(row_bytes, tl.cdiv(key_end, 8)), BYTES):
@@ -71,7 +71,7 @@ def _list_keys(positions, row_bits, row_bytes, key_end, BYTES: tl.constexpr):
 
 @triton.jit
 def _gather(base, position, token_stride, HEAD_DIM: tl.constexpr):
-    """``[len(position), HEAD_DIM]``: the rows at those positions."""
+    """Gather the rows at these positions: ``[len(position), HEAD_DIM]``."""
     return tl.load(base + position.to(tl.int64)[:, None] * token_stride + tl.arange(0, HEAD_DIM)[None, :])
 
 
@@ -95,9 +95,9 @@ def _add_slices(
         head = row // blocks % heads
         batch = row // blocks // heads
         key_end = key_end_of(kv_len, batch, tokens, HAS_KV_LEN)
-        tl.debug_barrier()  # no thread reads the last row's list any more
+        tl.debug_barrier()  # no thread reads the previous row's list any more
         listed = _list_keys(positions, bits + row.to(tl.int64) * row_bytes, row_bytes, key_end, BYTES)
-        tl.debug_barrier()  # all threads have written theirs of this one
+        tl.debug_barrier()  # all threads have written their part of this row's list
         if listed > 0:
             first_query = row % blocks * BLOCK + item % PARTS * QUERIES
             query_valid = query_offset < tokens - first_query
@@ -108,7 +108,7 @@ def _add_slices(
             running_max = tl.full([QUERIES], float("-inf"), tl.float32)
             running_sum = tl.zeros([QUERIES], tl.float32)
             acc = tl.zeros([QUERIES, HEAD_DIM], tl.float32)
-            padding = tl.load(positions)  # stands where the last tile has no key: a row that is finite if any is
+            padding = tl.load(positions)  # fills the last tile: a key of the row, so that it is finite if any is
             position = tl.load(positions + slot, slot < listed, other=padding)
             whole = listed // KEY_TILE
             for step in tl.range(0, whole, num_stages=STAGES):
@@ -151,10 +151,11 @@ def count_slices_into(plan: AttentionPlan) -> None:
 def _config(q: torch.Tensor, block: int) -> dict[str, int]:
     """Sizes of tiles and pipeline, and the programs that share a multiprocessor.
 
-    Three stages need 128 KiB, and are worth it: with every key single, 12 heads, 32760 tokens, head dimension 128, one
-    H200, 14.6 ms, and 21.5 ms with two. Two programs side by side (128 registers, tiles of 32 keys) take 16.0 ms.
+    Three stages need 128 KiB and are faster: with every key single, 12 heads, 32760 tokens and head dimension 128 on
+    one H200 they take 14.6 ms, two stages 21.5 ms. Two programs per multiprocessor (128 registers, tiles of 32 keys)
+    take 16.0 ms.
     """
-    if q.dtype == torch.float32:  # on the scalar units, for checks
+    if q.dtype == torch.float32:  # on scalar units, for tests
         return {"QUERIES": 64, "KEY_TILE": 16, "STAGES": 1, "num_warps": 8, "programs": 1}
     stages = 3 if is_hopper_or_later(q) else 2
     return {"QUERIES": block, "KEY_TILE": 64, "STAGES": stages, "num_warps": block // 16, "programs": 128 // block}

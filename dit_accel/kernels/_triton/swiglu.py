@@ -1,4 +1,4 @@
-"""SwiGLU: one program for some of the features of a token, which it reads and writes once."""
+"""SwiGLU: a program reads and writes some of the features of a token once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dit_accel.kernels._triton.launch import launch, on_device
 
-FEATURES = 2048  # of a program
+FEATURES = 2048  # features per program
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _swiglu(x, out, x_batch, x_token, out_batch, out_token, tokens, width, PART:
 
 
 def swiglu_into(x: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` ``[B, S, M]`` of ``x`` ``[B, S, 2 * M]``."""
+    """Fill ``out`` ``[B, S, M]`` from ``x`` ``[B, S, 2 * M]``."""
     batch, tokens, width = out.shape
     with on_device(x):
         launch(

@@ -1,4 +1,4 @@
-"""One pass of a row's queries over the means of the blocks that its tiles leave out."""
+"""Softmax of a row's queries over the means of the blocks that it skips, in one pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _add_tile_means(
             )
             values = tl.load(mean_v + rows, (tile < blocks)[:, None], other=0.0)
             acc = tl.dot(probabilities.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-        if tl.max(running_max, 0) > float("-inf"):  # alike for all queries: some mean, or none
+        if tl.max(running_max, 0) > float("-inf"):  # all queries have some mean, or none has
             out_base = out + batch.to(tl.int64) * out_batch + head.to(tl.int64) * out_head
             out_rows = out_base + (first_query + query_offset).to(tl.int64)[:, None] * out_token + dim[None, :]
             lse_rows = lse + (row // blocks).to(tl.int64) * tokens + first_query + query_offset

@@ -13,9 +13,9 @@ def load_tile(
     tiles, base, batch, head, start, token_stride, valid_tokens,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, IS_CUT: tl.constexpr,
 ):  # fmt: skip
-    """``[TOKENS, HEAD_DIM]`` of one head, from token ``start`` on; IS_CUT: tokens from ``valid_tokens`` on read 0.
+    """Load ``[TOKENS, HEAD_DIM]`` of a head from token ``start`` on; IS_CUT: tokens from ``valid_tokens`` on read 0.
 
-    A descriptor reads 0 beyond the end of the sequence only, whatever ``valid_tokens`` says.
+    A descriptor reads 0 only beyond the end of the sequence, regardless of ``valid_tokens``.
     """
     if BY_DESCRIPTOR:
         return tiles.load([batch, start, head, 0]).reshape([TOKENS, HEAD_DIM])
@@ -27,7 +27,7 @@ def load_tile(
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """The copy engine (TMA) takes addresses and strides that are multiples of 16 bytes."""
+    """Return True if address and strides are multiples of 16 bytes, as the copy engine (TMA) requires."""
     strides = [
         stride * x.element_size() for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1
     ]
@@ -35,7 +35,7 @@ def fits_descriptor(x: torch.Tensor) -> bool:
 
 
 def tile_descriptor(x: torch.Tensor, tokens: int) -> TensorDescriptor:
-    """Tiles ``[1, tokens, 1, D]`` of ``[B, S, H, D]``."""
-    head_dim = x.shape[-1]  # also stands for the stride of an axis of length 1, which may be anything
+    """Return a descriptor of tiles ``[1, tokens, 1, D]`` of ``[B, S, H, D]``."""
+    head_dim = x.shape[-1]  # also replaces the stride of an axis of length 1, which may be any number
     strides = [stride if length > 1 else head_dim for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tokens, 1, head_dim])

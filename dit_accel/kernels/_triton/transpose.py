@@ -1,4 +1,4 @@
-"""Which query blocks attend to each key block: one program a row marks the tiles that it lists."""
+"""Mark the query blocks that attend to each key block: one program per row marks its tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _mark_tiles(attends, kv_count, kv_index, blocks, CHUNK: tl.constexpr):
 
 
 def attending_blocks(plan: AttentionPlan) -> torch.Tensor:
-    """bool ``[B, H, Tk, Tq]``."""
+    """Mark the query blocks that attend to each key block, bool ``[B, H, Tk, Tq]``."""
     batch, heads, blocks = plan.kv_count.shape
     attends = plan.kv_count.new_zeros(batch, heads, blocks, blocks, dtype=torch.uint8)
     chunk = min(triton.next_power_of_2(blocks), 128)

@@ -1,1 +1,1 @@
-"""What others do to a transformer: ControlNets, compilation, other caches, layers in 8 bits."""
+"""Other changes to a transformer: ControlNets, compilation, other caches, layers in 8 bits."""

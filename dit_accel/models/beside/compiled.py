@@ -1,10 +1,10 @@
-"""A transformer that is compiled whole: a run enters what was compiled in computed steps alone, and without our hook.
+"""Support for a transformer that is compiled whole: only computed steps run the compiled code, without our hook.
 
-``transformer.compile()`` leaves its entry on the module, and ``torch.compile(transformer)`` on a wrapper around it. A
-call through it runs all of the transformer, hooks included, under the compiler. What decides on a call must stand
-outside, and a step that is forecast has nothing to compile (with ``fullgraph=True`` that is even an error). So calls go
-past the entry to our hook. In computed steps the hook enters, with itself out of the way: the graph is that of the
-transformer's own forward, the same as before it was accelerated.
+``transformer.compile()`` puts the compiled entry on the module, ``torch.compile(transformer)`` on a wrapper around it.
+A call through the entry would compile the whole transformer, hooks included. But our hook must decide outside of the
+graph, and a forecast step has nothing to compile (with ``fullgraph=True`` this is an error). So calls bypass the entry
+and reach our hook first. In computed steps the hook removes itself and calls the entry: the compiled graph is that of
+the transformer's own forward, the same as without acceleration.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 
 class CompiledEntry:
-    """Stands where the compiler's entry was, and calls the transformer's hook instead.
+    """Replacement of the compiler's entry that calls the transformer's hook instead.
 
     Args:
         holder: the transformer, or the wrapper around it.
-        attribute: of the holder, under which the entry is.
-        transformer: what was compiled.
+        attribute: attribute of the holder that has the entry.
+        transformer: the compiled transformer.
     """
 
     def __init__(self, holder: nn.Module, attribute: str, transformer: nn.Module) -> None:
@@ -35,10 +35,10 @@ class CompiledEntry:
         return self._transformer.forward(*args, **kwargs)
 
     def compute(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """The output of what was compiled, in tensors of its own: those of a captured graph are overwritten later.
+        """Run the compiled code and copy its output, because a captured graph overwrites its tensors later.
 
         Args:
-            forward: what lies beneath our hook on the transformer.
+            forward: the forward beneath our hook on the transformer.
         """
         transformer = self._transformer
         hooked = transformer.forward
@@ -53,23 +53,23 @@ class CompiledEntry:
         return pytree.tree_map_only(torch.Tensor, torch.clone, output)
 
     def put_back(self) -> None:
-        """Undoes what putting this here has done, unless something else has taken its place."""
+        """Restore the compiler's entry, unless something else has replaced this one."""
         for attribute in (self._attribute, "_old_forward"):  # where accelerate's offload has put it since
             if getattr(self._holder, attribute, None) is self:
                 setattr(self._holder, attribute, self._entry)
 
 
 def is_wrapper(called: Any, transformer: nn.Module) -> bool:
-    """Whether what is called is what ``torch.compile(transformer)`` returns."""
+    """Return True if ``called`` is the wrapper that ``torch.compile(transformer)`` returns."""
     return called is not transformer and getattr(called, "_orig_mod", None) is transformer
 
 
 def compiled_entry(transformer: nn.Module, called: Any, earlier: CompiledEntry | None = None) -> CompiledEntry | None:
-    """What stands at the entry of a transformer that is compiled whole, put there if need be; None = it is not.
+    """Replace the entry of a transformer that is compiled whole, if not done yet; None = it is not compiled whole.
 
     Args:
-        called: what a pipeline calls: the transformer, or the wrapper around it that ``torch.compile`` returns.
-        earlier: what this has returned before, which goes if calls enter elsewhere by now.
+        called: the module that the pipeline calls: the transformer, or its wrapper from ``torch.compile``.
+        earlier: result of the previous call; it is removed if calls no longer enter there.
     """
     wraps = is_wrapper(called, transformer)
     holder, attribute = (called, "forward") if wraps else (transformer, "_compiled_call_impl")

@@ -1,7 +1,8 @@
-"""ControlNets run before the transformer in every step; here only in those whose transformer reads what they give.
+"""Deferred ControlNet calls: a ControlNet runs only in steps whose transformer reads its output.
 
-A DISPATCH step of level ``output`` runs no block, so nobody reads it. A call of the net waits until somebody does.
-Its picture and its strength are part of what the transformer is conditioned on, at every level.
+A pipeline calls its ControlNet in every step. A step forecast at level ``output`` runs no block and reads no output of
+the net, so a call waits until something reads one of its tensors. At every level the ControlNet's image and strength
+count as conditions of the transformer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default)  # a part, 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """All of a tensor but its values and strides."""
+    """Shape, dtype and all else of a tensor except its values and strides."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -43,10 +44,10 @@ class TensorForm:
 
 
 class DeferredCall:
-    """A call that is made when one of its tensors is first read, and then once.
+    """A call that runs once, when one of its tensors is first read.
 
     Args:
-        run: makes it.
+        run: makes the call.
     """
 
     def __init__(self, run: Callable[[], Any]) -> None:
@@ -54,7 +55,7 @@ class DeferredCall:
         self._leaves: list[Any] = []
 
     def leaf(self, index: int) -> torch.Tensor:
-        """One leaf of the output, counted as PyTorch's pytree does."""
+        """Return one leaf of the output, in the order of PyTorch's pytree."""
         if self._run is not None:
             with torch.no_grad():  # as where it was deferred
                 self._leaves, self._run = pytree.tree_leaves(self._run()), None
@@ -62,12 +63,12 @@ class DeferredCall:
 
 
 class DeferredTensor(torch.Tensor):
-    """Stands for a tensor of a deferred call; every operation on it makes the call.
+    """Placeholder of a deferred call's tensor; every operation on it runs the call.
 
     Args:
-        call: whose output it is part of.
-        index: among the leaves of the output.
-        form: that it will have.
+        call: the deferred call.
+        index: index of the tensor among the leaves of the output.
+        form: form that the tensor will have.
     """
 
     @staticmethod
@@ -82,7 +83,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if op in SLICES:  # what a pipeline drops reference tokens by, long before it reads others
+        if op in SLICES:  # pipelines drop reference tokens by slicing, long before they read the others
             whole, *where = args
             shape = op(torch.empty(whole.shape, device="meta"), *where).shape
             part = DeferredCall(lambda: op(whole.computed(), *where))
@@ -92,16 +93,16 @@ class DeferredTensor(torch.Tensor):
 
 
 def computed(tree: Any) -> Any:
-    """Nested arguments with the tensors themselves in the place of deferred ones."""
+    """Replace deferred tensors in nested arguments by the computed ones."""
     return pytree.tree_map_only(DeferredTensor, DeferredTensor.computed, tree)
 
 
 class ControlNetHook(Hook):
-    """Defers calls of a control net that are like the one before, whose output tells the form of theirs.
+    """Defers a ControlNet's call if it is like the previous call, whose output then has the same form.
 
     Args:
-        names: of what the net's forward takes, in order.
-        defers: False = every call runs at once, and only its arguments are remembered.
+        names: parameter names of the net's forward, in order.
+        defers: False = every call runs at once, and the hook only remembers its arguments.
     """
 
     def __init__(self, names: list[str], *, defers: bool) -> None:
@@ -138,13 +139,13 @@ class ControlNetHook(Hook):
 
 
 def control_net(pipe: Any) -> torch.nn.Module | None:
-    """A pipeline's control net, if it is a pipeline and has one."""
+    """Return a pipeline's ControlNet, or None if it has none."""
     net = getattr(pipe, CONTROL_NET, None)
     return net if isinstance(net, torch.nn.Module) else None
 
 
 def watch_net(net: torch.nn.Module, *, defers: bool) -> ControlNetHook:
-    """Hooks a control net, in the place of an earlier hook of ours."""
+    """Hook a ControlNet, in place of an earlier hook of ours."""
     remove_hook(net)
     hook = ControlNetHook(parameter_names(net), defers=defers)
     register_hook(net, hook)
@@ -152,26 +153,26 @@ def watch_net(net: torch.nn.Module, *, defers: bool) -> ControlNetHook:
 
 
 def hook_of(net: torch.nn.Module | None) -> ControlNetHook | None:
-    """The hook of a net that is watched."""
+    """Return our hook on a ControlNet, or None."""
     hook = None if net is None else find_hook(net)
     return hook if isinstance(hook, ControlNetHook) else None
 
 
 def stop_watching(net: torch.nn.Module, hook: ControlNetHook) -> None:
-    """Takes that hook off, unless another pipeline with the same net has put its own in its place."""
+    """Remove the hook, unless another pipeline with the same net has replaced it by its own."""
     if find_hook(net) is hook:
         remove_hook(net)
 
 
 def call_form(tree: Any) -> tuple:
-    """What calls have in common whose outputs have the same form: everything but values, of which flags alone count."""
+    """Key that decides the form of a call's output: everything except values, of which only flags count."""
     leaves, spec = pytree.tree_flatten(tree)
     tensors = tuple(TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
     return spec, tensors, tuple(leaf if isinstance(leaf, bool) else type(leaf) for leaf in leaves)
 
 
 def _must_run_now(module: torch.nn.Module) -> bool:
-    """Whether a later call could find the module elsewhere, as where it is offloaded, or gradients need this one."""
+    """Return True if the call can't be deferred: the module may move (offload), or gradients are needed."""
     is_moved = hasattr(module, "_hf_hook") or module._diffusers_hook._hook_order != [HOOK_NAME]
     is_cast = any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))  # which may end before the call
     return is_moved or is_cast or is_compiled(module) or torch.is_grad_enabled()

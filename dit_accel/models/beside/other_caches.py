@@ -1,7 +1,7 @@
-"""Other caches on a transformer, which would forecast from our forecasts as we from theirs: those of diffusers and of
-cache-dit, and scripts that replace the transformer's forward, on its class or on the transformer.
+"""Detection of other caches on a transformer: caches of diffusers and cache-dit, and replaced forwards.
 
-A forward that was replaced and is no known cache stays, and the report names it.
+Two caches would each forecast from the other's forecasts, so another cache is an error. A forward that was replaced on
+the class or on the transformer, and that is no known cache, keeps running; the report names it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.hooks import is_known, is_known_class, own_forward
 
-# Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values forecasts nothing.
+# Modules of diffusers whose hooks forecast. Its cache of a prompt's keys and values does not forecast.
 _CACHES = {
     "faster_cache": "FasterCache",
     "first_block_cache": "FirstBlockCache",
@@ -22,7 +22,7 @@ _CACHES = {
     "sea_cache": "SeaCache",
     "taylorseer_cache": "TaylorSeerCache",
 }
-# Caches that replace a forward, by how their functions are called, underscores aside.
+# Caches that replace a forward, by the names of their functions without underscores.
 _REPLACING = {
     "teacache": "TeaCache",
     "magcache": "MagCache",
@@ -34,11 +34,11 @@ _REPLACING = {
 
 
 def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: bool = True) -> None:
-    """Raises if another cache is on a transformer.
+    """Raise an error if another cache is on a transformer.
 
     Args:
         name: the transformer's name in the pipeline.
-        by_hooks: look for the hooks of a cache that was put on without ``enable_cache``, which takes milliseconds.
+        by_hooks: also look for hooks of a cache that was added without ``enable_cache``; this takes milliseconds.
 
     Raises:
         UnsupportedError: there is one.
@@ -48,12 +48,12 @@ def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: boo
         cache, way_off = found
         raise UnsupportedError(
             f"pipe.{name} ({type(transformer).__name__}) has {cache} on it, and two caches would each forecast from "
-            f"what the other made up: take that one off with {way_off}, or keep it and call restore_pipeline(pipe)"
+            f"the other's forecasts: remove that one with {way_off}, or keep it and call restore_pipeline(pipe)"
         )
 
 
 def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tuple[str, str] | None:
-    """The other cache, and what takes it off; None = there is none."""
+    """Return the other cache and the code that removes it; None = there is none."""
     config = getattr(transformer, "_cache_config", None)
     if config is not None and _cache_of(config) is not None:
         return f"diffusers' {_cache_of(config)}", f"pipe.{name}.disable_cache()"
@@ -74,13 +74,13 @@ def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tup
 
 
 def replaced_forward(transformer: torch.nn.Module) -> Callable | None:
-    """The function that somebody has put in the place of a known class's forward; None = nobody has."""
+    """Return the function that replaces the forward of a known class; None = it was not replaced."""
     forward = own_forward(transformer)
     return None if is_known(forward) or not is_known_class(type(transformer)) else forward
 
 
 def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | None:
-    """Remark on a forward of a known class that was replaced by code that is not known; None = it was not.
+    """Remark on a known class's forward that unknown code has replaced; None = it was not replaced.
 
     Args:
         name: the transformer's name in the pipeline.
@@ -89,13 +89,13 @@ def replaced_forward_remark(transformer: torch.nn.Module, name: str) -> str | No
     if forward is None:
         return None
     return (
-        f"pipe.{name} runs {_place(forward)} in place of {type(transformer).__name__}'s own forward; if that skips "
-        "steps by itself, take it off, for two caches would each forecast from what the other made up"
+        f"pipe.{name} runs {_place(forward)} in place of {type(transformer).__name__}'s own forward; if it skips "
+        "steps itself, remove it: two caches would each forecast from the other's forecasts"
     )
 
 
 def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | None:
-    """The cache that a function in place of a forward belongs to, by its name; None = no known one, or it is off."""
+    """Return the cache that a replaced forward belongs to, by its name; None = it is unknown or disabled."""
     if hasattr(transformer, "enable_teacache"):
         return None
     while forward is not None:
@@ -108,13 +108,13 @@ def _replacing_cache(transformer: torch.nn.Module, forward: Callable) -> str | N
 
 
 def _place(function: Callable) -> str:
-    """A function's name, and where it is defined."""
+    """Name of a function and the place of its definition."""
     code = getattr(function, "__code__", None)
     return repr(function) if code is None else f"{code.co_qualname} of {code.co_filename}:{code.co_firstlineno}"
 
 
 def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of the hooks of caches on a transformer's modules, and the cache."""
+    """Yield the name of each cache hook on a transformer's modules, and its cache."""
     for module in transformer.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook_name, hook in registry.hooks.items() if registry is not None else ():
@@ -123,6 +123,6 @@ def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _cache_of(thing: object) -> str | None:
-    """The cache that a config or hook of diffusers belongs to."""
+    """Return the cache that a config or hook of diffusers belongs to."""
     package, _, module = type(thing).__module__.rpartition(".")
     return _CACHES.get(module) if package == "diffusers.hooks" else None

@@ -1,8 +1,7 @@
-"""Plain linear layers of a transformer's blocks, run in 8 bits while a pipeline is accelerated.
+"""Plain linear layers of a transformer's blocks that run in 8 bits while a pipeline is accelerated.
 
-Weights are rounded at the start of each run, which takes milliseconds, so whatever has changed them since is in; copies
-are dropped at its end. What else than a plain layer stands in a layer's place (LoRA's own, quantised or offloaded ones)
-runs as ever.
+Weights are rounded at the start of each run, which takes milliseconds, so later changes to the weights take effect. The
+rounded copies are freed at the end of the run. Layers that are not plain (LoRA, quantised, offloaded) run unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models.hooks import LINEAR_HOOK, Hook, find_hook, is_compiled
 from dit_accel.presets import Linear
 
-LEAST_ROWS = 64  # tokens of a call, below which reading the weights is all that a layer takes
+LEAST_ROWS = 64  # tokens of a call; with fewer a layer's time is that of reading its weights
 
 Quantized = tuple[torch.Tensor, torch.Tensor]  # values and scales
 
 
 class Rounded(NamedTuple):
-    """Weights of layers one below the other: values ``[N, C]``, scales ``[N]``, and biases ``[N]`` if they have any."""
+    """Concatenated weights of layers: values ``[N, C]``, scales ``[N]``, and biases ``[N]`` if they have any."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -39,7 +38,7 @@ class Rounded(NamedTuple):
 
 
 def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Plain linear layers in a transformer's blocks, by name, whose sides matrix units can take in 8 bits."""
+    """Yield the plain linear layers in a transformer's blocks, by name, whose sizes allow 8-bit products."""
     for name, layer in transformer.named_modules():
         in_block = re.search(r"\.\d+\.", name) and "lora_" not in name
         if in_block and type(layer) is nn.Linear and not any(side % EVEN for side in layer.weight.shape):
@@ -47,7 +46,9 @@ def block_linears(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
-    """Those of them, by name, that a preset's section has run in 8 bits; modulations, with a token a prompt, never do.
+    """Return the layers, by name, that a preset's section runs in 8 bits.
+
+    Modulations never do, because they have one token per prompt.
 
     Raises:
         UnsupportedError: a pattern of excluded layers matches none.
@@ -62,24 +63,24 @@ def roundable(transformer: nn.Module, section: Linear) -> dict[str, nn.Linear]:
         matching = {name for name in found if fnmatchcase(name, pattern)}
         if not matching:
             raise UnsupportedError(
-                f"linear.exclude names {pattern!r}, which no layer is called; layers are {example_names(found)}"
+                f"linear.exclude names {pattern!r}, which matches no layer; layers are {example_names(found)}"
             )
         excluded |= matching
     return {name: layer for name, layer in found.items() if name not in excluded and not hasattr(layer, "_hf_hook")}
 
 
 def example_names(layers: Iterable[str]) -> str:
-    """A layer of each kind, by name."""
+    """Names of one layer of each kind."""
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in layers}
     return ", ".join(sorted(kinds.values()))
 
 
 class QuantizedLinears:
-    """The layers of one transformer, and what they share.
+    """The 8-bit layers of one transformer, and the state that they share.
 
     Args:
-        transformer: whose layers they are.
-        section: of the preset.
+        transformer: the transformer that has the layers.
+        section: the preset's section ``linear``.
         note: takes remarks for the report of a run.
 
     Raises:
@@ -92,8 +93,8 @@ class QuantizedLinears:
         self.dtype = section.dtype
         if any(is_compiled(module) for module in transformer.modules()):
             raise UnsupportedError(
-                f"{type(transformer).__name__} is compiled, and linear.dtype {self.dtype!r} takes the place of layers "
-                "inside: leave it out, or load the pipeline anew, uncompiled"
+                f"{type(transformer).__name__} is compiled, and linear.dtype {self.dtype!r} replaces layers inside "
+                "it: leave linear.dtype out, or reload the pipeline without compiling it"
             )
         self.layers = roundable(transformer, section)
         if not self.layers:
@@ -111,17 +112,17 @@ class QuantizedLinears:
                 )
         self._note = note
         self._run: object = None
-        self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that multiply together
-        self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # and where they were when they first did
-        self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input, which q, k and v share
+        self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
+        self._together: dict[tuple[nn.Linear, ...], torch.device] = {}  # device of these layers at their first call
+        self._rows: tuple[torch.Tensor, int, Quantized] | None = None  # of the latest input; q, k and v share it
 
     def begin(self, run: object) -> None:
-        """Called before each call of the transformer: what runs before have left is rounded anew."""
+        """Prepare a call of the transformer: round the weights again if a new run has begun."""
         if run is self._run:
             return
         self._run = run
         self._note(f"{len(self.layers)} linear layers in {self.dtype}")
-        for layers, device in self._together.items():  # now, for a capture would round in each replay
+        for layers, device in self._together.items():  # now: a captured graph would round in each replay
             held, weights = self._weights.get(layers), [layer.weight for layer in layers]
             if any(type(each) not in PLAIN_TENSORS or each.device != device for each in weights):  # offloaded since
                 self._weights.pop(layers, None)
@@ -136,16 +137,16 @@ class QuantizedLinears:
                         each.copy_(fresh)
 
     def end_call(self) -> None:
-        """Lets go of the latest input."""
+        """Free the latest input."""
         self._rows = None
 
     def release(self) -> None:
-        """Drops the rounded weights, which the next run makes again."""
+        """Free the rounded weights; the next run makes them again."""
         self._weights.clear()
         self._run = None
 
     def takes(self, layer: nn.Linear, x: torch.Tensor) -> bool:
-        """Whether such a call of a layer runs in 8 bits."""
+        """Return True if the layer's call with this input runs in 8 bits."""
         weight = layer.weight
         wants_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return (
@@ -157,10 +158,10 @@ class QuantizedLinears:
         )
 
     def project(self, *layers: nn.Linear, x: torch.Tensor, gelu: torch.Tensor | None = None) -> torch.Tensor:
-        """What layers give side by side, ``[..., N]``, for ``x`` ``[..., C]`` and GELU of another tensor behind it.
+        """Concatenated outputs ``[..., N]`` of layers, whose input is ``x`` ``[..., C]``, then GELU of another tensor.
 
         Args:
-            layers: all of them with a bias, or none.
+            layers: layers that all have a bias, or all have none.
             gelu: ``[..., M]``, before GELU; None = nothing.
         """
         weights = self._weights.get(layers)
@@ -178,7 +179,7 @@ class QuantizedLinears:
         return Rounded(*map(torch.cat, zip(*weights, strict=True)), torch.cat(biases) if biases else None)
 
     def _rows_of(self, x: torch.Tensor, gelu: torch.Tensor | None) -> Quantized:
-        if gelu is not None or x.is_inference():  # whose versions nobody counts
+        if gelu is not None or x.is_inference():  # inference tensors have no version counter
             return quantize_rows(x, gelu, dtype=self.dtype)
         if self._rows is None or self._rows[0] is not x or self._rows[1] != x._version:
             self._rows = x, x._version, quantize_rows(x, dtype=self.dtype)
@@ -199,8 +200,9 @@ class LinearHook(Hook):
 
 
 def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
-    """What runs a layer in 8 bits for inputs of as many rows as ``x`` has, and without calling it; None = it is called:
-    it runs as it is, or carries hooks of others.
+    """Return the object that runs a layer in 8 bits, without calling the layer, for inputs with as many rows as ``x``.
+
+    None = the layer must be called: it does not run in 8 bits, or carries other hooks.
     """
     hook = find_hook(layer, LINEAR_HOOK)
     if hook is None or not hook.linears.takes(layer, x):
@@ -210,7 +212,7 @@ def in_8_bits(layer: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
 
 
 def project_together(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The outputs of layers as wide as each other, of one product where they run in 8 bits."""
+    """Outputs of layers of equal width, from one product if they run in 8 bits."""
     linears, *others = (in_8_bits(layer, x) for layer in layers)
     if linears is None or any(each is not linears for each in others) or not _are_alike(layers):
         return [layer(x) for layer in layers]

@@ -1,4 +1,4 @@
-"""The families that are known: a page of facts each. Facts alone need no diffusers, so this is quick to import."""
+"""Known model families, one file of facts each. Facts do not need diffusers, so the import is quick."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def known_family(transformer: torch.nn.Module) -> Family | None:
-    """The family of a transformer, by the name of its class or of one that it derives from; None = no facts."""
+    """Return a transformer's family, by the name of its class or of a base class; None = unknown."""
     names = [cls.__name__ for cls in type(transformer).__mro__]
     return next((family for family in FAMILIES if family.model in names), None)
 
 
 def require_family(transformer: torch.nn.Module) -> Family:
-    """The family of a transformer.
+    """Return the family of a transformer.
 
     Raises:
-        UnsupportedError: no facts are known of it.
+        UnsupportedError: the family is unknown.
     """
     family = known_family(transformer)
     if family is None:
         raise UnsupportedError(
-            f"the blocks of {type(transformer).__name__} are not known here: it must be a pipeline or transformer of "
+            f"the blocks of {type(transformer).__name__} are not known: it must be a pipeline or transformer of "
             f"{', '.join(each.model for each in FAMILIES)}"
         )
     return family
 
 
 def pipeline_family(pipe: Any) -> Family | None:
-    """The family of a pipeline's transformers; None = no facts are known of them, or they are of several families."""
+    """Return the family of a pipeline's transformers; None = unknown, or they belong to several families."""
     known = {known_family(transformer) for transformer in denoisers(pipe).values()}
     return known.pop() if len(known) == 1 else None
 
 
 def family_of(pipe: Any) -> str:
-    """Name of a pipeline's model family; ``any`` where no facts are known of it."""
+    """Name of a pipeline's model family; ``any`` if it is unknown."""
     family = pipeline_family(pipe)
     return "any" if family is None else family.name

@@ -1,7 +1,8 @@
-"""Chroma: FLUX's blocks without guidance or a pooled prompt; a mask tells which text counts.
+"""Chroma: FLUX's blocks without guidance or a pooled prompt; a mask marks the text tokens that count.
 
-diffusers makes the mask of a prompt in the encoder's dtype and adds it to the scores, which lifts what counts and hides
-nothing, so attention stays dense. A bool one hides padding: encode the prompt first and pass its mask as bool.
+diffusers passes a float attention mask in the encoder's dtype. Added to the scores, it raises those of valid tokens but
+hides no padding, so attention stays dense. A bool mask hides padding: encode the prompt first and pass its mask as
+bool.
 """
 
 from __future__ import annotations

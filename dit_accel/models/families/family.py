@@ -1,7 +1,7 @@
-"""What has to be known of a model family: a page of facts, from which drivers and hooks work.
+"""Facts that describe a model family to drivers and hooks.
 
-A family needs no subclass. It says which modules are blocks, which attentions they have, what a call's arguments tell
-of tokens, and what a block costs; :mod:`dit_accel.models.families.sd3` is a short one.
+A family needs no subclass. Its facts name the blocks and their attentions, read the tokens from a call's arguments, and
+count the FLOPs of a block. :mod:`dit_accel.models.families.sd3` is a short example.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dit_accel.loop.memory import ModelSize, SiteSize
 from dit_accel.sparse.token_order import Grid
 
 Arguments = dict[str, Any]  # of a transformer call, by name
-LATENTS = ("hidden_states", "x")  # what transformers of diffusers call them; Z-Image's differs
-FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # of models with several outputs
+LATENTS = ("hidden_states", "x")  # names of the argument in diffusers' transformers; "x" is Z-Image's
+FURTHER_LATENTS = ("audio_hidden_states", "sound_hidden_states")  # in models with several outputs
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Tokens:
     """The joint sequence of a transformer call.
 
     Args:
-        text: number of text tokens in it; 0 where the prompt is attended to apart.
-        vision: of image or video tokens.
-        text_first: whether text comes before them.
-        grid: of the video's tokens, (frames, height, width); None for images.
-        padding: where it lies. `text`: behind the text, and the family's ``text_mask`` says how much. `all`: behind all
-            tokens, and the model's attention mask says how much. `mask`: anywhere in the text, and the model's
-            attention mask says where. `sample`: nowhere, since attention runs over one sample after the other.
-        text_asks: whether text has queries too; else it is among the keys alone.
+        text: number of text tokens in it; 0 if the prompt has its own cross-attention.
+        vision: number of image or video tokens.
+        text_first: True if text comes before the vision tokens.
+        grid: shape of the video's tokens, (frames, height, width); None for images.
+        padding: place of the padding. `text`: behind the text; the family's ``text_mask`` gives its length. `all`:
+            behind all tokens; the model's attention mask gives its length. `mask`: anywhere in the text; the model's
+            attention mask gives its place. `sample`: none, because attention runs over one sample after the other.
+        text_asks: True if text has queries too; False if it only has keys.
     """
 
     text: int
@@ -48,11 +48,11 @@ class Tokens:
     text_asks: bool = True
 
     def seen(self, text: bool) -> Tokens:
-        """Those of an attention that sees the text too, or does not."""
+        """Return the tokens of an attention that sees the text too, or does not."""
         return self if text else replace(self, text=0)
 
     def of_attention(self, queries: int, keys: int) -> Tokens | None:
-        """Those that an attention over so many queries and keys has; None = it attends to something else."""
+        """Return the tokens of an attention with these numbers of queries and keys; None = other tokens."""
         text = keys - self.vision
         is_short = self.padding == "sample" and 0 <= text < self.text
         if queries != (keys if self.text_asks else self.vision) or not (is_short or text == self.text):
@@ -60,21 +60,20 @@ class Tokens:
         return replace(self, text=text) if is_short else self
 
     def layout(self, block: int) -> TokenLayout:
-        """The layout of an attention over them, in blocks of ``block`` tokens."""
+        """Return the layout of an attention over these tokens, in blocks of ``block`` tokens."""
         return TokenLayout(self.text, self.vision, block, text_first=self.text_first)
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """FLOPs of one block of a plain call, by what they scale with.
+    """FLOPs of one block in a plain call, split by what can be skipped.
 
     Args:
         tiles: attention over the block's own tokens, by its name in the block.
-        rest: all else.
-        rows: what only rows that compute need: projections of their queries and of their attention outputs.
-        row_blocks: what only row-blocks need in which any head computes.
-        bias: output projection of all rows, of which an UPDATE does a part once more for each older step that it
-            remembers.
+        rest: all other work.
+        rows: work that only computed rows need: projections of their queries and of their attention outputs.
+        row_blocks: work that a row-block needs if any head computes in it.
+        bias: output projection of all rows; an UPDATE repeats a part of it for each older step that it remembers.
     """
 
     tiles: Mapping[str, float]
@@ -90,13 +89,13 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of like blocks in the transformer.
+    """A list of blocks of one kind in the transformer.
 
     Args:
-        attribute: its name.
+        attribute: name of the list in the transformer.
         features: tokens that level ``layer`` remembers of a block, as multiples of the joint sequence.
-        crossed: of these, what level ``head`` remembers in any case.
-        joint: whether a cached bias is of the joint sequence; else of vision tokens alone.
+        crossed: part of ``features`` that level ``head`` always remembers.
+        joint: True if a cached bias covers the joint sequence; False if it covers vision tokens only.
     """
 
     attribute: str
@@ -107,11 +106,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class OrderFacts:
-    """Where an order of a video's tokens is put on and taken off; it enters with the first block's first argument.
+    """Modules where a video's tokens are reordered and restored; reordering starts at the first block's first argument.
 
     Args:
-        tables: modules whose outputs hold something for each token: by module, the axis of tokens of each part.
-        exit: module whose first argument, ``[B, S, C]``, has its order taken off.
+        tables: modules whose outputs have an entry for each token: by module, the token axis of each part.
+        exit: module whose first argument, ``[B, S, C]``, is restored to raster order.
     """
 
     tables: Mapping[str, Mapping[int, int]]
@@ -120,11 +119,11 @@ class OrderFacts:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Where several devices split a call's tokens among them, beside the tables of :class:`OrderFacts`.
+    """Modules where several devices split a call's tokens, in addition to the tables of :class:`OrderFacts`.
 
     Args:
         entrance: the first block.
-        streams: its arguments with something for each token, ``[B, S, C]``.
+        streams: its arguments with an entry for each token, ``[B, S, C]``.
         exit: module whose output, ``[B, S, C]``, is gathered.
     """
 
@@ -137,11 +136,11 @@ class Attention(NamedTuple):
     """One attention of a block over the block's own tokens.
 
     Args:
-        site: its name in reports, which is the block's for the first one of a block.
+        site: name in reports; the first attention of a block has the block's name.
         block: the block's name.
         name: attribute of the block.
-        module: what attends.
-        sees_text: whether text is among the tokens.
+        module: the attention module.
+        sees_text: True if text is among the tokens.
     """
 
     site: str
@@ -156,34 +155,37 @@ class Family:
     """The facts of one model family.
 
     Args:
-        name: in presets and reports.
-        title: what people call it.
+        name: name in presets and reports.
+        title: common name of the model.
         model: name of diffusers' transformer class.
         stacks: its blocks, in the order in which they run.
-        tokens: the joint sequence, from the transformer and the arguments of a call; see :func:`packed_tokens`.
-        heads: attention heads and features of one, from the transformer.
-        mlp: elements of the matrices of a block's MLP as multiples of the width's square, from the transformer.
-        text_mlp: the same of what text tokens alone go through, from the transformer and the block; None = as ``mlp``.
-        work: FLOPs of a block, from the transformer, the arguments, the joint sequence and the block; None = those of
-            attentions and their projections, the first over the joint sequence, and of that MLP.
-        attentions: names of a block's attentions over its own tokens, and whether text is among these.
-        parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = its
-            hand-written blocks do that.
-        feeds: of some of these, what only feeds them in a block and need not run where they are forecast.
+        tokens: function of the transformer and a call's arguments that gives the joint sequence; see
+            :func:`packed_tokens`.
+        heads: function of the transformer that gives the number of attention heads and the features of one.
+        mlp: function of the transformer that gives the weights of a block's MLP as a multiple of the width's square.
+        text_mlp: the same for the MLP of text tokens, from the transformer and the block; None = as ``mlp``.
+        work: function of the transformer, the arguments, the joint sequence and the block that gives the FLOPs of the
+            block; None = FLOPs of the MLP, the attentions (the first one over the joint sequence) and their
+            projections.
+        attentions: names of a block's attentions over its own tokens, and True where these include text.
+        parts: names of a block's parts whose outputs level ``layer`` remembers, before their gates; none = the
+            hand-written blocks remember them.
+        feeds: for some parts, other parts of the block that only feed them and need not run when they are forecast.
         text_mask: argument that says which text tokens count, int or bool ``[B, T]``; None = all do.
-        cuts_padding: whether text behind the longest prompt of a batch may be left away.
-        used: the part of an output ``[B, …]`` that the pipeline uses, on which forecasts are judged.
-        order: for videos, where an order of tokens goes.
-        first_frame_apart: whether the model tells the first frame's tokens by their place.
-        names_transformer: whether names of blocks say whose they are, as a pipeline may have two transformers.
-        split: where several devices split a call's tokens; None = as the transformer's class says, if it does.
-        makes: `videos` get the video form of a plain preset; models of a family that makes both are told by their call.
-        frames_per_second: of the videos that it was trained on, from a pipeline's configuration.
-        words: parts of its models' ids in small letters, without "-", "_" and "."; an id's longest word decides.
-        distilled: parts of ids, likewise, of its models that are distilled to few steps: the steps, where all have
-            the same.
-        sharing: how several GPUs share a call, as ``parallelize_pipeline`` names it, as far as tests hold it.
-        fused: whether it has hand-written blocks, on a page of its name in ``models/fused``, and so level ``head``.
+        cuts_padding: True if text behind the longest prompt of a batch may be cut off.
+        used: part of an output ``[B, …]`` that the pipeline uses; forecasts are compared on it.
+        order: for videos, where tokens are reordered.
+        first_frame_apart: function of the transformer; True = the model finds the first frame's tokens by position.
+        names_transformer: True if block names include the transformer's, because a pipeline may have two.
+        split: where several devices split a call's tokens; None = the plan of the transformer's class, if it has one.
+        makes: `images`, `videos` or `both`. A plain preset takes its video form for videos; if a family makes both,
+            the call decides.
+        frames_per_second: function of a pipeline's configuration that gives the frame rate of the training videos.
+        words: parts of its models' ids in lower case, without "-", "_" and "."; an id's longest word decides.
+        distilled: parts of ids, in the same form, of models that are distilled to few steps, with the number of steps
+            if it is the same for all.
+        sharing: tested ways in which several GPUs share a call, by the argument of ``parallelize_pipeline``.
+        fused: True if ``models/fused`` has hand-written blocks in a file of its name, and so level ``head``.
     """
 
     name: str
@@ -216,7 +218,7 @@ class Family:
     fused: bool = False
 
     def blocks(self, transformer: nn.Module, name: str) -> dict[str, nn.Module]:
-        """The transformer's blocks in order, by the names that reports give them.
+        """Return the transformer's blocks in order, by their names in reports.
 
         Args:
             name: the transformer's name in the pipeline.
@@ -226,7 +228,7 @@ class Family:
         return {f"{prefix}{kind}.{i}": block for kind, blocks in lists.items() for i, block in enumerate(blocks)}
 
     def attentions_of(self, block: nn.Module, name: str) -> list[Attention]:
-        """The attentions that a block of that name has; of the family's, some may be missing."""
+        """Return the attentions of a block; some of the family's may be missing in it."""
         found = [(each, part_of(block, each), text) for each, text in self.attentions.items()]
         present = [(each, module, text) for each, module, text in found if module is not None]
         return [
@@ -235,12 +237,12 @@ class Family:
         ]
 
     def all_attentions(self, transformer: nn.Module, name: str) -> list[Attention]:
-        """Those of all blocks; ``name`` as for :meth:`blocks`."""
+        """Return the attentions of all blocks; ``name`` as for :meth:`blocks`."""
         blocks = self.blocks(transformer, name).items()
         return [each for block_name, block in blocks for each in self.attentions_of(block, block_name)]
 
     def parts_of(self, block: nn.Module) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-        """What level ``layer`` remembers of a block, by name, and what only feeds it."""
+        """Return the parts of a block that level ``layer`` remembers, by name, and the modules that only feed them."""
         found = {part: module for part in self.parts if (module := part_of(block, part)) is not None}
         feeding = {name: part_of(block, name) for part in found for name in self.feeds.get(part, ())}
         return {part: module for part, module in found.items() if part not in feeding}, [*feeding.values()]
@@ -254,7 +256,7 @@ class Family:
             each.name: joint if each.sees_text else tokens.vision for each in self.attentions_of(block, self.name)
         }
         projection = 2 * batch * joint * width * width
-        others = sum(counts.values()) - joint  # whose projections are their own
+        others = sum(counts.values()) - joint  # tokens of further attentions, which have their own projections
         mlp = self.mlp(transformer)
         of_text = mlp if self.text_mlp is None else self.text_mlp(transformer, block)
         of_mlp = 2 * batch * width**2 * (tokens.vision * mlp + tokens.text * of_text)
@@ -266,11 +268,11 @@ class Family:
         )
 
     def size(self, transformer: nn.Module, arguments: Arguments, layout: TokenLayout, symbols: int) -> ModelSize:
-        """What a call makes the transformer remember.
+        """Size of everything that a call makes the transformer remember.
 
         Args:
-            layout: of the joint sequence.
-            symbols: bytes of what one block draws.
+            layout: layout of the joint sequence.
+            symbols: bytes of one block's symbols.
         """
         config, latents, tokens = transformer.config, latents_of(arguments), layout.tokens
         sites = [
@@ -296,23 +298,23 @@ class Family:
 
 
 def latents_of(arguments: Arguments) -> list[torch.Tensor]:
-    """The tensors of a call's latents, which may come in a list of samples; none where no argument has their name."""
+    """Return the latents of a call, a tensor or a list of samples; empty if no argument has their name."""
     latents = next((arguments[name] for name in LATENTS if name in arguments), None)
     return [leaf for leaf in pytree.tree_leaves(latents) if isinstance(leaf, torch.Tensor)]
 
 
 def batch_of(arguments: Arguments) -> int:
-    """Samples in a call."""
+    """Number of samples in a call."""
     return len(next(arguments[name] for name in LATENTS if name in arguments))
 
 
 def part_of(block: nn.Module, name: str) -> nn.Module | None:
-    """A block's part by its name, which may have dots; None = the block has none."""
+    """Return a block's part by its name, which may have dots; None = the block has none."""
     return reduce(lambda module, each: getattr(module, each, None), name.split("."), block)
 
 
 def packed_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """Text, then image tokens that come in one by one."""
+    """Tokens of a call whose text and image latents come in as tokens, text first."""
     return Tokens(arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].shape[1])
 
 
@@ -322,17 +324,17 @@ def width_of(transformer: nn.Module) -> int:
 
 
 def work_beside_prompt(name: str, batch: int, tokens: int, prompt: int, width: int, mlp: float) -> BlockWork:
-    """Self-attention over vision tokens, cross-attention to a prompt, and an MLP.
+    """FLOPs of self-attention over vision tokens, cross-attention to a prompt, and an MLP.
 
     Args:
-        name: of the self-attention.
-        tokens, prompt: how many of each.
-        mlp: as the facts of a :class:`Family` have it.
+        name: name of the self-attention.
+        tokens, prompt: number of vision tokens, and of the prompt's.
+        mlp: as in :class:`Family`.
     """
     projection = 2 * batch * tokens * width * width
     return BlockWork(
         tiles={name: 4 * batch * tokens**2 * width},
-        # Keys and values; those of the prompt, and the attention to them; the MLP.
+        # Keys and values of the tokens, and of the prompt; cross-attention; the MLP.
         rest=(2 + mlp) * projection + 4 * batch * width * prompt * (width + tokens),
         rows=projection,
         row_blocks=3 * projection,  # queries of both attentions, and the output of cross-attention

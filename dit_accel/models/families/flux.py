@@ -12,7 +12,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, packed_to
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Latent tokens only: pipelines drop what comes out at reference tokens, whose first position id is not 0."""
+    """Return the latent tokens of the output: pipelines drop reference tokens, whose first position id is not 0."""
     ids = arguments["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
     return output * (ids[:, :1] == 0)

@@ -1,7 +1,7 @@
 """FLUX.2, dev and Klein: double blocks, then single blocks whose attention and MLP are one module, text first.
 
-Reference images follow the latents and count as vision. Where Klein's key-value cache keeps theirs from the first step
-on, attention has more keys than queries, and runs as before.
+Reference images follow the latents and count as vision. If Klein's key-value cache holds their keys from the first step
+on, attention has more keys than queries and runs unaccelerated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, packed_to
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Latent tokens only, whose first position id is 0; a call that fills Klein's cache gives no others."""
+    """Return the latent tokens, whose first position id is 0; a call that fills Klein's cache returns no others."""
     ids = arguments["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
     return output * (ids[:, :1] == 0) if len(ids) == output.shape[1] else output

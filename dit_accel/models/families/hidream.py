@@ -1,7 +1,8 @@
 """HiDream: double blocks, then single blocks over the joint sequence, image first.
 
-Behind the image lie T5's text and Llama's last layer, and each block adds a layer of Llama's of its own. Images that
-are not square fill all of the tokens that the model knows; diffusers zeroes the keys of the rest and masks none.
+The image is followed by T5's text and Llama's last layer; each block appends another layer of Llama's. Images that are
+not square are padded to the model's largest number of tokens. diffusers zeroes the keys of the padding but does not
+mask them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, Tokens, p
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     latents, llama = arguments["hidden_states"], arguments["encoder_hidden_states_llama3"]
-    if latents.ndim == 3:  # patches already
+    if latents.ndim == 3:  # already patches
         vision = latents.shape[1]
     else:
         height, width = latents.shape[2:]
@@ -23,13 +24,13 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def mlp(transformer: nn.Module) -> float:
-    """Gated MLPs of two and two thirds of four times the width: one, or some of several experts and half of one."""
+    """Gated MLPs, as wide as 8/3 of the width: one, or the active experts and a shared one of half the size."""
     config = transformer.config
     return 8 * config.num_activated_experts + 4 if config.num_routed_experts else 8
 
 
 def text_mlp(transformer: nn.Module, block: nn.Module) -> float:
-    """Double blocks have one without experts for text; their text comes alone."""
+    """Size of the text's MLP: in double blocks text has its own one, without experts."""
     return 8 if part_of(block, "block.ff_t") is not None else mlp(transformer)
 
 

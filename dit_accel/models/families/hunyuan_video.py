@@ -1,9 +1,9 @@
 """HunyuanVideo, from text and from an image: dual blocks, then single blocks over the joint sequence, text last.
 
-diffusers masks the padding behind the text in every attention, which keeps a GPU from its fastest kernels (34 ms a
-layer where 21 do, at 33K tokens). Here the padding is cut off instead, at the transformer's entrance.
+diffusers masks the padding behind the text in every attention, and masked attention can't use a GPU's fastest kernels
+(34 ms per layer instead of 21 ms at 33K tokens). Here the padding is cut off instead, before the transformer runs.
 
-Framepack is another transformer, which cuts its padding itself and is served by the driver for any model.
+Framepack is another transformer that cuts its padding itself; the driver for any transformer accelerates it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def replaces_first_frame(transformer: nn.Module) -> bool:
-    """Whether the given image takes the place of the first frame."""
+    """Return True if the given image replaces the first frame."""
     return transformer.config.image_condition_type == "token_replace"
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Latents ``[B, C, F, H, W]`` without a first frame that the image replaces."""
+    """Return the output ``[B, C, F, H, W]`` without the first frame if the given image replaces it."""
     return output[:, :, 1:] if replaces_first_frame(transformer) else output
 
 
@@ -43,7 +43,7 @@ FAMILY = Family(
     text_mask="encoder_attention_mask",
     cuts_padding=True,
     used=used,
-    order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D], which image tokens alone have
+    order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D] of image tokens only
     first_frame_apart=replaces_first_frame,
     split=SplitFacts("transformer_blocks.0", ("hidden_states", "encoder_hidden_states"), exit="proj_out"),
     makes="videos",

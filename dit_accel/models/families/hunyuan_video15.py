@@ -1,6 +1,6 @@
 """HunyuanVideo 1.5, from text and from an image: dual blocks over the video, then text of two encoders and the image's.
 
-diffusers moves what counts of all three kinds to the front of the text, and masks the rest.
+diffusers moves the valid tokens of all three kinds to the front of the text, and masks the others.
 """
 
 from __future__ import annotations

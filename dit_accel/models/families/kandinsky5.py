@@ -1,6 +1,7 @@
 """Kandinsky 5, images and videos: blocks of self-attention over their tokens, cross-attention to text, and an MLP.
 
-Checkpoints with sparse attention of their own (``attention_type`` is ``nabla``) attend under its mask, as before.
+Checkpoints with their own sparse attention (``attention_type`` is ``nabla``) keep its mask and run unaccelerated
+attention.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """Patches of latents ``[B, F, H, W, C]``; text has blocks of its own."""
+    """Patches of latents ``[B, F, H, W, C]``; text has its own blocks."""
     sizes = zip(arguments["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
     grid = tuple(size // patch for size, patch in sizes)
     return Tokens(0, math.prod(grid), grid=grid)
@@ -27,7 +28,7 @@ def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """All but frames that are given, which a mask in the last channel of the latents marks."""
+    """Return the output without given frames, which a mask in the last channel of the latents marks."""
     return output * (1 - arguments["hidden_states"][..., -1:]) if transformer.config.visual_cond else output
 
 

@@ -9,12 +9,12 @@ from dit_accel.models.families.family import Arguments, BlockWork, Family, Stack
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """The video's tokens, and those of frames that are given; the prompt is no part of the sequence."""
+    """Tokens of the video, including given frames; the prompt is not in the sequence."""
     return Tokens(0, arguments["hidden_states"].shape[1])
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """All but tokens that are given, which have timestep 0; other outputs than the video's have no such tokens."""
+    """Return the output without given tokens, which have timestep 0; only the video's output has such tokens."""
     timestep = arguments["timestep"]
     if timestep.shape != output.shape[:2]:
         return output

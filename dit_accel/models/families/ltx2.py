@@ -1,6 +1,6 @@
-"""LTX-2: blocks of a video and an audio stream, each with the parts of LTX-Video's, and attention to each other.
+"""LTX-2: blocks of a video and an audio stream. Each has the parts of LTX-Video's blocks, and attends to the other.
 
-Attention of the video to itself takes nearly all of the time, and tiles are left out there alone.
+The video's self-attention takes nearly all of the time; only there tiles are skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dit_accel.models.families.family import Arguments, BlockWork, Stack, Tokens
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Either stream by itself, and the attention between them, whose width is the audio stream's."""
+    """FLOPs of both streams, and of the attention between them, which has the audio stream's width."""
     batch, audio, _ = arguments["audio_hidden_states"].shape
     prompt, video = arguments["encoder_hidden_states"].shape[1], tokens.vision
     width, audio_width = block.attn1.inner_dim, block.audio_attn1.inner_dim

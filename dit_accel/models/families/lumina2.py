@@ -1,7 +1,7 @@
 """Lumina Image 2: blocks over the joint sequence, text first; its refiners before them run in every step.
 
-The padding of a prompt is left out, so that in a batch images begin at different places, and what is missing at the end
-of shorter samples is masked.
+Prompts have no padding, so the images of a batch begin at different positions, and the end of shorter samples is
+masked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def mlp(transformer: nn.Module) -> float:
-    """Gated, three matrices of four times the width; less what heads that share keys and values save in these."""
+    """Size of a gated MLP, three matrices of four times the width, less the savings of shared keys and values."""
     config = transformer.config
     return 12 - 2 * (1 - (config.num_kv_heads or config.num_attention_heads) / config.num_attention_heads)
 

@@ -1,4 +1,4 @@
-"""Mochi: joint blocks, video first, with text of a width of its own.
+"""Mochi: joint blocks, video first; text has a different width.
 
 Attention runs over one sample after the other, each without its padding. Its schedule's noise levels run from 0 to 1.
 """
@@ -24,7 +24,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Gated MLPs of 8/3 of the width; the last block gives no text."""
+    """FLOPs with gated MLPs of 8/3 of the width; the last block returns no text."""
     width, narrow, batch = width_of(transformer), transformer.config.pooled_projection_dim, batch_of(arguments)
     projection, of_text = 2 * batch * tokens.vision * width**2, 2 * batch * tokens.text * width * narrow
     gives_text, mlps = 0, 8 * projection

@@ -1,6 +1,6 @@
-"""PRX: blocks over the image, whose attention has keys of the prompt too, but no queries of it.
+"""PRX: blocks over the image, whose attention also has keys of the prompt, but no queries.
 
-Text comes first among the keys, and is the same in all blocks. The MLP is three linear layers of the block.
+Text comes first among the keys and is the same in all blocks. The MLP is three linear layers of the block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Queries and an output of the image, keys and values of both, and a gated MLP of the image."""
+    """FLOPs of the image's queries, output and gated MLP, and of both keys and values."""
     config, batch = transformer.config, batch_of(arguments)
     width, keys = config.hidden_size, tokens.vision + tokens.text
     projection = 2 * batch * tokens.vision * width**2

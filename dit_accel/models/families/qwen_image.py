@@ -1,7 +1,7 @@
 """Qwen-Image: joint blocks, text first; the padding of shorter prompts lies between text and image.
 
-The edit pipelines' reference images follow the latents and count as vision. The layered form makes several images at
-once, and the one that is taken apart follows them.
+The edit pipelines' reference images follow the latents and count as vision. The layered model generates several images
+at once, and the image that it separates into layers follows them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, packed_to
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """Latent tokens only: pipelines drop what comes out at reference images, which ``img_shapes`` lists behind them."""
+    """Return the latent tokens: pipelines drop those of reference images, which come later in ``img_shapes``."""
     shapes = arguments.get("img_shapes")
     images = shapes[0] if shapes else ()  # of the first sample; a flat list has no samples
     if not images or not isinstance(images[0], (tuple, list)):

@@ -18,7 +18,7 @@ FAMILY = Family(
     model="SD3Transformer2DModel",
     stacks=(Stack("transformer_blocks", features=3),),
     tokens=tokens,
-    # The last block gives no text, and has neither an MLP for it nor a projection of what its attention gives.
+    # The last block returns no text: it has neither an MLP nor an output projection for it.
     text_mlp=lambda _, block: -1 if block.ff_context is None else 8,
     attentions={"attn": True, "attn2": False},
     parts=("attn", "attn2", "ff", "ff_context"),

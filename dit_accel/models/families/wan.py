@@ -20,14 +20,14 @@ from dit_accel.models.families.family import (
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """The video's tokens; the prompt is no part of the sequence."""
+    """Tokens of the video; the prompt is not in the sequence."""
     sizes = zip(arguments["hidden_states"].shape[2:], transformer.config.patch_size, strict=True)
     grid = tuple(size // patch for size, patch in sizes)
     return Tokens(0, math.prod(grid), grid=grid)
 
 
 def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    """All but frames that are given, for pipelines drop what comes out there: their tokens have timestep 0."""
+    """Return the output without given frames, which pipelines drop; their tokens have timestep 0."""
     timestep = arguments["timestep"]
     if timestep.ndim < 2:
         return output
@@ -37,7 +37,7 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
 
 
 def work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """Self-attention, cross-attention to prompt and image tokens, and the MLP; all blocks do the same."""
+    """FLOPs of self-attention, cross-attention to prompt and image tokens, and the MLP; equal in all blocks."""
     width, batch = width_of(transformer), arguments["hidden_states"].shape[0]
     image = arguments.get("encoder_hidden_states_image")
     prompt = arguments["encoder_hidden_states"].shape[1]

@@ -1,8 +1,8 @@
-"""Transformers with Wan's blocks, known by facts alone: VACE, Animate and SkyReels-V2.
+"""Transformers with Wan's blocks but without hand-written ones: VACE, Animate and SkyReels-V2.
 
-VACE's own blocks make hints for Wan's, in a sequence of the same length. Their inputs mix both sequences, and Animate's
-face adapters between the blocks read tokens frame by frame, so tokens keep their order in both. So they do under
-SkyReels-V2's diffusion forcing and causal masks, which go by frames.
+VACE's own blocks compute hints for Wan's blocks, in a sequence of the same length. Their inputs mix both sequences, and
+Animate's face adapters between the blocks read tokens frame by frame, so tokens keep their order in both models. They
+also keep it under SkyReels-V2's diffusion forcing and causal masks, which work by frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARTS = ("attn1", "attn2", "ffn")
 
 
 def vace_work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, block: nn.Module) -> BlockWork:
-    """A block that makes hints has a projection at its exit, and the first one another at its entrance."""
+    """FLOPs of a block; a block for hints adds an output projection, and the first of them an input projection."""
     work = wan.work(transformer, arguments, tokens, block)
     projections = sum(part_of(block, name) is not None for name in ("proj_in", "proj_out"))
     projection = 2 * batch_of(arguments) * tokens.vision * width_of(transformer) ** 2
@@ -26,7 +26,7 @@ def vace_work(transformer: nn.Module, arguments: Arguments, tokens: Tokens, bloc
 
 
 def skyreels_tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """The video's; without a grid where each frame has a timestep of its own, or reads those before it alone."""
+    """Tokens of the video; no grid if each frame has its own timestep, or attends to earlier frames only."""
     by_frames = arguments.get("enable_diffusion_forcing") or transformer.config.num_frame_per_block > 1
     found = wan.tokens(transformer, arguments)
     return replace(found, grid=None) if by_frames else found
@@ -57,7 +57,7 @@ SKYREELS_V2 = replace(
     title="SkyReels-V2",
     model="SkyReelsV2Transformer3DModel",
     tokens=skyreels_tokens,
-    used=lambda _, output, __: output,  # diffusion forcing has timesteps of frames, and runs plainly
+    used=lambda _, output, __: output,  # diffusion forcing has a timestep per frame and runs unaccelerated
     order=replace(wan.FAMILY.order, tables={"rope": {0: 1, 1: 1}}),
     names_transformer=False,
     frames_per_second=lambda _: 24.0,

@@ -1,7 +1,7 @@
 """Z-Image: blocks over the joint sequence, image first; its refiners before them run in every step.
 
-Latents and prompts come in lists of samples, and each sequence is filled up to a multiple of 32 tokens. The Omni form
-has prompts first, in turns with images, then images that an encoder has seen.
+Latents and prompts come in lists of samples, and each sequence is padded to a multiple of 32 tokens. In the Omni model
+prompts come first, alternating with images, and images from an encoder last.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
 
-MULTIPLE = 32  # of tokens, to which diffusers fills up
+MULTIPLE = 32  # tokens; diffusers pads to a multiple of it
 
 
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
-    """The longest sample's sequence; padding behind shorter ones is masked."""
+    """Sequence of the longest sample; padding behind shorter ones is masked."""
     patch, frames = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
 
     def images(sample: list | torch.Tensor) -> int:

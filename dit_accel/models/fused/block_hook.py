@@ -1,4 +1,4 @@
-"""What the blocks of every family share: when a hook stands in for a block, and features that are forecast whole."""
+"""Base of the hooks on hand-written blocks: when a hook replaces a block's forward, and whole-feature forecasts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BlockHook(Hook, ABC):
-    """Stands in for a block's forward in calls that record, forecast or skip, and where fused kernels are faster; in
-    all others the block's own runs. A family derives one for each block class.
+    """Replaces a block's forward in calls that record, forecast or skip, and where fused kernels are faster.
+
+    In all other calls the block's own forward runs. A family derives a hook for each block class.
 
     Args:
         name: the block's name in the report.
-        driver: of the transformer: the run, and whether kernels are fused.
+        driver: driver of the transformer; has the run in progress, and whether kernels are fused.
     """
 
-    processor: type  # of attention, which the hook knows to do without
-    attentions: tuple[str, ...] = ("attn",)  # names of the block's parts that have one
-    reads: tuple[str, ...] = ()  # arguments of the block's forward that other versions of diffusers lack
-    norms: str | tuple[str, ...] = "norm"  # how the names of those begin that fused kernels stand in for
+    processor: type  # attention processor that the hook can replace
+    attentions: tuple[str, ...] = ("attn",)  # names of the block's attention modules
+    reads: tuple[str, ...] = ()  # arguments of the block's forward that some versions of diffusers lack
+    norms: str | tuple[str, ...] = "norm"  # prefixes of the names of norms that fused kernels replace
 
     def __init__(self, name: str, driver: FamilyDriver) -> None:
         super().__init__()
@@ -49,25 +50,25 @@ class BlockHook(Hook, ABC):
 
     @property
     def controller(self) -> Controller:
-        """Of the run that calls."""
+        """Controller of the run in progress."""
         return self.driver.controller
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._defaults = {each.name: each.default for each in parameters if each.kind not in GATHERED}
         missing = [name for name in self.reads if name not in self._defaults]
-        self._why_other = f"in this version of diffusers it takes no {missing[0]}" if missing else None
+        self._why_other = f"in this version of diffusers the block takes no {missing[0]}" if missing else None
         return module
 
-    # What a family says of its block. `given` holds arguments by the names of the block's own forward.
+    # A family implements these. `given` holds arguments by the names of the block's own forward.
 
     @abstractmethod
     def compute(self, block: nn.Module, given: SimpleNamespace) -> Any:
-        """The block's output, with attention by :meth:`site` where :attr:`attends`; remembers whole features."""
+        """Compute the block's output, with attention by :meth:`site` if :attr:`attends`, and remember features."""
 
     @abstractmethod
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
-        """The block's output from recalled features; modulation and gates are fresh."""
+        """Compute the block's output from forecast features; modulation and gates are fresh."""
 
     @abstractmethod
     def sliced(self, block: nn.Module) -> list[nn.Module]:
@@ -81,10 +82,10 @@ class BlockHook(Hook, ABC):
                 return f"attention processor {type(processor).__name__}"
         return self._why_not_shared()
 
-    # What all families share.
+    # Shared by all families.
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward, as the call in progress wants it."""
+        """Compute, forecast or leave alone, as the call in progress requires."""
         if torch.compiler.is_compiling() or is_compiled(module):
             return self.fn_ref.original_forward(*args, **kwargs)
         call, level = self.controller.call, self.controller.preset.forecast.level
@@ -93,12 +94,12 @@ class BlockHook(Hook, ABC):
         given = self._bind(args, kwargs)
         reason = self._why_other or why_not_replaceable(module) or why_called(module, self.norms)
         reason = reason or why_no_kernels(given.hidden_states)
-        forecasts_whole = reason is None and level == "layer"  # whatever runs its attention
+        forecasts_whole = reason is None and level == "layer"  # with any attention
         if reason is None and self.attends:
             reason = self._why_dense(module, given)
         if reason is not None:
             call.dense.add(self.name)
-            if level == "head" or not call.skips:  # else the hook on its attention serves it, or says why not
+            if level == "head" or not call.skips:  # else the hook on its attention runs it, or reports why not
                 self.controller.report.fall_back(self.name, reason)
             if not forecasts_whole:
                 return self.fn_ref.original_forward(*args, **kwargs)
@@ -108,19 +109,19 @@ class BlockHook(Hook, ABC):
         return self.compute(module, given)
 
     def stands_in(self) -> bool:
-        """Whether the call in progress needs more of the block than its own forward."""
+        """Return True if the call in progress needs more than the block's own forward."""
         call = self.controller.call
-        records = call.records and self.controller.preset.forecast.level != "output"  # there blocks remember nothing
+        records = call.records and self.controller.preset.forecast.level != "output"  # at "output" no block records
         return records or call.skips or call.mode is StepMode.DISPATCH or self.driver.facts.fuses
 
     @property
     def attends(self) -> bool:
-        """Whether the block's attention runs through :meth:`site` in this call, and not through its processor."""
+        """Return True if :meth:`site` runs the block's attention in this call instead of its processor."""
         call = self.controller.call
         return (self.controller.preset.forecast.level == "head" or call.skips) and self.name not in call.dense
 
     def runs_attention(self, block: nn.Module, given: SimpleNamespace) -> bool:
-        """Whether attention runs here: at the site, or merely with fused kernels before it."""
+        """Return True if attention runs here: at the site, or as dense attention after fused kernels."""
         if self.attends or not self.driver.facts.fuses:
             return self.attends
         return why_called(block, "attn") is None and self.why_dense(block, given) is None
@@ -128,25 +129,25 @@ class BlockHook(Hook, ABC):
     def attend_whole(
         self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arranged: bool
     ) -> torch.Tensor:
-        """``attend`` of all tokens ``[B, S, H, D]``; where several devices share them, of this one's share of heads.
+        """Run ``attend`` over all tokens ``[B, S, H, D]``; if devices share them, for this device's share of heads.
 
         Args:
-            q, k, v: of the tokens that are here; the output is of the same.
-            arranged: whether ``attend`` looks at places of tokens.
+            q, k, v: for the tokens on this device, as the output.
+            arranged: True if ``attend`` depends on the order of tokens.
         """
         exchange = self.driver.facts.exchange
         if exchange is None:
             return attend(q, k, v)
         return exchange.to_tokens(attend(*exchange.to_heads(q, k, v, arranged=arranged)), arranged=arranged)
 
-    def attend_densely(
+    def attend_dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Any, kv_len: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` to all tokens, by our kernel where that is the fastest.
+        """Attention ``[B, S, H, D]`` to all tokens, by our kernel if it is the fastest.
 
         Args:
-            backend: that diffusers was told to use; None = its default.
-            kv_len: int32 ``[B]``, valid keys of each sample, which our kernel alone takes; None = all.
+            backend: attention backend set in diffusers; None = its default.
+            kv_len: int32 ``[B]``, valid keys of each sample, supported by our kernel only; None = all.
         """
         if backend is None and self.driver.attends_by_kernel(q):
             plan = self.driver.every_row(*q.shape[:3], q.device)
@@ -154,29 +155,29 @@ class BlockHook(Hook, ABC):
         return dispatch_attention_fn(q, k, v, backend=backend).to(q.dtype)
 
     def remember(self, feature: str, value: tuple[torch.Tensor, ...], *, by_row: bool = False) -> None:
-        """Records a whole feature if a later DISPATCH step may forecast it, ``by_row`` also some rows of it."""
+        """Record a whole feature if a later DISPATCH step may forecast it; ``by_row`` also allows some rows."""
         call, preset = self.controller.call, self.controller.preset
         whole = preset.forecast.level == "layer" or preset.reuse.degrade_below > 0
         if call.records and (whole or (by_row and preset.forecast.level == "head")):
             call.site(self.name, SiteState).history(feature, call.branch.memory).record(call.coordinate, value)
 
     def recall(self, feature: str) -> tuple[torch.Tensor, ...]:
-        """The forecast of a whole feature."""
+        """Return the forecast of a whole feature."""
         call = self.controller.call
         history, method = call.site(self.name, SiteState).features[feature], self.controller.preset.forecast.method
         return forecast(method, history, call.coordinate, call.branch.order)
 
     def site(self) -> TileSite | HeadSite:
-        """The block's attention site in this call."""
+        """Return the block's attention site in this call."""
         return self.driver.site(self.name, self.name)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
-        """Arguments by name, defaults included; what the block gathers in ``*args`` and ``**kwargs`` it ignores."""
+        """Return arguments by name with defaults; the block ignores what it takes as ``*args`` and ``**kwargs``."""
         named = dict(zip(self._defaults, args, strict=False)) | kwargs
         return SimpleNamespace(**{name: named.get(name, default) for name, default in self._defaults.items()})
 
     def _why_not_shared(self) -> str | None:
-        """Why attention of a call that several devices share must be left to diffusers, or None."""
+        """Return why diffusers must run the attention of a call that several devices share, or None."""
         if shares_layers(self.driver.transformer):
             return "several devices share each layer (tensor parallelism)"
         if config_of(self.driver.transformer) is None:
@@ -184,14 +185,14 @@ class BlockHook(Hook, ABC):
         if (exchange := self.driver.facts.exchange) is None:
             return RING
         if self.controller.preset.forecast.level == "head":
-            return "level head needs all heads of a token in one place, and context parallelism spreads them"
+            return "level head needs all heads of a token on one GPU, and context parallelism distributes them"
         heads = self.driver.transformer.config.num_attention_heads
         return None if exchange.divides(heads) else f"{heads} heads can't be shared out evenly"
 
     def _why_dense(self, module: nn.Module, given: SimpleNamespace) -> str | None:
-        """Why the site can't run sparsely now, or None."""
+        """Return why the site can't run sparse attention now, or None."""
         call, device = self.controller.call, given.hidden_states.device
-        if torch.is_autocast_enabled(device.type):  # it casts what modules get, and sites call no modules
+        if torch.is_autocast_enabled(device.type):  # it casts inputs of modules, and sites call no modules
             return "autocast"
         reason = why_called(module, "attn") or self.why_dense(module, given)
         if reason is not None or self.controller.preset.forecast.level != "head":
@@ -199,5 +200,5 @@ class BlockHook(Hook, ABC):
         reasons = (why_not_sliceable(projection, device) for projection in self.sliced(module))
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None and call.mode is StepMode.DISPATCH and call.site(self.name, SiteState).tiles.symbols is None:
-            reason = "no symbols: the block could not run sparsely at the latest UPDATE"
+            reason = "no symbols: the block could not skip tiles at the latest UPDATE"
         return reason

@@ -1,6 +1,6 @@
-"""FLUX's attention, for its two kinds of blocks.
+"""FLUX's attention, in double and single blocks.
 
-IP-Adapter projections and LoRA live inside the modules called here, and keep working.
+IP-Adapters and LoRA keep working, because they are inside the modules that this file calls.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dit_accel.models.fused.parts import (
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import TileSite
 
-# Passed to every processor when an IP-Adapter is loaded; the plain processor takes no notice of them.
+# Passed to every processor when an IP-Adapter is loaded; the plain processor ignores them.
 _IGNORED_ATTENTION_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
 class FluxBlockHook(JointBlockHook):
-    """Its attention, which FLUX.2 and Qwen-Image have too."""
+    """Attention of FLUX, which FLUX.2 and Qwen-Image have too."""
 
     processor = FluxAttnProcessor
     text_first = True
@@ -47,7 +47,7 @@ class FluxBlockHook(JointBlockHook):
         return query_projection(attn)
 
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
-        """fp16 overflows in FLUX's residual stream; diffusers clips it the same way."""
+        """Clamp the residual stream, which overflows in fp16; diffusers clamps it the same way."""
         return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
     def attend_by_module(
@@ -64,7 +64,7 @@ class FluxBlockHook(JointBlockHook):
         context: torch.Tensor | None,
         rotary: Rotary,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Both streams are turned; in DISPATCH steps queries of the image, or of the joint sequence, by GEMM-Q."""
+        """Project and rotate both streams; in DISPATCH steps GEMM-Q computes queries of the image or the sequence."""
         of_x = key_value(attn, x) if site.dispatches else query_key_value(attn, x)
         v, text = of_x[-1], 0
         if context is not None:
@@ -94,7 +94,7 @@ class FluxSingleBlockHook(FluxBlockHook, SingleBlockHook):
 
 
 def _context_query_key_value(attn: FluxAttention, x: torch.Tensor) -> list[torch.Tensor]:
-    """The text stream's queries, keys and values ``[B, S, H, D]``, before their norms."""
+    """Queries, keys and values ``[B, S, H, D]`` of the text stream, before their norms."""
     if attn.fused_projections:
         parts = attn.to_added_qkv(x).chunk(3, dim=-1)
     else:

@@ -1,7 +1,7 @@
-"""FLUX.2's blocks: FLUX's attention, modulations that all blocks of a kind share, and gated MLPs.
+"""FLUX.2's blocks: FLUX's attention, gated MLPs, and modulations shared by all blocks of a kind.
 
-A single block has one projection for queries, keys, values and the MLP's inner features, and another for what attention
-and MLP give.
+A single block has one projection for queries, keys, values and the MLP's inner features, and another one for the
+outputs of attention and MLP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Flux2DoubleBlockHook(FluxBlockHook, DoubleBlockHook):
 
 
 class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
-    """``Flux2SingleTransformerBlock``, which is given the joint sequence and returns it."""
+    """Hook on ``Flux2SingleTransformerBlock``, which takes the joint sequence and returns it."""
 
     processor = Flux2ParallelSelfAttnProcessor
     reads = ("temb_mod",)
@@ -64,7 +64,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
     def attend_by_module(
         self, attn: Flux2ParallelSelfAttention, given: SimpleNamespace, x: torch.Tensor, context: None
     ) -> Any:
-        """Its MLP too."""
+        """Run the block's attention module, which includes the MLP."""
         return attn(hidden_states=x, image_rotary_emb=self.tables(given), **(given.joint_attention_kwargs or {}))
 
     def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Flux2SingleBlockHook(FluxBlockHook, SingleBlockHook):
 
 
 def _gated(activation: nn.Module, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, in one pass where it is diffusers' and nobody watches it."""
+    """SwiGLU, in one pass if the module is diffusers' own and has no hooks."""
     if type(activation) is Flux2SwiGLU and not is_hooked(activation) and not is_hooked(activation.gate_fn):
         return swiglu(x, out=out)
     y = activation(x)

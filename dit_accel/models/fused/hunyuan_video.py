@@ -1,4 +1,4 @@
-"""HunyuanVideo's attention, for its two kinds of blocks, and for those of the variant for pictures."""
+"""HunyuanVideo's attention, in double and single blocks, and in blocks of its image-to-video variant."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _HunyuanBlockHook(JointBlockHook):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's forward; where no padding is left, without its mask, which else goes the way of its keys."""
+        """Run the block's forward, without a mask if no padding is left; else the mask follows its exchanged keys."""
         if self.driver.facts.text is not None and not self.driver.facts.text.ragged:
             attention_mask = None
         elif self.driver.facts.exchange is not None:
@@ -56,7 +56,7 @@ class _HunyuanBlockHook(JointBlockHook):
     def attend_by_module(
         self, attn: Attention, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        """Padding among the text gets zeros, and needs no mask."""
+        """Run the block's attention; the output of text padding is zeros, so that no mask is needed."""
         rotary = self.tables(given)
         if context is None:
             vision = given.hidden_states.shape[1]
@@ -76,7 +76,7 @@ class _HunyuanBlockHook(JointBlockHook):
     def project(
         self, site: TileSite | HeadSite, attn: Attention, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Text tokens are not turned. In DISPATCH steps queries of ``x`` by GEMM-Q."""
+        """Project all tokens and rotate those of the image; in DISPATCH steps GEMM-Q computes the queries of ``x``."""
         v = heads_of(attn, attn.to_v(x))
         if context is not None:
             added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
@@ -97,11 +97,11 @@ class _HunyuanBlockHook(JointBlockHook):
     def _project(
         self, attn: Attention, x: torch.Tensor, linear: nn.Module, norm: RMSNorm, rotary: Rotary, *, out: torch.Tensor
     ) -> None:
-        """Queries or keys of the stream ``x`` ``[B, S, C]`` that begins the joint sequence, into ``out``.
+        """Write queries or keys of the stream ``x`` ``[B, S, C]``, which begins the joint sequence, into ``out``.
 
         Args:
-            rotary: tables of the joint sequence.
-            out: ``[B, T, H, D]`` of the joint sequence, whose first S tokens are written.
+            rotary: RoPE tables of the joint sequence.
+            out: ``[B, T, H, D]`` of the joint sequence; its first S tokens are written.
         """
         is_plain = why_not_plain(norm, x.device) is None and why_not_sliceable(linear, x.device) is None
         if self.driver.facts.fuses and is_plain and norm.weight.dtype == x.dtype:
@@ -114,17 +114,17 @@ class _HunyuanBlockHook(JointBlockHook):
 
 
 class HunyuanDualBlockHook(_HunyuanBlockHook, DoubleBlockHook):
-    """``HunyuanVideoTransformerBlock`` and ``HunyuanVideoTokenReplaceTransformerBlock``."""
+    """Hook on ``HunyuanVideoTransformerBlock`` and ``HunyuanVideoTokenReplaceTransformerBlock``."""
 
     rotary = "freqs_cis"
 
 
 class HunyuanSingleBlockHook(_HunyuanBlockHook, SingleBlockHook):
-    """``HunyuanVideoSingleTransformerBlock`` and ``HunyuanVideoTokenReplaceSingleTransformerBlock``."""
+    """Hook on ``HunyuanVideoSingleTransformerBlock`` and ``HunyuanVideoTokenReplaceSingleTransformerBlock``."""
 
 
 def _joint(rotary: Rotary, tokens: int) -> Rotary:
-    """The tables of the joint sequence, which turn none of the text tokens at its end."""
+    """Extend RoPE tables to the joint sequence; text tokens at its end are not rotated."""
     cosine, sine = rotary
     text = (0, 0, 0, tokens - len(cosine))
     return functional.pad(cosine, text, value=1.0), functional.pad(sine, text)

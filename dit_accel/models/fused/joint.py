@@ -1,8 +1,8 @@
-"""Blocks with an image and a text stream, as a recording, a sparse and a forecast call run them.
+"""Blocks with an image and a text stream, in recording, sparse and forecast calls.
 
-FLUX and HunyuanVideo have two kinds, Qwen-Image the first alone. *Double* blocks have projections, norms and an MLP
-for each stream, *single* blocks have them for the joint sequence. Both take the streams ``[B, S, C]`` and return them
-in the sequence's order; FLUX.2's single blocks take and return the joint sequence.
+*Double* blocks have projections, norms and an MLP for each stream, *single* blocks have them for the joint sequence.
+FLUX and HunyuanVideo have both kinds, Qwen-Image has double blocks only. Both kinds take the streams ``[B, S, C]`` and
+return them in the sequence's order; FLUX.2's single blocks take and return the joint sequence.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import Inputs, TileSite
 
 Streams = tuple[torch.Tensor, torch.Tensor]
-Values = tuple[Any, ...]  # that modulate: a tensor each, or one for the first tokens and one for the others
+Values = tuple[Any, ...]  # modulations: each is a tensor, or one for the first tokens and one for the others
 
 
 class JointBlockHook(BlockHook):
-    """What both kinds share."""
+    """Base of the hooks on double and single blocks."""
 
     text_first: bool  # in the joint sequence
-    rotary = "image_rotary_emb"  # argument that holds RoPE's tables
+    rotary = "image_rotary_emb"  # argument that holds the RoPE tables
 
     @abstractmethod
     def project(
         self, site: TileSite | HeadSite, attn: nn.Module, x: torch.Tensor, context: torch.Tensor | None, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values ``[B, T, H, D]`` of the joint sequence, as attention gets them.
+        """Queries, keys and values ``[B, T, H, D]`` of the joint sequence, normalised and rotated.
 
         Args:
             x: the image stream; the joint sequence of a single block.
@@ -51,30 +51,30 @@ class JointBlockHook(BlockHook):
     def attend_by_module(
         self, attn: nn.Module, given: SimpleNamespace, x: torch.Tensor, context: torch.Tensor | None
     ) -> Any:
-        """What the block's own attention gives for the streams, image first, or for the joint sequence ``x``."""
+        """Output of the block's own attention for the streams, image first, or for the joint sequence ``x``."""
 
     def query_projection(self, attn: nn.Module) -> nn.Module:
         """The linear layer that holds the query projection's weight."""
         return attn.to_q
 
     def bounded(self, x: torch.Tensor) -> torch.Tensor:
-        """A residual stream with values that its dtype can hold."""
+        """Clamp a residual stream to values that its dtype can hold."""
         return x
 
     def epsilon(self, block: nn.Module) -> float:
-        """What a block's norms of features add to the variance."""
+        """Return the epsilon of the block's layer norms."""
         return 1e-6
 
     def tables(self, given: SimpleNamespace) -> Rotary:
-        """RoPE's tables, of the tokens that are turned."""
+        """Return the RoPE tables of the tokens that are rotated."""
         return getattr(given, self.rotary)
 
     def in_order(self, image: Any, text: Any) -> tuple[Any, Any]:
-        """Both as they come in the sequence; and so the sequence's first and second as image and text."""
+        """Put image and text into the sequence's order; the same swap turns that order back."""
         return (text, image) if self.text_first else (image, text)
 
     def stands_in(self) -> bool:
-        """Also where prompts differ in length, whose attention goes sample by sample."""
+        """Return True also if prompts differ in length: their attention then runs sample by sample."""
         return super().stands_in() or self.is_ragged
 
     @property
@@ -84,7 +84,7 @@ class JointBlockHook(BlockHook):
     def attend_jointly(
         self, site: TileSite | HeadSite, attn: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: int
     ) -> torch.Tensor:
-        """Attention ``[B, T, H, D]`` of the joint sequence, in which ``text`` tokens are text."""
+        """Attention ``[B, T, H, D]`` over the joint sequence, which has ``text`` text tokens."""
         if self.driver.facts.exchange is not None:
             text = self.driver.facts.exchange.tokens.text
         attend = partial(self._attend_jointly, site, attn, text)
@@ -101,7 +101,7 @@ class JointBlockHook(BlockHook):
 
         def dense() -> torch.Tensor:
             if kv_len is None or (backend is None and self.driver.attends_by_kernel(q)):
-                return self.attend_densely(q, k, v, backend, kv_len)
+                return self.attend_dense(q, k, v, backend, kv_len)
             parts = []
             for sample, length in self.driver.facts.text.samples():
                 keys, values = k[sample, : vision + length], v[sample, : vision + length]
@@ -118,11 +118,11 @@ class DoubleBlockHook(JointBlockHook):
     mlps = "ff", "ff_context"  # names of the image's and the text's
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values, Values]:
-        """What :func:`of_frames` gives for the image, of six values, and six for the text."""
+        """Return :func:`of_frames` of the image's six values, and the text's six values."""
         return *of_frames(block.norm1, given, 6), in_parts(modulation(block.norm1_context, given.temb), 6)
 
     def feed_forward(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """A stream's MLP."""
+        """Run a stream's MLP."""
         return feed_forward(mlp, x)
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
@@ -149,7 +149,7 @@ class DoubleBlockHook(JointBlockHook):
         return self._streams(x, context, more)
 
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> Streams:
-        """Attention and MLP from the cache; gates are fresh."""
+        """Compute the output from cached attention and MLP; gates are fresh."""
         x, context = given.hidden_states, given.encoder_hidden_states
         (attn_x, attn_c, *more), (mlp_x, mlp_c) = self.recall("attention"), self.recall("mlp")
         first, *both = self.modulations(block, given)
@@ -159,7 +159,7 @@ class DoubleBlockHook(JointBlockHook):
         return self._streams(x, context, more)
 
     def attend(self, attn: nn.Module, x: torch.Tensor, context: torch.Tensor, rotary: Rotary) -> Streams:
-        """Joint attention of both streams, through their output projections."""
+        """Joint attention of both streams, with their output projections."""
         site, out, text = self.site(), attn.to_out[0], context.shape[1]
         q, k, v = self.project(site, attn, x, context, rotary)
         o = self.attend_jointly(site, attn, q, k, v, text)
@@ -172,7 +172,7 @@ class DoubleBlockHook(JointBlockHook):
         return attn.to_out[1](projected), attn.to_add_out(o[:, of_text].flatten(2))
 
     def _streams(self, x: torch.Tensor, context: torch.Tensor, more: list[torch.Tensor]) -> Streams:
-        """Both streams; what attention gave besides, for an image prompt, is added to the image's."""
+        """Return both streams; ``more`` holds attention to image prompts, which is added to the image stream."""
         for image_prompt in more:
             x = x + image_prompt
         return self.in_order(x, self.bounded(context))
@@ -182,7 +182,7 @@ class SingleBlockHook(JointBlockHook):
     """A block over the joint sequence, whose last projection is ``[W_attn | W_mlp]``; the cached bias is of W_attn."""
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[int | None, Values]:
-        """What :func:`of_frames` gives, of three values."""
+        """Return :func:`of_frames` of three values."""
         return of_frames(block.norm, given, 3)
 
     def sliced(self, block: nn.Module) -> list[nn.Module]:
@@ -197,13 +197,13 @@ class SingleBlockHook(JointBlockHook):
         return self.parted(self.bounded(_by_frame(add_gated, (residual, out), first, gate)), given)
 
     def forecast(self, block: nn.Module, given: SimpleNamespace) -> Any:
-        """Attention and MLP from the cache; the gate is fresh."""
+        """Compute the output from cached attention and MLP; the gate is fresh."""
         (out,) = self.recall("attention and mlp")
         first, (_, _, gate) = self.modulations(block, given)
         return self.parted(self.bounded(_by_frame(add_gated, (self.joined(given), out), first, gate)), given)
 
     def transform(self, block: nn.Module, given: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
-        """Attention and MLP of the normalised sequence ``x`` ``[B, T, C]``, through the last projection."""
+        """Attention and MLP of the normalised sequence ``x`` ``[B, T, C]``, with the last projection."""
         late = activating(block.proj_out, block.act_mlp, x)
         mlp = project_gelu(block.proj_mlp, block.act_mlp, x) if late is None else block.proj_mlp(x)
         attn, out, width = block.attn, block.proj_out, x.shape[2]
@@ -217,11 +217,11 @@ class SingleBlockHook(JointBlockHook):
         return site.project_out(o, out.weight[:, :width], out.bias) + functional.linear(mlp, out.weight[:, width:])
 
     def joined(self, given: SimpleNamespace) -> torch.Tensor:
-        """The joint sequence that the block is given."""
+        """Return the joint sequence from the block's arguments."""
         return join_streams(*self.in_order(given.hidden_states, given.encoder_hidden_states))
 
     def parted(self, joint: torch.Tensor, given: SimpleNamespace) -> Any:
-        """A joint sequence as the block returns it."""
+        """Split a joint sequence into the block's return values."""
         start = self.in_order(given.hidden_states, given.encoder_hidden_states)[0].shape[1]
         return joint[:, :start], joint[:, start:]
 
@@ -229,18 +229,19 @@ class SingleBlockHook(JointBlockHook):
 def _project_both(
     linear: nn.Module, attended: torch.Tensor, mlp: torch.Tensor, late: QuantizedLinears | None
 ) -> torch.Tensor:
-    """``linear`` of both, the MLP's behind the attention's; ``late`` activates the MLP's on the way."""
+    """Apply ``linear`` to attention and MLP, concatenated; ``late`` also applies the MLP's activation."""
     return linear(torch.cat([attended, mlp], dim=2)) if late is None else late.project(linear, x=attended, gelu=mlp)
 
 
 def of_frames(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int | None, Values]:
-    """The ``count`` values of a block's norm: shift, scale and gate of its attention, then of its MLP.
+    """Return the ``count`` values of a block's norm: shift, scale and gate of its attention, then of its MLP.
 
-    HunyuanVideo's variant for pictures (``token_replace``) modulates the tokens of the first frame by an embedding of
-    their own.
+    HunyuanVideo's image-to-video variant (``token_replace``) modulates the tokens of the first frame by a separate
+    embedding.
 
     Returns:
-        The number of these tokens, and a pair ``[B, 1, C]`` for each value; None, and ``[B, 1, C]``, elsewhere.
+        In that variant the number of these tokens, and a pair ``[B, 1, C]`` for each value; else None, and
+        ``[B, 1, C]`` for each value.
     """
     values = in_parts(modulation(norm, given.temb), count)
     own = getattr(given, "token_replace_emb", None)
@@ -250,17 +251,17 @@ def of_frames(norm: nn.Module, given: SimpleNamespace, count: int) -> tuple[int 
 
 
 def modulation(norm: nn.Module, temb: torch.Tensor) -> torch.Tensor:
-    """All values of a norm, side by side."""
+    """All modulation values of a norm, concatenated."""
     return norm.linear(norm.silu(temb))
 
 
 def in_parts(values: torch.Tensor, count: int) -> Values:
-    """``[B, count * C]``, or ``[B, S, count * C]`` where tokens have their own, -> ``count`` of ``[B, 1 or S, C]``."""
+    """``[B, count * C]``, or ``[B, S, count * C]`` with values per token, -> ``count`` of ``[B, 1 or S, C]``."""
     return (values if values.ndim == 3 else values.unsqueeze(1)).chunk(count, dim=2)
 
 
 def _by_frame(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...], first: int | None, *values: Any) -> Any:
-    """``function(*tensors, *values)``, where the ``first`` tokens may have values of their own."""
+    """``function(*tensors, *values)``, in which the ``first`` tokens may have separate values."""
     if first is None:
         return function(*tensors, *values)
     parts = zip((slice(first), slice(first, None)), *values, strict=True)

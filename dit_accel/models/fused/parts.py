@@ -1,6 +1,6 @@
-"""Fused kernels in place of modules that they equal, where nothing but a plain module is there.
+"""Fused kernels that replace plain modules with the same result.
 
-LoRA, offload and quantisation wrap, hook or replace modules; then only the module's own call is right.
+LoRA, offload and quantisation wrap, hook or replace modules; such modules must be called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a stream's to
 
 
 def why_not_plain(module: nn.Module, device: torch.device) -> str | None:
-    """Why a module's weight must not be used without calling the module, or None."""
+    """Return why a module must be called rather than its weight be read, or None."""
     weight = module.weight
     if type(weight) not in (nn.Parameter, torch.Tensor) or not weight.is_floating_point():
         return "its weight is quantised"
@@ -32,16 +32,16 @@ def why_not_plain(module: nn.Module, device: torch.device) -> str | None:
 
 
 def why_not_sliceable(module: nn.Module, device: torch.device) -> str | None:
-    """Why a projection's weight must not be used without calling the module, or None."""
+    """Return why a projection must be called rather than its weight be sliced, or None."""
     if type(module) is not nn.Linear:
-        package = type(module).__module__.partition(".")[0]  # LoRA's layers have torch's names
+        package = type(module).__module__.partition(".")[0]  # LoRA's layers have the same class names as torch's
         return f"a projection is a {type(module).__name__} of {package}, not a plain linear layer"
     reason = why_not_plain(module, device)
     return reason and f"a projection can't be sliced: {reason}"
 
 
 def why_called(block: nn.Module, prefix: str | tuple[str, ...]) -> str | None:
-    """Why those parts of a block whose names begin so must be called, and not be replaced, or None."""
+    """Return why parts of a block whose names have this prefix must be called, not replaced, or None."""
     parts = block._modules.items()
     hooked = next((name for name, part in parts if name.startswith(prefix) and is_hooked(part)), None)
     return hooked and f"its {hooked} carries hooks"
@@ -53,14 +53,14 @@ def heads_of(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def query_key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values ``[B, S, H, D]``, before their norms."""
+    """Project queries, keys and values ``[B, S, H, D]``, before their norms."""
     fused = attn.fused_projections
     parts = attn.to_qkv(x).chunk(3, dim=-1) if fused else project_together((attn.to_q, attn.to_k, attn.to_v), x)
     return [heads_of(attn, part) for part in parts]
 
 
 def key_value(attn: AttentionModuleMixin, x: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values ``[B, S, H, D]`` without the queries."""
+    """Project keys and values ``[B, S, H, D]`` without the queries."""
     if attn.fused_projections:
         weight, bias = attn.to_qkv.weight[attn.inner_dim :], attn.to_qkv.bias
         parts = functional.linear(x, weight, None if bias is None else bias[attn.inner_dim :]).chunk(2, dim=-1)
@@ -75,7 +75,7 @@ def query_projection(attn: AttentionModuleMixin) -> nn.Module:
 
 
 def query_weight(attn: AttentionModuleMixin) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight ``[H * D, C]`` and bias of the query projection, a slice where q, k and v are fused."""
+    """Weight ``[H * D, C]`` and bias of the query projection; slices of them if q, k and v are fused."""
     projection = query_projection(attn)
     weight, bias = projection.weight, projection.bias
     if attn.fused_projections:
@@ -86,12 +86,12 @@ def query_weight(attn: AttentionModuleMixin) -> tuple[torch.Tensor, torch.Tensor
 def normalise_heads(
     norm: nn.Module, x: torch.Tensor, rotary: Rotary | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm of queries or keys and RoPE, in one pass where the norm is plain.
+    """RMSNorm of queries or keys and RoPE, in one pass if the norm is plain.
 
     Args:
-        norm: over each head's features, or over those of all heads of a token.
+        norm: norm over each head's features, or over the features of all heads of a token.
         x: ``[B, S, H, D]``.
-        out: where the result goes, ``[B, S, H, D]``; None = allocated.
+        out: tensor for the result, ``[B, S, H, D]``; None = allocated.
     """
     if _is_plain_norm(norm, x.device):
         return norm_rope(x, norm.weight, rotary, eps=norm.eps, out=out)
@@ -109,7 +109,7 @@ def normalise_pair(
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`normalise_heads` of queries and keys, each with its norm, in one pass where both norms are plain."""
+    """:func:`normalise_heads` of queries and keys, each with its norm, in one pass if both norms are plain."""
     norm_q, norm_k = norms
     if all(_is_plain_norm(norm, q.device) for norm in norms) and norm_q.eps == norm_k.eps:
         return norm_rope_pair(q, k, (norm_q.weight, norm_k.weight), rotary, eps=norm_q.eps, out=out)
@@ -118,9 +118,9 @@ def normalise_pair(
 
 
 def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """``torch.cat([first, second], dim=1)`` of streams ``[B, S, C]``, to be read only.
+    """``torch.cat([first, second], dim=1)`` of streams ``[B, S, C]``, for reading only.
 
-    Nothing is copied where both are parts of such a sequence, one behind the other, as a single block leaves them.
+    If both are adjacent parts of one sequence, as a single block returns them, nothing is copied.
     """
     offset, strides = first.storage_offset() + first.shape[1] * first.stride(1), first.stride()
     follows = second.storage_offset() == offset and second.stride() == strides
@@ -130,23 +130,23 @@ def join_streams(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def project_gelu(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """``activation(linear(x))``; GELU's tanh approximation runs in the product's epilogue where the layer is plain."""
+    """``activation(linear(x))``; tanh-approximated GELU runs in the product's epilogue if the layer is plain."""
     if x.is_cuda and _is_tanh_gelu(activation) and why_not_sliceable(linear, x.device) is None:
         return linear_gelu(x, linear.weight, linear.bias)
     return activation(linear(x))
 
 
 def activating(linear: nn.Module, activation: nn.Module, x: torch.Tensor) -> QuantizedLinears | None:
-    """What runs ``linear`` in 8 bits, and the activation before it on the way; None = each runs by itself.
+    """Return the object that runs ``linear`` in 8 bits with the activation before it; None = each runs separately.
 
     Args:
-        x: like what comes before the activated features in the layer's input.
+        x: tensor like the features before the activated ones in the layer's input.
     """
     return in_8_bits(linear, x) if _is_tanh_gelu(activation) and x.shape[-1] % EVEN == 0 else None
 
 
 def feed_forward(mlp: FeedForward, x: torch.Tensor) -> torch.Tensor:
-    """A block's MLP, its GELU in the epilogue of the first product where that layer is plain."""
+    """Run a block's MLP; GELU runs in the epilogue of the first product if that layer is plain."""
     first, *rest = mlp.net
     is_plain = type(first) is GELU and _is_tanh_gelu(first) and not is_hooked(mlp)
     if is_plain and (linears := in_8_bits(rest[-1], x)) is not None:
@@ -169,7 +169,7 @@ def _is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module must be called, for somebody watches or replaces what it does."""
+    """Return True if a module has hooks, or its forward is replaced, so that it must be called."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     registry = vars(module).get("_diffusers_hook")
     only_ours = (

@@ -1,4 +1,4 @@
-"""Qwen-Image's blocks, all double: FLUX's attention, with modulations and RoPE's tables in forms of their own."""
+"""Qwen-Image's blocks, all double: FLUX's attention, with other forms of modulations and RoPE tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
 
     processor = QwenDoubleStreamAttnProcessor2_0
     reads = "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"
-    norms = "img_norm", "txt_norm"  # the modulations are called
+    norms = "img_norm", "txt_norm"  # modulations are called, not replaced
     mlps = "img_mlp", "txt_mlp"
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
         given = super()._bind(args, kwargs)
-        if self._why_other is None:  # a negative prompt may be one for the whole batch
+        if self._why_other is None:  # one negative prompt may serve the whole batch
             given.encoder_hidden_states = given.encoder_hidden_states.expand(len(given.hidden_states), -1, -1)
         return given
 
@@ -36,7 +36,7 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
         if given.encoder_hidden_states_mask is not None:
             return "a mask hides padding between text and image"
         if block.attn.fused_projections:
-            return "its projections were fused, which its processor takes no notice of"
+            return "its projections were fused, which its processor ignores"
         return super().why_dense(block, given)
 
     def attend_by_module(
@@ -47,7 +47,7 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
         return attn(hidden_states=x, encoder_hidden_states=context, **extra)
 
     def tables(self, given: SimpleNamespace) -> Rotary:
-        """Those of the joint sequence; a call's blocks share them."""
+        """Return the RoPE tables of the joint sequence; all blocks of a call share them."""
         of_image, of_text = given.image_rotary_emb
         known = _REAL.get(of_image)
         if known is None or known[0] is not of_text:
@@ -55,16 +55,17 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
         return known[1]
 
     def modulations(self, block: nn.Module, given: SimpleNamespace) -> tuple[None, Values, Values]:
-        """Where pictures to edit have a timestep of their own (``zero_cond_t``), ``modulate_index`` tells their tokens.
+        """Return the modulations; with ``zero_cond_t`` the tokens of images to edit have a separate timestep.
 
-        The batch of embeddings then holds those of the latents' timestep, and behind them those of the pictures'.
+        ``modulate_index`` then marks their tokens, and the batch of embeddings holds first the latents' timestep, then
+        that of the images to edit.
         """
         temb, index, image = given.temb, getattr(given, "modulate_index", None), block.img_mod(given.temb)
         if getattr(block, "zero_cond_t", False):  # diffusers 0.36 has neither
             temb = temb.chunk(2)[0]
         if index is not None:
-            of_latents, of_pictures = image.unsqueeze(1).chunk(2)
-            image = torch.where(index.unsqueeze(-1) == 0, of_latents, of_pictures)
+            of_latents, of_given = image.unsqueeze(1).chunk(2)
+            image = torch.where(index.unsqueeze(-1) == 0, of_latents, of_given)
         return None, in_parts(image, 6), in_parts(block.txt_mod(temb), 6)
 
     def epsilon(self, block: nn.Module) -> float:
@@ -75,7 +76,7 @@ class QwenImageBlockHook(FluxBlockHook, DoubleBlockHook):
 
 
 def _real(table: torch.Tensor) -> Rotary:
-    """Cosines and sines float32 ``[S, D]`` of ``exp(i angle)`` ``[S, D / 2]``, each for both features that it turns."""
+    """Cosines and sines float32 ``[S, D]`` of ``exp(i angle)`` ``[S, D / 2]``, repeated for each pair of features."""
     return table.real.repeat_interleave(2, dim=-1).float(), table.imag.repeat_interleave(2, dim=-1).float()
 
 

@@ -1,6 +1,6 @@
-"""Wan's block, as a recording, a sparse and a forecast call run it: self-attention, cross-attention to the prompt, MLP.
+"""Wan's block in recording, sparse and forecast calls: self-attention, cross-attention to the prompt, and an MLP.
 
-Queries are normalised across all heads, so GEMM-Q computes a row-block whole if any of its heads computes. The same
+Queries are normalised across all heads, so GEMM-Q computes all heads of a row-block if any of them computes. The same
 row-blocks compute cross-attention; the others take its output from the forecast.
 """
 
@@ -35,7 +35,7 @@ from dit_accel.models.fused.parts import (
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.tile_site import Inputs, TileSite
 
-TEXT_TOKENS = 512  # of a prompt, where image tokens precede it; diffusers' processor has the same number
+TEXT_TOKENS = 512  # tokens of a prompt behind image tokens; diffusers' processor has the same number
 
 
 class WanBlockHook(BlockHook):
@@ -80,7 +80,7 @@ class WanBlockHook(BlockHook):
     def attend(
         self, site: TileSite | HeadSite, attn: WanAttention, x: torch.Tensor, rotary: Rotary, rows: AttentionPlan | None
     ) -> torch.Tensor:
-        """Self-attention ``[B, S, C]`` through its output projection; ``rows`` of a DISPATCH step."""
+        """Self-attention ``[B, S, C]`` with its output projection; ``rows`` is the plan of a DISPATCH step."""
         out = attn.to_out[0]
         if rows is None:
             q, k, v = query_key_value(attn, x)
@@ -101,15 +101,15 @@ class WanBlockHook(BlockHook):
     ) -> torch.Tensor:
         layout = TokenLayout(0, q.shape[1], self.controller.preset.blocks.size)
         backend = attn.processor._attention_backend
-        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_densely(q, k, v, backend)))
+        return site.attend_computed(Inputs(q, k, v, layout, lambda: self.attend_dense(q, k, v, backend)))
 
     def attend_to_prompt(
         self, attn: WanAttention, x: torch.Tensor, context: torch.Tensor, rows: AttentionPlan | None
     ) -> torch.Tensor:
-        """Cross-attention ``[B, S, C]``; of a DISPATCH step fresh in ``rows``, and forecast elsewhere.
+        """Cross-attention ``[B, S, C]``; in a DISPATCH step computed in ``rows`` and forecast elsewhere.
 
-        There both projections run in ``rows`` alone. The softmax over the prompt's few keys runs everywhere, on
-        whatever the other queries hold, and what it gives there is not read.
+        In a DISPATCH step both projections run in ``rows`` only. The softmax over the prompt's few keys runs for all
+        queries, but only results of ``rows`` are read.
         """
         gemm, out = self.controller.preset.kernels.gemm, attn.to_out[0]
         if rows is None:
@@ -123,15 +123,15 @@ class WanBlockHook(BlockHook):
 
 
 def _rows_of_any_head(plan: AttentionPlan) -> AttentionPlan:
-    """A plan for GEMM-Q in which a row-block computes with all heads where it does with any."""
+    """Return a plan for GEMM-Q in which a row-block computes all heads if it computes any."""
     every_head = (1 << plan.heads) - 1 if plan.heads < MAX_HEADS else -1
     return replace(plan, mask64=torch.where(plan.mask64 != 0, every_head, 0))
 
 
 def _modulation(block: nn.Module, temb: torch.Tensor, parts: Iterable[int]) -> list[torch.Tensor]:
-    """Chosen ones of shift, scale and gate of attention, then of the MLP, float32 ``[B, 1, C]``.
+    """Return some of shift, scale and gate of attention, then of the MLP, float32 ``[B, 1, C]``.
 
-    With a timestep per token, as ``expand_timesteps`` gives, they are ``[B, S, C]``.
+    With a timestep per token (``expand_timesteps``) they are ``[B, S, C]``.
     """
     temb = temb if temb.ndim == 4 else temb[:, None]  # [B, 1 or S, 6, C]
     return [block.scale_shift_table[:, part] + temb[:, :, part].float() for part in parts]
@@ -140,7 +140,7 @@ def _modulation(block: nn.Module, temb: torch.Tensor, parts: Iterable[int]) -> l
 def _add_and_normalise(
     x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, norm: nn.Module
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + update * gate``, and its norm, whose weight and bias are a modulation; some models have none there."""
+    """Return ``x + update * gate`` and its norm, whose weight and bias are a modulation; some models have no norm."""
     if isinstance(norm, nn.Identity) or why_not_plain(norm, x.device) is not None:
         x = add_gated(x, update, gate)
         return x, norm(x.float()).type_as(x)
@@ -149,7 +149,7 @@ def _add_and_normalise(
 
 
 def _prompt_attention(attn: WanAttention, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-    """Attention of q ``[B, S, H, D]`` to the prompt, plus that to image tokens before it -> ``[B, S, C]``."""
+    """Attention of q ``[B, S, H, D]`` to the prompt, plus attention to image tokens before it -> ``[B, S, C]``."""
     has_image, fused = attn.add_k_proj is not None, attn.fused_projections
     image_tokens = context.shape[1] - TEXT_TOKENS if has_image else 0
     text, image = context[:, image_tokens:], context[:, :image_tokens]
@@ -162,7 +162,7 @@ def _prompt_attention(attn: WanAttention, q: torch.Tensor, context: torch.Tensor
 
 
 def _attention_to(attn: WanAttention, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention of q ``[B, S, H, D]`` to tokens beside the sequence, ``[B, N, H * D]``."""
+    """Attention of q ``[B, S, H, D]`` to tokens outside of the sequence, ``[B, N, H * D]``."""
     k, v = heads_of(attn, key), heads_of(attn, value)
     return dispatch_attention_fn(q, k, v, backend=attn.processor._attention_backend).type_as(q).flatten(2)
 

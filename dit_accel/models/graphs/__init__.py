@@ -1,1 +1,1 @@
-"""CUDA graphs of computed steps: what is captured, when it may be replayed, and what it holds."""
+"""CUDA graphs of computed steps: when to capture, when a replay is valid, and what a graph keeps alive."""

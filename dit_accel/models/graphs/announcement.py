@@ -1,6 +1,7 @@
-"""Symbols and densities of a captured step, packed, so that a replay copies them out with a launch for each dtype.
+"""Symbols and densities of a captured step, packed so that a replay copies them out with one launch per dtype.
 
-The next replay of any graph of the pool may overwrite what they are made in, and the loop and the report keep them.
+They must be copied, because the loop and the report keep them, while the next replay of any graph of the pool may
+overwrite their memory.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from dit_accel.kernels.symbols import SparseSymbols
 
 
 class Announcement:
-    """What the attentions of a captured step have drawn and measured.
+    """Symbols and measured densities of a captured step's attentions.
 
-    Made within the capture, so that packing is part of the graph.
+    It is made during the capture, so that packing is part of the graph.
 
     Args:
-        symbols, densities: by name of the attention.
+        symbols, densities: by the attention's name.
     """
 
     def __init__(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        drawn = [tensor for each in symbols.values() for tensor in each.tensors()]
-        tensors = {id(tensor): tensor for tensor in (*drawn, *densities.values())}  # sites may share them
+        parts = [tensor for each in symbols.values() for tensor in each.tensors()]
+        tensors = {id(tensor): tensor for tensor in (*parts, *densities.values())}  # sites may share them
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         forms: dict[int, torch.Tensor] = {}
         self._places: dict[int, tuple[torch.dtype, int]] = {}
@@ -38,7 +39,7 @@ class Announcement:
         self._densities = {name: forms[id(tensor)] for name, tensor in densities.items()}
 
     def copied(self) -> tuple[dict[str, SparseSymbols], dict[str, torch.Tensor]]:
-        """Symbols and densities of the latest replay, in memory of their own."""
+        """Copy symbols and densities of the latest replay."""
         parts = {dtype: packed.clone().split(self._sizes[dtype]) for dtype, packed in self._packed.items()}
 
         def part(form: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""What processes send each other in a call that is captured as CUDA graphs: it stays between one graph and the next.
+"""Collectives in a call that is captured as CUDA graphs: they run between the graphs.
 
-A process group can't be destroyed while a graph lives that holds operations of it
-(https://github.com/pytorch/pytorch/issues/115388), a graph's operations have no timeout, and ranks of which one replays
-and another runs as ever would not meet. So a capture is cut at each collective. A rank sends the same in the same order
-whether it replays or not, and needs nobody's consent to capture.
+A process group can't be destroyed while a graph holds its operations
+(https://github.com/pytorch/pytorch/issues/115388), a graph's operations have no timeout, and captured collectives of
+one rank would not match eager ones of another. So a capture is cut at each collective. A rank then sends the same data
+in the same order whether it replays or not, and ranks need not agree to capture.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_accel.errors import UnsupportedError
 
-OPERATIONS = torch.ops._c10d_functional  # what functional collectives come to, those of diffusers too
+OPERATIONS = torch.ops._c10d_functional  # functional collectives, including those that diffusers calls
 NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d")
-OF_ONE = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")  # which send nothing
+OF_ONE = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")  # these send nothing
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, and the tensors that it reads and writes, where a capture has put them.
+    """One collective of a capture, and the static tensors that it reads and writes.
 
     Args:
-        operation: of :data:`OPERATIONS`.
-        arguments: as it takes them.
-        output: as it nests its tensors.
+        operation: one of :data:`OPERATIONS`.
+        arguments: its arguments.
+        output: its nested output tensors.
     """
 
     operation: Any
@@ -41,11 +41,11 @@ class Collective:
     output: Any
 
     def unowned(self) -> Collective:
-        """The same, which does not keep its tensors: in a capture many have a place, one after the other."""
+        """Return a copy that does not own its tensors, so that a capture can reuse their memory."""
         return Collective(self.operation, *pytree.tree_map_only(torch.Tensor, alias, (self.arguments, self.output)))
 
     def run(self) -> None:
-        """Sends, receives and fills the output."""
+        """Send, receive and fill the output."""
         if self.operation is OPERATIONS.all_to_all_single.default:
             sent, counts_received, counts_sent, group = self.arguments
             group = _resolve_process_group(group) if isinstance(group, str) else group
@@ -57,10 +57,10 @@ class Collective:
 
 
 class CutAtCollectives(TorchDispatchMode):
-    """Within, collectives are not run but handed on, and the tensors that they give hold anything.
+    """Context in which collectives are passed to ``cut`` instead of run; their outputs are uninitialised.
 
     Args:
-        cut: takes each.
+        cut: called with each collective.
     """
 
     def __init__(self, cut: Callable[[Collective], None]) -> None:
@@ -74,7 +74,7 @@ class CutAtCollectives(TorchDispatchMode):
         if function._schema.name in OF_ONE:
             return args[0]
         if function.namespace != "_c10d_functional" or function._schema.is_mutable or kwargs:
-            raise UnsupportedError(f"{function} can't be taken out of what is captured; functional collectives can")
+            raise UnsupportedError(f"{function} can't be kept out of a CUDA graph; functional collectives can")
         (device,) = {leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         forms = function(*pytree.tree_map_only(torch.Tensor, lambda sent: sent.to("meta"), args))
         output = pytree.tree_map_only(torch.Tensor, lambda form: torch.empty_like(form, device=device), forms)
@@ -83,7 +83,7 @@ class CutAtCollectives(TorchDispatchMode):
 
 
 class _Memory:
-    """Memory of a GPU as NumPy's array interface for CUDA tells it, which owns nothing."""
+    """GPU memory in CUDA's array interface, without ownership."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.__cuda_array_interface__ = {
@@ -95,7 +95,7 @@ class _Memory:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A GPU's tensor at the same place, which does not keep it."""
+    """Return a tensor on the same GPU memory that does not own it."""
     if tensor.device.type != "cuda":
         return tensor
     memory = torch.as_tensor(_Memory(tensor.untyped_storage()), device=tensor.device)

@@ -1,4 +1,4 @@
-"""CUDA graphs of one function: whether they pay, capture and replay. Tests on a CPU put a fake in their place."""
+"""CUDA graphs of one function: decide if capturing helps, capture, and replay. Tests on a CPU replace it by a fake."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dit_accel.models.graphs.thread_warnings import taken_aside
 if TYPE_CHECKING:
     from dit_accel.models.graphs.collectives import Collective
 
-LAUNCHES = 0.8  # share of a step; below, the host waits for a full queue of launches rather than the GPU for the host
-SHARED_LAUNCHES = 0.5  # likewise, of a rank whose GPU waits for other ranks' launches too
-ROOM = 0.25  # share of the GPU's memory; graphs keep a step's activations, and what decodes the latents needs room too
+LAUNCHES = 0.8  # share of a step's time spent in launches from which the step is launch-bound and captured
+SHARED_LAUNCHES = 0.5  # the same share with several ranks, where a step includes waiting for other ranks
+ROOM = 0.25  # share of the GPU's memory to leave free: graphs keep a step's activations, and decoding needs memory
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a step went that ran as ever.
+    """Measurement of an uncaptured step.
 
     Args:
-        waits: where the host waited for the GPU; None = nowhere.
-        launched: gives the seconds that the host took.
-        took: gives the seconds from the GPU's start to its end.
-        room: share of the GPU's memory that is free after the step.
-        is_complete: every wait was seen; otherwise the next step is watched as well.
+        waits: code line in which the host waited for the GPU; None = it did not wait.
+        launched: returns the seconds that the host took.
+        took: returns the seconds that the GPU took, from start to end.
+        room: free share of the GPU's memory after the step.
+        is_complete: False = waits may have been missed, so the next step is measured again.
     """
 
     waits: str | None
@@ -41,10 +41,10 @@ class Trial:
     is_complete: bool = True
 
     def why_not(self, wanted: str, *, is_shared: bool = False) -> str | None:
-        """Why such steps are not to be captured where `kernels.graphs` is ``wanted``, or None.
+        """Return why such steps are not captured, given the option `kernels.graphs` as ``wanted``, or None.
 
         Args:
-            is_shared: several devices share the step's tokens, and wait for each other.
+            is_shared: several devices share the step's tokens and wait for each other.
         """
         if self.waits is not None:
             return f"the host waits for the GPU in {self.waits}"
@@ -55,24 +55,24 @@ class Trial:
         launched, took = self.launched(), self.took()
         if launched >= (SHARED_LAUNCHES if is_shared else LAUNCHES) * took:
             return None
-        return f"the GPU does not wait for launches, which take {1000 * launched:.0f} ms of {1000 * took:.0f}"
+        return f"the step is not launch-bound: launches take {1000 * launched:.0f} ms of {1000 * took:.0f} ms"
 
 
-SYNCHRONIZES = "called a synchronizing CUDA operation"  # PyTorch's warning begins so
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # beginning of PyTorch's warning
 _ALONE = threading.Lock()  # captures share a stream
 _MODE_LOCK = threading.Lock()
-_WATCHERS: list[int | str] = []  # an entry each: the sync debug mode that it found
+_WATCHERS: list[int | str] = []  # for each watcher the sync debug mode before it
 
 
 class Turns:
-    """Uses of the same memory on a GPU, one after the other, whichever streams they are on. Callers hold a lock."""
+    """Serialises uses of the same GPU memory from several streams. Callers hold a lock."""
 
     def __init__(self) -> None:
         self._last: torch.cuda.Event | None = None  # the end of the latest use
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
-        """A use on the current stream, which waits for the one before."""
+        """Use the memory on the current stream, after the previous use has ended."""
         if device.type != "cuda":
             yield
             return
@@ -95,7 +95,7 @@ class Turns:
 class CudaGraph:
     """One captured function: a graph, or several with the collectives of `torch.distributed` between them.
 
-    All graphs of a pool are replayed one after the other, never side by side.
+    Graphs of a pool are replayed one after the other, never at the same time.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -105,25 +105,25 @@ class CudaGraph:
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
-        """Why nothing can be captured on a device now, or None."""
+        """Return why nothing can be captured on a device now, or None."""
         if device.type != "cuda" or torch.version.cuda is None:
             return f"computes on {device.type}"
-        return "somebody else captures the stream" if torch.cuda.is_current_stream_capturing() else None
+        return "the stream is already being captured" if torch.cuda.is_current_stream_capturing() else None
 
     @staticmethod
     def new_pool() -> Any:
-        """Memory that graphs share."""
+        """Create a memory pool that graphs share."""
         return torch.cuda.graph_pool_handle()
 
     @staticmethod
     def watch(function: Callable[[], Any], device: torch.device) -> tuple[Any, Trial]:
-        """What ``function`` returns, and how it went.
+        """Run ``function``; return its result and a measurement.
 
-        Where the host waits for the GPU a capture fails, and then leaves random generators (and memory, before PyTorch
-        2.12) in disorder.
+        A capture fails if the host waits for the GPU, and then corrupts random generators (and, before PyTorch 2.12,
+        memory). So waits are detected before the capture.
         """
         with (
-            taken_aside("Synchronization debug mode"),  # which is said to be a prototype
+            taken_aside("Synchronization debug mode"),  # PyTorch warns that this mode is a prototype
             taken_aside(SYNCHRONIZES, hides_others=True) as waits,
             _sync_warnings(),
         ):
@@ -134,10 +134,10 @@ class CudaGraph:
         return output, Trial(where, launched, took, _room(device), waits.is_complete)
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns, whose tensors :meth:`replay` fills; before that they hold anything.
+        """Capture ``function`` and return its result; its tensors are uninitialised until :meth:`replay` fills them.
 
         Raises:
-            UnsupportedError: it communicates otherwise than by functional collectives.
+            UnsupportedError: the function communicates by other means than functional collectives.
         """
         with _ALONE, self._aside():
             self._begin()
@@ -149,7 +149,7 @@ class CudaGraph:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On the device, and in the end on the stream of before, for which a capture that fails leaves its own."""
+        """Select the device, and restore the stream at the end, because a failed capture leaves its own stream."""
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
             try:
@@ -160,7 +160,7 @@ class CudaGraph:
     def _cutting(self) -> AbstractContextManager:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return nullcontext()
-        from dit_accel.models.graphs.collectives import CutAtCollectives  # which torch built without them can't import
+        from dit_accel.models.graphs.collectives import CutAtCollectives  # fails in torch built without collectives
 
         return CutAtCollectives(self._cut)
 
@@ -176,7 +176,7 @@ class CudaGraph:
         self._parts.append(graph.replay)
 
     def _end(self) -> None:
-        with taken_aside("The CUDA Graph is empty"):  # between two collectives
+        with taken_aside("The CUDA Graph is empty"):  # happens between two collectives
             self._capturing.__exit__(None, None, None)
 
     def replay(self) -> None:
@@ -186,7 +186,7 @@ class CudaGraph:
 
 @contextmanager
 def _sync_warnings() -> Iterator[None]:
-    """Within, PyTorch warns where a thread waits for the GPU; the mode is the whole process's."""
+    """Make PyTorch warn when any thread of the process waits for the GPU."""
     with _MODE_LOCK:
         _WATCHERS.append(torch.cuda.get_sync_debug_mode() if not _WATCHERS else _WATCHERS[0])
         torch.cuda.set_sync_debug_mode("warn")
@@ -200,7 +200,7 @@ def _sync_warnings() -> Iterator[None]:
 
 
 def _room(device: torch.device) -> float:
-    """Share of a GPU's memory that is free; what PyTorch keeps for the next step's activations is not."""
+    """Free share of a GPU's memory; memory that PyTorch caches for the next step's activations is not free."""
     free, total = torch.cuda.mem_get_info(device)
     return free / total
 

@@ -1,4 +1,4 @@
-"""What keeps computed steps from running as CUDA graphs."""
+"""Reasons why computed steps can't run as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.models.hooks import Hook, is_compiled, is_known, is_known_class, runs_known_code
 from dit_accel.presets import Preset
 
-VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are part of a graph's key
+VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # types of arguments in a graph's key
 PARALLEL_HOOKS = (
     "ContextParallelSplitHook",
     "ContextParallelGatherHook",
@@ -23,7 +23,7 @@ PARALLEL_HOOKS = (
 
 
 def why_not_preset(preset: Preset) -> str | None:
-    """Why what a preset asks for can't be captured, or None."""
+    """Return why a preset's steps can't be captured, or None."""
     if any(variant.refresh > 1 for variant in preset.skip.variants):
         return "masks are kept from step to step (skip.refresh)"
     if any(variant.probe_blocks for variant in preset.skip.variants):
@@ -32,7 +32,7 @@ def why_not_preset(preset: Preset) -> str | None:
 
 
 def why_not_call(call: Call, leaves: Sequence) -> str | None:
-    """Why a call with these arguments can't be captured, or None."""
+    """Return why a call with these arguments can't be captured, or None."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = {
         type(leaf).__name__ for leaf in leaves if type(leaf) not in PLAIN_TENSORS and not isinstance(leaf, VALUES)
@@ -49,17 +49,17 @@ def why_not_call(call: Call, leaves: Sequence) -> str | None:
 
 
 def why_not_output(output: Any) -> str | None:
-    """Why what a transformer returns can't be what a graph returns, or None."""
+    """Return why a graph can't return this output of a transformer, or None."""
     leaves = pytree.tree_leaves(output)
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))}
     return f"the output holds {', '.join(sorted(others))}" if others else None
 
 
 def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | None:
-    """Why a module of a transformer on a device can't be captured, or None.
+    """Return why a module of a transformer on a device can't be captured, or None.
 
     Args:
-        name: of the module in the transformer; empty = it is the transformer.
+        name: the module's name in the transformer; empty = the transformer.
     """
     where, registry = name or type(module).__name__, vars(module).get("_diffusers_hook")
     hooks = [] if registry is None else [hook for hook in registry.hooks.values() if not _repeats(hook)]
@@ -74,12 +74,12 @@ def why_not_module(name: str, module: nn.Module, device: torch.device) -> str | 
 
 
 def _repeats(hook: ModelHook) -> bool:
-    """Whether a hook on a module does the same in every call: ours, and those that split tokens and gather them."""
+    """Return True if a hook does the same in every call: our hooks, and hooks that split and gather tokens."""
     return isinstance(hook, Hook) or type(hook).__name__ in PARALLEL_HOOKS
 
 
 def why_not_known(name: str, module: nn.Module) -> str | None:
-    """Why a module may do by itself what differs from step to step and a graph would repeat, or None."""
+    """Return why a module may behave differently in each step, which a graph would not, or None."""
     where, processor = name or type(module).__name__, getattr(module, "processor", None)
     if not runs_known_code(module):
         return f"{where} runs a forward that is not diffusers' own, and may differ from step to step"

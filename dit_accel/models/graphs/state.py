@@ -1,9 +1,8 @@
-"""A model as a graph takes it from the host: places of weights, and every attribute that is no tensor.
+"""State of a model that a CUDA graph reads on the host: addresses of weights, and attributes that are no tensors.
 
-A graph repeats launches. Numbers, strings and flags among a module's attributes, strengths of adapters, processors,
-hooks and the code of classes were read when it was captured. They are compared before each replay: by identity first,
-which is quick, and by value where an object is another one. Values of weights may change, since a graph reads them
-where they lie.
+A graph repeats launches. It was captured with certain numbers, strings and flags in attributes, strengths of adapters,
+processors, hooks and code of classes. They are compared before each replay: first by identity, which is quick, then by
+value if an object was replaced. Values of weights may change, because a graph reads them from their addresses.
 """
 
 from __future__ import annotations
@@ -26,30 +25,31 @@ from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 
 NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 SEQUENCES = (list, tuple, set, frozenset, deque)
-OF_TENSORS = ("_parameters", "_buffers")  # attributes of modules; tensors that are replaced are not kept alive
+OF_TENSORS = ("_parameters", "_buffers")  # attributes of modules; replaced tensors are not kept alive
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 TORCHS_OWN = vars(nn.Module()).keys() - {"training", "_modules", *OF_TENSORS}  # attributes that all modules have
-FOREIGN = {*sys.stdlib_module_names, "torch", "builtins"}  # packages whose objects are not looked into
+FOREIGN = {*sys.stdlib_module_names, "torch", "builtins"}  # packages whose objects are not followed
 
 
 class ModelState:
-    """Everything that a graph takes from a model on the host, as it is now.
+    """Snapshot of everything that a graph reads from a model on the host.
 
-    Modules, containers and other objects are followed through their attributes and compared by identity, numbers and
-    containers by value. Hooks, functions, and objects of torch and of Python's own packages are not looked into.
+    Modules, containers and other objects are followed through their attributes and compared by identity; numbers and
+    containers are compared by value. Hooks, functions, and objects of torch and Python's standard library are not
+    followed.
 
     Args:
-        model: whose state.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[tuple[str, ...], dict[str, dict]] = {}  # attributes by module, by their names
-        self._dicts: dict[str, dict] = {}  # entries, and attributes of other objects, by the name of what has them
+        self._modules: dict[tuple[str, ...], dict[str, dict]] = {}  # attributes of modules, by the modules' names
+        self._dicts: dict[str, dict] = {}  # entries of dicts and attributes of other objects, by the owner's name
         self._sequences: dict[str, Any] = {}
         self._classes: dict[str, Any] = {}
         self._weights: dict[str, dict] = {}
-        self._empty: list[Any] = []  # containers that hold nothing
+        self._empty: list[Any] = []  # empty containers
         found = self._follow()
         self._counts, self._keys, self._held = self._numbers_of_attributes(), self._entries(), self._values()
         weights = self._weights_now()
@@ -60,16 +60,16 @@ class ModelState:
         self._paths = [*self._named()]
 
     def change(self) -> str | None:
-        """Return the name of something that has changed since, or None."""
+        """Return the name of something that has changed since the snapshot, or None."""
         if self._is_identical():
             return None
         new = ModelState(self._model)
         before, now = self._by_path(), new._by_path()
         changed = next((path for path in {**before, **now} if not _are_same(path, before, now)), None)
         if changed is None and self._places != new._places:
-            changed = "the place of a weight"
+            changed = "the address of a weight"
         if changed is None and self._written() != self._versions:
-            changed = "a number in a tensor of the CPU"
+            changed = "a number in a CPU tensor"
         if changed is None:
             vars(self).update(vars(new))
         return changed
@@ -79,7 +79,7 @@ class ModelState:
             if any(self._empty) or self._numbers_of_attributes() != self._counts or self._entries() != self._keys:
                 return False
             held, weights = self._values(), self._weights_now()
-        except (KeyError, RuntimeError):  # an attribute is gone, or goes in another thread
+        except (KeyError, RuntimeError):  # an attribute is gone, or another thread is removing it
             return False
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return False
@@ -106,16 +106,16 @@ class ModelState:
         return [*chain.from_iterable(map(dict.values, self._weights.values()))]
 
     def _placed(self) -> list:
-        """Where tensors lie, and in which order."""
+        """Addresses and strides of tensors."""
         tensors = [*map(call, self._tensors)]
         return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
 
     def _written(self) -> list[int | None]:
-        """How often each number that lies in a tensor of the CPU was written."""
+        """Version of each CPU tensor that the host reads as a number."""
         return [*map(version_of, self._numbers)]
 
     def _named(self) -> Iterator[str]:
-        """Names of all that is held, and then of the weights."""
+        """Yield the names of all entries, then of the weights."""
         of_modules = ((name, names) for names, modules in self._modules.items() for name in modules)
         places = ((name, range(len(each))) for name, each in self._sequences.items())
         owners = chain(of_modules, self._dicts.items(), places, self._classes.items(), self._weights.items())
@@ -125,7 +125,7 @@ class ModelState:
         return dict(zip(self._paths, chain(self._held, map(call, self._refs)), strict=True))
 
     def _follow(self) -> list[torch.Tensor]:
-        """Fills the containers, and returns the tensors in them that are no weights."""
+        """Fill the snapshot's containers, and return tensors in them that are no weights."""
         found: list[torch.Tensor] = []
         seen: set[int] = set()
         waiting: deque[tuple[str, Any]] = deque([("", self._model)])
@@ -143,7 +143,7 @@ class ModelState:
         return found
 
     def _take(self, name: str, each: Any) -> Iterator[tuple[Any, Any]]:
-        """Files what an object holds, and returns what may hold more."""
+        """Store an object's contents, and yield those that may hold more."""
         if isinstance(each, nn.Module):
             held = vars(each)
             own = tuple(key for key in held if key not in TORCHS_OWN)
@@ -177,7 +177,7 @@ class ModelState:
             yield from vars(each).items()
 
     def _take_class(self, cls: type) -> None:
-        """The code of a class, and numbers that its objects share."""
+        """Store a class's code and its numbers."""
         for each in cls.__mro__[:-1]:
             self._classes[f"{each.__module__}.{each.__qualname__}"] = each.__dict__
 
@@ -188,7 +188,7 @@ def _is_read_by_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_followed(value: Any) -> bool:
-    """Return True if what ``value`` holds counts, rather than its identity alone."""
+    """Return True if the contents of ``value`` are compared, not only its identity."""
     if isinstance(value, (nn.Module, torch.Tensor, dict, *SEQUENCES, HookRegistry, SimpleNamespace)):
         return True
     if isinstance(value, (type, ModelHook)) or not hasattr(value, "__dict__"):
@@ -197,7 +197,7 @@ def _is_followed(value: Any) -> bool:
 
 
 def _are_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return True if a graph that read one value may be replayed with the other; entries have names of their own."""
+    """Return True if a graph that read ``before`` may be replayed with ``now``; entries are compared separately."""
     if path not in before or path not in now:
         return False
     old, new = before[path], now[path]

@@ -1,9 +1,9 @@
-"""CUDA graphs of computed steps: what a step asks of the GPU is recorded once, and asked for again at one stroke.
+"""CUDA graphs of computed steps: a step's launches are captured once and replayed with one launch.
 
-Where kernels are short, Python takes longer to launch them than the GPU to run them. A computed step at level
-``output`` decides nothing on the host and has fixed shapes. So the first of its kind runs as ever (kernels compile,
-caches fill), the second is watched, the third is captured, and from then on inputs are copied in, the graph is replayed
-and outputs are copied out. When to compute, forecasts and what a step measured stay outside.
+In launch-bound steps Python takes longer to launch kernels than the GPU takes to run them. A computed step at level
+``output`` decides nothing on the host and has fixed shapes. The first step of a kind runs eagerly, to compile kernels
+and fill caches. The second is measured, the third is captured. From then on inputs are copied in, the graph is
+replayed, and outputs are copied out. Decisions of the loop, forecasts and measurements stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from dit_accel.models.graphs.limits import (
 from dit_accel.models.graphs.state import ModelState
 from dit_accel.models.parallel.context_parallel import parallel_degree
 
-MOST_GRAPHS = 8  # kept at a time: two branches, dense and with tiles left out, and as many once more
-NEW = object()  # stands for a kind of call that has not come before
+MOST_GRAPHS = 8  # kept at a time: two branches, dense and with skipped tiles, and twice as many to spare
+NEW = object()  # marks the first call of a kind
 REFUSED = "computed steps not captured as CUDA graphs"
 
 
 class Driver(Protocol):
-    """What graphs need of the driver of a transformer."""
+    """Interface of a transformer's driver that graphs use."""
 
     transformer: nn.Module
     controller: Controller
 
     def why_eager(self) -> str | None:
-        """Why the call in progress can't be captured, or None."""
+        """Return why the call in progress can't be captured, or None."""
 
     def decisions(self) -> tuple:
-        """What else decides on the host how the call in progress runs."""
+        """Return further values on the host that decide how the call in progress runs."""
 
     def shared_tensors(self) -> Any:
-        """What the call in progress reads on the device and is no argument of it."""
+        """Return tensors on the device that the call in progress reads besides its arguments."""
 
     def announce(self, symbols: Mapping[str, SparseSymbols], densities: Mapping[str, torch.Tensor]) -> None:
-        """Tells the call in progress what its blocks have drawn and measured."""
+        """Pass symbols and measured densities of the blocks to the call in progress."""
 
 
 @dataclass
 class Captured:
-    """A graph, and the tensors that it reads and writes.
+    """A graph and the static tensors that it reads and writes.
 
     Args:
-        inputs: where the tensors among a call's arguments go.
-        output: of the transformer, as it nests its tensors; the next replay overwrites them.
-        announcement: of the call's sparse attentions.
-        fallbacks: that the report lists for it.
-        held: keeps what the graph reads by its address.
+        inputs: copies of the tensors among a call's arguments.
+        output: nested output of the transformer; the next replay overwrites its tensors.
+        announcement: symbols and densities of the call's sparse attentions.
+        fallbacks: entries of the report for the call.
+        held: keeps alive everything that the graph reads by address.
     """
 
     graph: CudaGraph
@@ -80,11 +80,11 @@ class Captured:
 
 
 class StepGraphs:
-    """The graphs of one transformer, by branch, shapes and everything that decides which kernels run.
+    """The graphs of one transformer, by branch, shapes and everything else that decides which kernels run.
 
     Args:
-        driver: of the transformer.
-        graph: the class that captures; tests have one for the CPU.
+        driver: the transformer's driver.
+        graph: the class that captures; tests use a fake for the CPU.
     """
 
     def __init__(self, driver: Driver, graph: type[CudaGraph] = CudaGraph) -> None:
@@ -93,20 +93,20 @@ class StepGraphs:
         self._wanted = driver.controller.preset.kernels.graphs
         self._preset_refuses = why_not_preset(driver.controller.preset)
         self._failed: str | None = None
-        self._lock = threading.RLock()  # of everything here: threads may call one transformer
-        self._turns = Turns()  # of static inputs and of the pool
+        self._lock = threading.RLock()  # guards all attributes: several threads may call one transformer
+        self._turns = Turns()  # serialises uses of static inputs and of the pool
         self._kept: dict[tuple, Captured | Trial | str | None] = {}
         self.clear()
 
     def __len__(self) -> int:
-        """Graphs there are."""
+        """Return the number of graphs."""
         return sum(isinstance(kept, Captured) for kept in self._kept.values())
 
     def clear(self) -> None:
-        """Drops all graphs and their memory."""
+        """Free all graphs and their memory."""
         with self._lock:
             self._turns.end()
-            # None = such a call has run once, a str says why it is not captured.
+            # None = such a call has run once; a str = the reason why it is not captured.
             self._kept = {}
             self._pool: Any = None
             self._state: ModelState | None = None
@@ -114,10 +114,10 @@ class StepGraphs:
             self._changes: list[object] = []  # reports of the runs in which the model changed
 
     def run(self, original: Callable, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a call that computes: from a graph where there is one, else as ever.
+        """Return the output of a computed call, from a graph if there is one, else run eagerly.
 
         Args:
-            original: the transformer's own forward; it has the hooks of its blocks.
+            original: the transformer's own forward, with the hooks of its blocks.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         compute = partial(original, *args, **kwargs)
@@ -143,7 +143,7 @@ class StepGraphs:
         return compute()
 
     def _kept_for(self, key: tuple) -> Any:
-        """What there is of a kind of call, `NEW` at its first one."""
+        """Return the record of a kind of call; `NEW` at the first call."""
         if key not in self._kept:
             self._make_room(key)
             self._kept[key] = None
@@ -151,12 +151,12 @@ class StepGraphs:
         return self._kept[key]
 
     def _decide(self, trial: Trial, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
-        """A graph of a call that was watched, or why there is none."""
+        """Capture a measured call, or return why not."""
         is_shared = parallel_degree(self._driver.transformer) > 1
         return trial.why_not(self._wanted, is_shared=is_shared) or self._capture(original, call, leaves, structure)
 
     def _say(self, reason: str | None, leaves: list) -> None:
-        """Tells the report why a call runs as ever: in a note where graphs are wanted or went wrong."""
+        """Report why a call is not captured: in a note if graphs are set to "always" or failed."""
         report = self._driver.controller.report
         if self._wanted == "always" or self._failed is not None:
             report.note(f"{REFUSED}: {reason}")
@@ -164,7 +164,7 @@ class StepGraphs:
             report.not_captured = reason
 
     def _replay(self, captured: Captured, leaves: list) -> Any:
-        """The output of a call with such arguments, from its graph."""
+        """Replay a call's graph with these arguments and return its output."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for static, given in zip(captured.inputs, tensors, strict=True):
             static.copy_(given)
@@ -176,7 +176,7 @@ class StepGraphs:
         return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
 
     def _capture(self, original: Callable, call: Call, leaves: list, structure: Any) -> Captured | str:
-        """A new graph, or why the GPU or the model's code refuses; then no other is tried."""
+        """Capture a new graph, or return why it failed; then no further capture is tried."""
         controller = self._driver.controller
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
@@ -192,15 +192,15 @@ class StepGraphs:
             finally:
                 controller.call, report.fallbacks = before
 
-        if not self:  # a pool ends with its last graph, and can't be captured into again
+        if not self:  # a pool whose last graph is gone can't be captured into again
             self._pool = self._graph.new_pool()
         graph = self._graph(self._device(leaves), self._pool)
         try:
             with capturing() as capture:
                 made = graph.capture(compute)
-        except Exception as error:  # whatever the driver, a kernel or the model's own code raises under capture
+        except Exception as error:  # the driver, a kernel or the model's own code may raise anything under capture
             first: BaseException = error
-            while first.__context__ is not None:  # ending a capture that has failed raises too
+            while first.__context__ is not None:  # ending a failed capture raises too
                 first = first.__context__
             self.clear()
             self._failed = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
@@ -209,7 +209,7 @@ class StepGraphs:
         return Captured(graph, inputs, *made, (capture.held, self._driver.shared_tensors()))
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
-        """Why a call runs as ever, or None."""
+        """Return why a call runs eagerly, or None."""
         if (reason := self._failed or self._preset_refuses) is not None:
             return reason
         if (reason := why_not_call(call, leaves) or self._driver.why_eager()) is not None:
@@ -218,7 +218,7 @@ class StepGraphs:
         return self._graph.why_not(device) or self._why_not_model(device)
 
     def _why_not_model(self, device: torch.device) -> str | None:
-        """Likewise of the model; graphs of a model that has changed since are dropped."""
+        """Return why the model can't be captured, or None; free all graphs if the model has changed."""
         transformer, report = self._driver.transformer, self._driver.controller.report
         if self._refusing is not None and _has(transformer, *self._refusing):
             reason = self._why_not_module(*self._refusing, device)
@@ -242,7 +242,7 @@ class StepGraphs:
         return why_not_known(name, module) if reason is None and self._wanted == "auto" else reason
 
     def _key(self, call: Call, leaves: list, structure: Any) -> tuple:
-        """Branch and shapes, and then everything else by which calls differ on the host."""
+        """Key of a kind of call: branch and shapes, then everything else on the host that calls may differ in."""
         forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         backend, _ = _AttentionBackendRegistry.get_active_backend()
         modes = call.skips, backend, torch.is_inference_mode_enabled(), *_global_modes(), *self._driver.decisions()
@@ -250,7 +250,7 @@ class StepGraphs:
         return call.branch.name, shapes, self._device(leaves), structure, forms, modes
 
     def _make_room(self, key: tuple) -> None:
-        """Drops graphs of this branch at other shapes, and the oldest of too many."""
+        """Free graphs of this branch at other shapes, and the oldest graphs above the limit."""
         staying = {each: kept for each, kept in self._kept.items() if each[0] != key[0] or each[1] == key[1]}
         while len(staying) >= MOST_GRAPHS:
             del staying[next(iter(staying))]
@@ -275,7 +275,7 @@ def _global_modes() -> tuple:
     """Settings of the whole process that decide which kernels torch launches."""
     backends = torch.backends
     return (
-        nn.functional.scaled_dot_product_attention,  # which SageAttention's readme has users replace
+        nn.functional.scaled_dot_product_attention,  # SageAttention's readme has users replace it
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),

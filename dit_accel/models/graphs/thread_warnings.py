@@ -1,8 +1,8 @@
-"""Warnings of one thread, taken aside while others go on.
+"""Collection of one thread's warnings while other threads warn as usual.
 
-``warnings.catch_warnings`` replaces filters of the whole process, and a block that ends restores what another thread
-has replaced since. So warnings pass through a hook here instead: it is put on once, stays, and hands on whatever nobody
-takes.
+``warnings.catch_warnings`` replaces filters of the whole process, and when its block ends it overwrites changes of
+other threads. So warnings pass through a hook here instead. It is installed once, stays, and shows all warnings that
+are not collected.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 _LOCK = threading.Lock()
 _TAKERS: list[_Taker] = []
-_WANTED: Counter[str] = Counter()  # beginnings of messages, and how many take them
+_WANTED: Counter[str] = Counter()  # beginnings of messages, and the number of collectors
 
 
 @dataclass
 class Taken:
-    """Warnings that were taken aside.
+    """Collected warnings.
 
     Args:
-        places: file and line of each.
-        is_complete: no other thread has removed the hook or its filter since, so that none was missed.
+        places: file and line of each warning.
+        is_complete: True if no other thread has removed the hook or its filter, so that no warning was missed.
     """
 
     places: list[str] = field(default_factory=list)
@@ -43,10 +43,10 @@ class _Taker:
 
 
 class _Hook:
-    """Stands in for ``warnings.showwarning``.
+    """Replacement of ``warnings.showwarning``.
 
     Args:
-        shown: what it stands in for.
+        shown: the function that it replaces.
     """
 
     def __init__(self, shown: Callable) -> None:
@@ -64,11 +64,11 @@ class _Hook:
 
 @contextmanager
 def taken_aside(beginning: str, *, hides_others: bool = False) -> Iterator[Taken]:
-    """Within, warnings of this thread whose message begins so are taken aside instead of shown.
+    """Collect warnings of this thread whose message begins with ``beginning``, instead of showing them.
 
     Args:
-        beginning: of the message.
-        hides_others: those of other threads are not shown either, as where something here causes them.
+        beginning: beginning of the message.
+        hides_others: also hide such warnings of other threads, for example if code here causes them.
     """
     taker = _Taker(beginning, threading.get_ident(), Taken(), hides_others)
     with _LOCK:

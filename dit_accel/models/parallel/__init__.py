@@ -1,1 +1,1 @@
-"""Several GPUs for one call: tokens shared by context parallelism, and branches of guidance side by side."""
+"""Several GPUs for one call: context parallelism shares its tokens, and branches of guidance run in parallel."""

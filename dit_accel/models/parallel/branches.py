@@ -1,9 +1,9 @@
-"""Branches of guidance on different devices: each is computed by one, which sends the output to the others.
+"""Branches of guidance on different devices: one device computes each branch and sends the output to the others.
 
-A pipeline calls its transformer once for each branch and reads the outputs when it has called for all of them. So a
-call whose branch is another device's gives a tensor that stands for the output, and the device goes on to its own.
-Outputs are sent in the order of the calls. Every device hands all of them to the loop, which therefore decides alike
-everywhere, and forecasts both branches from what is remembered there: steps that run no block send nothing.
+A pipeline calls its transformer once for each branch and reads the outputs after all calls. So a call for another
+device's branch returns a placeholder tensor at once, and the device goes on to its own branch.
+Outputs are sent in the order of the calls. The loop on every device sees all of them, so it makes the same decisions
+everywhere and can forecast both branches from its own history: steps that run no block send nothing.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from dit_accel.loop.branch import Call
 from dit_accel.loop.runs import Runs
 from dit_accel.models.beside.control_net import DeferredCall, DeferredTensor, TensorForm, call_form
 
-GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the devices among which its branches are dealt out
+GROUP = "_dit_accel_branch_group"  # attribute of a transformer: the group of devices that share its branches
 
 
 class SharedBranches:
-    """Runs a transformer's calls, or receives what another device makes of them.
+    """Runs a transformer's calls, or receives their outputs from another device.
 
     Args:
-        transformer: has its group by the name above, or none.
-        runs: over the transformer.
+        transformer: the transformer; it may have a group under the name above.
+        runs: runs over the transformer.
     """
 
     def __init__(self, transformer: nn.Module, runs: Runs) -> None:
         self._transformer = transformer
         self._runs = runs
-        self._forms: dict[tuple, tuple[Any, Any]] = {}  # of outputs, and of what is made of them, by kind of call
+        self._forms: dict[tuple, tuple[Any, Any]] = {}  # forms of outputs, and of observed outputs, by kind of call
 
     def run(self, call: Call, given: Any, run: Callable[[], Any], observe: Callable[[Any], Any]) -> Any:
-        """The output of a call that is not forecast.
+        """Return the output of a call that is not forecast.
 
-        The first call of its kind runs everywhere, because nobody knows yet what to receive.
+        The first call of its kind runs on all devices, because the form of the output is not known yet.
 
         Args:
             given: arguments of the call.
-            run: makes the output here.
-            observe: takes the output, wherever it was made, and gives what the pipeline goes on with.
+            run: computes the output on this device.
+            observe: takes the output from any device, and returns the output for the pipeline.
 
         Raises:
-            UnsupportedError: the output has another form than that of an earlier call of its kind, for which other
-                devices wait.
+            UnsupportedError: the output has another form than in an earlier call of its kind, so other devices can't
+                receive it.
         """
         group = getattr(self._transformer, GROUP, None)
         if group is None:
@@ -64,7 +64,7 @@ class SharedBranches:
             )
         output = run()
         if not is_own:
-            call.branch.sites.clear()  # blocks go on with this branch elsewhere
+            call.branch.sites.clear()  # another device has the blocks' records of this branch
         self._runs.current.branches.settle()
         form = pytree.tree_map_only(torch.Tensor, TensorForm.of, output)
         if known is not None and form != known[0]:
@@ -77,14 +77,14 @@ class SharedBranches:
         return made
 
     def _kind(self, call: Call, given: Any) -> tuple:
-        """Everything that decides the form of a call's output."""
+        """Key of everything that decides the form of a call's output."""
         weight = next(self._transformer.parameters())
         device = weight.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return call_form(given), call.branch.shapes, weight.dtype, cast
 
     def _awaited(self, form: Any, receive: Callable[[], Any]) -> Any:
-        """Stands for the output of that form until somebody reads it."""
+        """Return a placeholder of that form, which receives the output when it is first read."""
         received: list[Any] = []
         caller = self._runs.caller
         self._runs.current.branches.awaited.append(lambda: received.append(receive()))
@@ -105,7 +105,7 @@ class SharedBranches:
 
 
 def _sent(output: Any, owner: int, group: dist.ProcessGroup) -> Any:
-    """An output as it is on the device that made it, on all of the group."""
+    """Send an output from its owner to all devices of the group."""
 
     def send(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()

@@ -1,9 +1,8 @@
-"""Context parallelism of diffusers: every rank runs a share of the tokens, and attention needs all of them.
+"""Context parallelism of diffusers: every rank runs a share of the tokens, and attention needs all tokens.
 
-Ulysses: before attention the ranks exchange their tokens for heads, and after it heads for tokens. Between the two a
-rank has all tokens of its share of the heads, and that is where symbols are drawn and tiles left out. The exchange
-brings tokens into the order that symbols want on the way: a rank's share is some text and some of the picture, so they
-come mixed.
+Ulysses: before attention the ranks exchange tokens for heads, and after it heads for tokens. In between a rank has all
+tokens of its share of the heads; there symbols are computed and tiles skipped. The exchange also sorts the tokens: each
+rank's share has some text and some image tokens, so they arrive mixed, and symbols need text in one piece.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Family, Tokens
 from dit_accel.sparse.token_order import inverse_order
 
-RING = "ring attention hands out keys in parts, so no tiles can be left out: use ulysses_degree in its place"
+RING = "ring attention passes keys in parts, so no tiles can be skipped: use ulysses_degree instead"
 
 
 def config_of(transformer: nn.Module) -> Any:
-    """diffusers' ``ContextParallelConfig`` of a transformer; None = it runs on one device."""
+    """Return diffusers' ``ContextParallelConfig`` of a transformer; None = it runs on one device."""
     return getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
 
 
 def shares_layers(transformer: nn.Module) -> bool:
-    """Whether each of several devices has a part of every layer (diffusers' tensor parallelism)."""
+    """Return True if each of several devices has a part of every layer (diffusers' tensor parallelism)."""
     return getattr(getattr(transformer, "_parallel_config", None), "tensor_parallel_config", None) is not None
 
 
 def split_plan(transformer: nn.Module, family: Family | None) -> Any:
-    """What ``enable_parallelism`` splits and gathers, by the transformer's class or else by its family's facts.
+    """Return what ``enable_parallelism`` splits and gathers, from the transformer's class or its family's facts.
 
-    Blocks may mask padding by its place, which only an accelerated transformer's hooks set right when tokens are split.
+    Blocks may mask padding by position. With split tokens only the hooks of an accelerated transformer correct this.
 
     Raises:
-        UnsupportedError: a given image takes the place of the first frame, which blocks find by the place of tokens.
+        UnsupportedError: a given image replaces the first frame, and blocks find its tokens by position.
     """
     own = getattr(transformer, "_cp_plan", None)
     if own is not None or family is None or family.split is None:
@@ -46,8 +45,8 @@ def split_plan(transformer: nn.Module, family: Family | None) -> Any:
 
     if family.first_frame_apart(transformer):
         raise UnsupportedError(
-            f"context parallelism splits the video's tokens, and this {family.title} finds those of the given image by "
-            "their place: run it on one device"
+            f"context parallelism splits the video's tokens, and this {family.title} finds tokens of the given image "
+            "by their position: run it on one device"
         )
     facts, tables = family.split, family.order.tables if family.order is not None else {}
     plan: dict[str, Any] = {
@@ -60,15 +59,15 @@ def split_plan(transformer: nn.Module, family: Family | None) -> Any:
 
 
 def parallel_degree(transformer: nn.Module) -> int:
-    """Devices that share the tokens of a call."""
+    """Number of devices that share the tokens of a call."""
     config = config_of(transformer)
     return 1 if config is None else config.ring_degree * config.ulysses_degree
 
 
 def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
-    """The largest of what the ranks have measured, float32 ``[N]``, so that all of them decide alike.
+    """Return the maximum over ranks of measured numbers, float32 ``[N]``, so that all ranks make the same decisions.
 
-    What is no number counts as infinite, which lets no forecast pass.
+    NaN counts as infinite, so that no forecast is accepted.
     """
     config = config_of(transformer)
     if config is None:
@@ -79,13 +78,13 @@ def agreed(transformer: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class Exchange:
-    """How the ranks of a group share one sequence, and what they exchange for an attention over all of it.
+    """Exchange of tokens for heads between the ranks of a group that share one sequence.
 
     Args:
         group: the ranks.
         tokens: the whole sequence.
-        order: of its vision tokens, int64 ``[S]``; None = as they are. Only arranged tokens have it.
-        device: of the tensors that are exchanged.
+        order: order of its vision tokens, int64 ``[S]``, for arranged tokens; None = unchanged.
+        device: device of the exchanged tensors.
     """
 
     def __init__(
@@ -103,15 +102,15 @@ class Exchange:
         self._received = None if is_arranged else inverse_order(arranged).to(device)
 
     def divides(self, heads: int) -> bool:
-        """Whether every rank gets as many heads."""
+        """Return True if every rank gets the same number of heads."""
         return heads % self._ranks == 0
 
     def to_heads(self, *tensors: torch.Tensor, arranged: bool = True) -> tuple[torch.Tensor, ...]:
-        """From the rank's own tokens ``[B, S / n, H, D]`` to all tokens of its heads ``[B, S, H / n, D]``, in one go.
+        """Exchange the rank's own tokens ``[B, S / n, H, D]`` for all tokens of its heads ``[B, S, H / n, D]``.
 
         Args:
-            arranged: text in one piece, and vision tokens in their order; False = as they come, for attention that
-                looks at no place.
+            arranged: True = text in one piece, and vision tokens in their order; False = as they arrive, for attention
+                that does not depend on the order.
         """
         words, dtype = _words(*tensors), tensors[0].dtype
         batch, own, heads, size = words[0].shape
@@ -124,32 +123,32 @@ class Exchange:
         return tuple(part.transpose(0, 1) for part in received.view(dtype).unbind(1))
 
     def to_tokens(self, x: torch.Tensor, arranged: bool = True) -> torch.Tensor:
-        """Back: from all tokens of the rank's heads ``[B, S, H / n, D]`` to its own tokens ``[B, S / n, H, D]``."""
+        """Exchange all tokens of the rank's heads ``[B, S, H / n, D]`` back for its own tokens ``[B, S / n, H, D]``."""
         (words,) = _words(x)
         send = (self.as_received(words) if arranged else words).transpose(0, 1).contiguous()
         received = self._exchanged(send, [self._own] * self._ranks, self._counts)
         return received.unflatten(0, (self._ranks, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3).view(x.dtype)
 
     def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-        """What the ranks send this one, in numbers of tokens from and to each.
+        """Exchange tokens between ranks; ``received`` and ``sent`` are the numbers of tokens from and to each.
 
-        As a functional collective, at which :mod:`dit_accel.models.graphs.collectives` cuts what is captured.
+        It is a functional collective, so that :mod:`dit_accel.models.graphs.collectives` can cut captures at it.
         """
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
 
     def arrange(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
-        """Tokens that lie as diffusers' own exchange leaves them, with text in one piece and vision in its order."""
+        """Sort tokens from diffusers' own exchange: text in one piece, and vision tokens in their order."""
         return x if self._arranged is None else x.index_select(axis, self._arranged)
 
     def as_received(self, x: torch.Tensor, axis: int = 1) -> torch.Tensor:
-        """Undoes :meth:`arrange`."""
+        """Undo :meth:`arrange`."""
         return x if self._received is None else x.index_select(axis, self._received)
 
 
 class Exchanges:
-    """The exchange of a transformer's calls; that of the latest is kept."""
+    """Creates the exchange of a transformer's calls, and keeps the latest one."""
 
     def __init__(self) -> None:
         self._latest: tuple[Any, torch.Tensor | None, Exchange | None] = None, None, None
@@ -157,7 +156,7 @@ class Exchanges:
     def of(
         self, transformer: nn.Module, tokens: Tokens, order: torch.Tensor | None, device: torch.device
     ) -> Exchange | None:
-        """For a call over these tokens; None = the transformer runs on one device, or in a ring."""
+        """Return the exchange for a call over these tokens; None = the transformer runs on one device, or in a ring."""
         config = config_of(transformer)
         if config is None or config.ring_degree > 1:
             return None
@@ -169,7 +168,7 @@ class Exchanges:
 
 
 def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call as they were before ``hook`` split them; every rank has to ask."""
+    """Return the arguments of a call before ``hook`` split them; every rank must call this."""
     from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
 
     config, facts = hook.parallel_config, hook.module_forward_metadata
@@ -194,7 +193,7 @@ def gathered(hook: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
 
 
 def _words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory in pieces of 8 bytes, if all have such: what is reordered by pieces of 2 takes thrice as long."""
+    """View tensors as 8-byte elements if all allow it: reordering 2-byte elements takes three times as long."""
 
     def has_words(x: torch.Tensor) -> bool:
         steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
@@ -204,12 +203,12 @@ def _words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _shares(count: int, ranks: int) -> list[int]:
-    """How many of ``count`` tokens each rank gets, as ``torch.tensor_split`` deals them out."""
+    """Number of tokens of ``count`` that each rank gets, as ``torch.tensor_split`` divides them."""
     return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
 
 
 def _arrangement(tokens: Tokens, text: list[int], vision: list[int], order: torch.Tensor | None) -> torch.Tensor:
-    """Where each token of the arranged sequence lies among those received, int64 ``[S]``."""
+    """Index of each token of the arranged sequence among the received tokens, int64 ``[S]``."""
     of_text, of_vision = torch.arange(tokens.text), torch.arange(tokens.vision)
     if tokens.text_first:
         of_vision += tokens.text

@@ -1,4 +1,4 @@
-"""Shares a pipeline's work among the devices of several processes, one each, as torchrun starts them."""
+"""Share a pipeline's work among several processes with one device each, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from dit_accel.models.parallel.context_parallel import config_of, split_plan
 
 
 def parallelize_pipeline(pipe: Any, *, ulysses: int = 1, branches: int = 1) -> Any:
-    """Has several devices make what a pipeline makes, in place; before or after ``accelerate_pipeline``.
+    """Run a pipeline on several devices, in place; call it before or after ``accelerate_pipeline``.
 
     Every process calls the pipeline with the same arguments and gets the same result.
 
     Args:
         pipe: a diffusers pipeline with a transformer, loaded by every process on its own device.
-        ulysses: devices that share the tokens of a transformer call (diffusers' context parallelism); the model's heads
-            must divide by it.
-        branches: devices, or groups of ``ulysses`` devices, that take branches of guidance: 2 where the pipeline calls
-            its transformer for the prompt and once more without it. Needs ``accelerate_pipeline``, be it with `exact`.
+        ulysses: number of devices that share the tokens of a transformer call (diffusers' context parallelism); the
+            number of the model's heads must be divisible by it.
+        branches: number of devices, or of groups of ``ulysses`` devices, that share branches of guidance: 2 if the
+            pipeline calls its transformer once with and once without the prompt. Needs ``accelerate_pipeline``; preset
+            `exact` is enough.
 
     Returns:
         The same pipeline.
 
     Raises:
-        UnsupportedError: there are not ``ulysses * branches`` processes, the model can't share its tokens, or the
-            pipeline has been parallelized before.
+        UnsupportedError: the number of processes is not ``ulysses * branches``, the model can't share its tokens, or
+            the pipeline is parallel already.
     """
     transformers = denoisers(pipe)
     _check(transformers, ulysses, branches)
@@ -57,14 +58,14 @@ def _check(transformers: dict[str, torch.nn.Module], ulysses: int, branches: int
         )
     for name, transformer in transformers.items():
         if config_of(transformer) is not None or getattr(transformer, GROUP, None) is not None:
-            raise UnsupportedError(f"pipe.{name} is parallel already: load the pipeline anew to change it")
+            raise UnsupportedError(f"pipe.{name} is parallel already: reload the pipeline to change it")
         heads = getattr(transformer.config, "num_attention_heads", ulysses)
         if heads % ulysses:
             raise UnsupportedError(f"ulysses must divide the {heads} attention heads of pipe.{name}, got {ulysses}")
         if ulysses > 1 and split_plan(transformer, known_family(transformer)) is None:
             raise UnsupportedError(
-                f"ulysses must be 1 for {type(transformer).__name__}, for diffusers has no plan of how its tokens are "
-                "shared; branches may be 2 where the pipeline is guided by a second call"
+                f"ulysses must be 1 for {type(transformer).__name__}, because diffusers has no plan to split its "
+                "tokens; branches may be 2 if the pipeline calls it twice for guidance"
             )
 
 
@@ -79,7 +80,7 @@ def _share_tokens(transformer: torch.nn.Module, ulysses: int, mesh: dist.DeviceM
 
 @contextmanager
 def _countable_devices() -> Iterator[None]:
-    """Within, torch counts at least one accelerator, by whose number diffusers divides also where CPUs compute."""
+    """Make torch count at least one accelerator, because diffusers divides by their number on CPUs too."""
     count = torch.accelerator.device_count
     torch.accelerator.device_count = lambda: max(1, count())
     try:

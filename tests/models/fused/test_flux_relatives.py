@@ -146,7 +146,7 @@ def test_versions_of_diffusers_that_pass_other_arguments_run_their_own_blocks():
     """diffusers 0.36 gave FLUX.2's blocks their modulations in another form."""
     hook = flux2.Flux2DoubleBlockHook("transformer_blocks.0", SimpleNamespace(controller=None))
     hook.initialize_hook(type("Older", (torch.nn.Module,), {"forward": lambda self, hidden_states, temb: None})())
-    assert hook._why_other == "in this version of diffusers it takes no temb_mod_img"
+    assert hook._why_other == "in this version of diffusers the block takes no temb_mod_img"
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "joint"])

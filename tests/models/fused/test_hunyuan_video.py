@@ -327,7 +327,7 @@ def test_foreign_processor_keeps_its_attention(pipes, level, processor):
     pipe.transformer.transformer_blocks[0].attn.set_processor(processor())
     result, report = accelerate(pipe, chosen, **inputs())
     assert [entry["site"] for entry in report.fallbacks] == ["transformer_blocks.0"]
-    told = "PlainlyOther" if level == "head" else "attends by something else than torch's"
+    told = "PlainlyOther" if level == "head" else "attends without calling torch's"
     assert told in report.fallbacks[0]["reason"]
     assert 1e-4 < _distance(result, everywhere) < 0.5
     steps = {step.index for step in report.steps if step.index >= 2 and step.mode != "dispatch"}
