@@ -263,10 +263,10 @@ def test_projections_must_fit_the_blocks(tmp_path):
     with pytest.raises(UnsupportedError, match=r"sla\.safetensors is not: "):
         accelerate()
     save(_0=torch.zeros(32, 32))
-    with pytest.raises(UnsupportedError, match=r"it lacks transformer\.blocks\.1, and holds besides none"):
+    with pytest.raises(UnsupportedError, match=r"it lacks transformer\.blocks\.1, and has in addition none"):
         accelerate()
     save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 32), _2=torch.zeros(32, 32))
-    with pytest.raises(UnsupportedError, match=r"it lacks none, and holds besides transformer\.blocks\.2"):
+    with pytest.raises(UnsupportedError, match=r"it lacks none, and has in addition transformer\.blocks\.2"):
         accelerate()
     save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 31))
     with pytest.raises(UnsupportedError, match=r"floating matrices \[D, D\], got torch.float32 \[32, 31\] for"):
