@@ -53,7 +53,7 @@ def block_mask_from_segments(
     """
     causal = [causal] * len(lengths) if isinstance(causal, bool) else list(causal)
     if not lengths or min(lengths) < 1:
-        raise ShapeError(f"lengths must have one entry or more, each at least 1, got {list(lengths)}")
+        raise ShapeError(f"lengths must be one or more numbers, each at least 1, got {list(lengths)}")
     if len(causal) != len(lengths):
         raise ShapeError(f"causal must have one entry for each of {len(lengths)} segments, got {len(causal)}")
     length = torch.tensor(lengths, device=device)
