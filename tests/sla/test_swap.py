@@ -175,7 +175,7 @@ def test_gradients_survive_checkpointing():
 def test_only_plain_pipelines_are_swapped():
     """Accelerated ones are refused, and so are attentions that torch does not compute."""
     pipe = accelerate_pipeline(tiny_pipeline("wan"), "exact")
-    with pytest.raises(UnsupportedError, match="plain pipeline, got an accelerated one: restore it first"):
+    with pytest.raises(UnsupportedError, match="plain pipeline for SLA, got an accelerated one: restore it first"):
         swap_attention(pipe)
     with pytest.raises(UnsupportedError, match="call swap_attention first"):
         save_swapped(tiny_pipeline("wan"), None)
