@@ -57,8 +57,8 @@ class CallParts:
     """
 
     def __init__(self) -> None:
-        self._stop: Stopwatch | None = None  # of the call in progress
-        self._whole: Callable[[], float] | None = None  # of the finished call
+        self._stop: Stopwatch | None = None  # stopwatch of the call in progress
+        self._whole: Callable[[], float] | None = None  # seconds of the finished call
         self._open: list[tuple[str, Stopwatch]] = []
         self._times: list[tuple[str, Callable[[], float]]] = []
         self.device = torch.device("cpu")

@@ -69,13 +69,13 @@ class _Loader(yaml.SafeLoader):
         if getattr(event, "tag", None) is not None:
             raise _refusal(f"tags such as {shortened(event.tag)} are not allowed", event)
         if self._level == MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} levels inside each other", event)
+            raise _refusal(f"more than {MOST_LEVELS} nested levels", event)
         self._level += 1
         node = super().compose_node(parent, index)
         self._level -= 1
         if isinstance(event, yaml.AliasEvent):
             if node not in self._extents:
-                raise _refusal(f"alias {shortened(event.anchor)} stands inside what it repeats", event)
+                raise _refusal(f"alias {shortened(event.anchor)} contains itself", event)
             return node
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:
             raise _refusal(f"a value has {len(event.value):,} characters, of {LONGEST_VALUE:,} at most", event)
@@ -83,7 +83,7 @@ class _Loader(yaml.SafeLoader):
             _refuse_repeated_keys(node)
         self._extents[node] = values, levels = self._extent(node)
         if levels > MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} levels inside each other, aliases written out", event)
+            raise _refusal(f"more than {MOST_LEVELS} nested levels, aliases written out", event)
         if values > MOST_VALUES:
             raise _refusal(f"more than {MOST_VALUES:,} values, aliases written out", event)
         return node
@@ -99,7 +99,7 @@ def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
     for key, _ in mapping.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
-                raise _refusal(f"key {shortened(key.value)!r} stands twice in one mapping", key)
+                raise _refusal(f"key {shortened(key.value)!r} occurs twice in one mapping", key)
             seen.add(key.value)
 
 

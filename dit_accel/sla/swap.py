@@ -28,7 +28,7 @@ from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import PROJECTIONS, TRAINED_WITH, load_projections, trained_with
 from dit_accel.sparse.tile_site import Inputs
 
-LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for it
+LORA = "pytorch_lora_weights.safetensors"  # diffusers' file name of a LoRA
 
 
 class TransformerCalls:
