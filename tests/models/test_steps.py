@@ -98,7 +98,7 @@ def test_unknown_denoisers_are_named():
     """What takes timesteps under another name runs plainly, and every report and a warning say so."""
     pipe = tiny_pipeline("flux")
     pipe.refiner = tiny_pipeline("flux").transformer
-    with pytest.warns(UserWarning, match=r"pipe\.refiner runs plainly"):
+    with pytest.warns(UserWarning, match=r"pipe\.refiner is not accelerated"):
         accelerate_pipeline(pipe, "turbo")
     for _ in range(2):
         tiny_output(pipe, "flux", steps=4)
