@@ -1,4 +1,4 @@
-"""Makes diffusers' diffusion transformers several times faster, at nearly the same image or video.
+"""Make diffusers' diffusion transformers several times faster, at nearly the same image or video.
 
 >>> from dit_accel import accelerate_pipeline, restore_pipeline
 >>> pipe = accelerate_pipeline(pipe)  # doctest: +SKIP
@@ -6,10 +6,10 @@
 >>> print(pipe.dit_accel.report())  # doctest: +SKIP
 >>> pipe = restore_pipeline(pipe)  # doctest: +SKIP
 
-A pipeline gets preset `balanced` unless another one is named: `accelerate_pipeline(pipe, "quality")` is closer to the
-plain result, `"turbo"` is faster, and `target_error=0.1` is any quality between. `accelerated` does it for a ``with``
-block, `accelerate_transformer` in a denoising loop of your own, and `parallelize_pipeline` shares the work among
-several GPUs. `preset_names()` lists the presets.
+A pipeline gets preset `balanced` by default. `accelerate_pipeline(pipe, "quality")` is closer to the plain result,
+`"turbo"` is faster, and `target_error=0.1` sets any quality in between. `accelerated` accelerates within a ``with``
+block, `accelerate_transformer` in a denoising loop of your own, and `parallelize_pipeline` runs on several GPUs.
+`preset_names()` lists the presets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers see of the names below
+if TYPE_CHECKING:  # for type checkers, the names below
     from dit_accel.loop.report import RunReport as RunReport
     from dit_accel.models.parallel.parallelize import parallelize_pipeline as parallelize_pipeline
     from dit_accel.models.presets import load_preset as load_preset
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what type checkers see of the names below
 
 __version__ = "0.1.0"
 
-# Where each public name lives; imported at first use, so that `import dit_accel` is quick and touches no GPU.
+# Module of each public name; imported at first use, so that `import dit_accel` is quick and touches no GPU.
 _HOMES = {
     "accelerate_pipeline": "pipeline",
     "accelerate_transformer": "pipeline",
@@ -48,7 +48,7 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 
-if not TYPE_CHECKING:  # to them a misspelt name is an error
+if not TYPE_CHECKING:  # so that type checkers report misspelt names
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,22 +1,22 @@
-"""Error types. Every message names the argument, what was required, what came, and the fix."""
+"""Error types. Every message names the argument, the requirement, the given value and the fix."""
 
 from numbers import Integral
 
 
 class DitAccelError(Exception):
-    """Base of all errors that dit-accel raises on purpose."""
+    """Base class of all errors that dit-accel raises on purpose."""
 
 
 class PresetError(DitAccelError, ValueError):
-    """A preset, one of its keys or one of its values is not valid."""
+    """Error of an invalid preset, key or value."""
 
 
 class UnsupportedError(DitAccelError, ValueError):
-    """A pipeline, module or device can't do what was asked of it."""
+    """Error of a pipeline, module or device that does not support a request."""
 
 
 class OptionError(DitAccelError, ValueError):
-    """An option can't be used as it was given; it is named as on the command line."""
+    """Error of an invalid option; the message names it as on the command line."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(option, message)
@@ -26,39 +26,39 @@ class OptionError(DitAccelError, ValueError):
 
 
 class OutOfMemoryError(DitAccelError):
-    """A device's memory, or the host's, does not suffice."""
+    """Error of too little memory on the device or the host."""
 
 
 class BatchError(DitAccelError, RuntimeError):
-    """Prompts of a batch could not be made."""
+    """Error of a batch whose prompts could not all be generated."""
 
 
 class MemoryBudgetError(DitAccelError, ValueError):
-    """The caches of a run do not fit into the preset's ``memory.budget_gib``, whatever is done."""
+    """Error of caches that exceed the preset's ``memory.budget_gib`` with all measures taken."""
 
 
 class ShapeError(DitAccelError, ValueError):
-    """A tensor argument has the wrong shape, dtype or device."""
+    """Error of a tensor argument with the wrong shape, dtype or device."""
 
 
 class BackendError(DitAccelError, RuntimeError):
-    """An explicitly requested kernel backend can't run here; explicit requests never fall back."""
+    """Error of an explicitly requested kernel backend that can't run here; explicit requests never fall back."""
 
 
 class KernelError(DitAccelError, RuntimeError):
-    """A kernel that should run here could not be compiled, loaded or launched: a fault, not a choice."""
+    """Error of a kernel that should run here, but could not be compiled, loaded or launched."""
 
 
 class TuningError(DitAccelError, ValueError):
-    """There is nothing to tune, or what a tuning has found so far belongs to another one."""
+    """Error of a tuning without anything to tune, or with saved results of another tuning."""
 
 
 class ComparisonError(DitAccelError, ValueError):
-    """What a comparison has measured so far belongs to another one."""
+    """Error of a comparison with saved results of another comparison."""
 
 
 def shown(value: object) -> str:
-    """A value that came, as messages show it: its ``repr``, shortened."""
+    """Return a given value as messages show it: its ``repr``, shortened."""
     try:
         return shortened(repr(value))
     except ValueError:  # Python writes no integers of more than 4,300 digits
@@ -66,10 +66,10 @@ def shown(value: object) -> str:
 
 
 def require_counts(**numbers: object) -> None:
-    """Checks that arguments, given by their names, are whole numbers from 1 on.
+    """Check that arguments, passed by their names, are whole numbers of at least 1.
 
     Raises:
-        UnsupportedError: one is not.
+        UnsupportedError: an argument is not.
     """
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
@@ -77,6 +77,6 @@ def require_counts(**numbers: object) -> None:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """A text as messages show it: its beginning where it is longer, and in one line."""
+    """Return a text as messages show it: in one line, and at most ``most`` characters of it."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[: most // 2]}… ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""Accelerates pipelines and undoes it: the only place that mutates a pipeline."""
+"""Accelerate and restore pipelines: the only file that changes a pipeline."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a
 
 
 class Acceleration:
-    """What lies at ``pipe.dit_accel`` while a pipeline is accelerated: the report of the last run, and the way back.
+    """State of an accelerated pipeline, at ``pipe.dit_accel``: it has the report of the last run, and restores.
 
-    :func:`accelerate_pipeline` and :func:`accelerate_transformer` make it; nobody else needs to. Pipelines that share
-    transformers share one. The last run is then the latest of any of them, in the thread that asks if there is one.
+    :func:`accelerate_pipeline` and :func:`accelerate_transformer` create it. Pipelines that share transformers share
+    one object. The last run is then the latest run of any of them; if this thread has made a run, its own latest.
 
     Args:
-        runs: over the transformers.
-        drivers: one a transformer.
-        owners: the pipelines that carry this object.
+        runs: runs over the transformers.
+        drivers: one driver a transformer.
+        owners: the pipelines that have this object.
         net: ControlNet that is called before the transformers, and our hook on it, or None.
     """
 
@@ -71,12 +71,12 @@ class Acceleration:
 
     @property
     def family(self) -> str:
-        """Name of the model family, as presets and reports have it; ``any`` where no facts are known."""
+        """Name of the model family in presets and reports; ``any`` if the family is not known."""
         return self._runs.current.family
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Token layout of the last run's latest symbols; None where blocks attend to everything."""
+        """Token layout of the last run's latest symbols; None = attention was dense."""
         return self._runs.latest.last_layout
 
     @property
@@ -85,8 +85,9 @@ class Acceleration:
         return self._drivers[0].token_order
 
     def report(self) -> RunReport:
-        """What the last run did; the current one if it is still going. A later one that was not accelerated is a note
-        in it, and a warning.
+        """Return the report of the last run, or of the current run while it is in progress.
+
+        If a later run was not accelerated, the report notes it and a warning is given.
         """
         controller = self._runs.latest
         reason = None if self._restored else self._why_not_in_effect()
@@ -100,20 +101,20 @@ class Acceleration:
         return report
 
     def symbols(self) -> dict[str, SparseSymbols]:
-        """Latest symbols of the last run's first branch, by block; empty where blocks attend to everything."""
+        """Return the latest symbols of the last run's first branch, by block; empty if attention was dense."""
         return dict(self._runs.latest.last_symbols)
 
     def reset(self) -> None:
-        """Forgets caches and reports; the next call starts a new run."""
+        """Drop caches and reports; the next call starts a new run."""
         self._runs.reset()
 
     @property
     def owners(self) -> list[Any]:
-        """The pipelines that carry this object."""
+        """The pipelines that have this object."""
         return [owner for owner in (reference() for reference in self._owners) if owner is not None]
 
     def restore(self) -> None:
-        """Takes the acceleration off, exactly; restoring twice does nothing."""
+        """Remove the acceleration without a trace; a second call does nothing."""
         if self._restored:
             return
         self._restored = True
@@ -129,22 +130,22 @@ class Acceleration:
             self.leave(owner)
 
     def leave(self, pipe: Any) -> None:
-        """Takes this object off a pipeline, which may be a shallow copy of one that carries it."""
+        """Remove this object from a pipeline, which may be a shallow copy of an accelerated one."""
         if vars(pipe).get("dit_accel") is self:
             stop_watching_calls(pipe)
             del pipe.dit_accel
 
     def _why_not_in_effect(self) -> str | None:
-        """Why the pipeline runs plainly by now, or None."""
+        """Return why the pipeline is no longer accelerated, or None."""
         driven = [driver.transformer for driver in self._drivers]
         for owner in self.owners:
             for name, transformer in denoisers(owner).items():
                 if not any(transformer is each for each in driven):
                     return f"pipe.{name} was replaced; call accelerate_pipeline(pipe) again"
         if not all(driver.is_attached for driver in self._drivers):
-            return "its hook on the transformer was taken off; call accelerate_pipeline(pipe) again"
+            return "its hook on the transformer was removed; call accelerate_pipeline(pipe) again"
         if self._runs.latest.missed_run:
-            return "the scheduler has begun another run since this one, in which the transformer's hook was not called"
+            return "the scheduler has begun a later run, in which the transformer's hook was not called"
         return None
 
     def __repr__(self) -> str:
@@ -152,7 +153,7 @@ class Acceleration:
 
 
 def makes_video(pipe: Any) -> bool:
-    """Whether a pipeline makes videos: its family does, or its call takes a number of frames, or a video."""
+    """Return True if a pipeline makes videos: its family does, or its call takes ``num_frames`` or ``video``."""
     family = pipeline_family(pipe)
     if family is not None and family.makes == "videos":
         return True
@@ -161,7 +162,7 @@ def makes_video(pipe: Any) -> bool:
 
 
 def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Preset:
-    """What :func:`accelerate_pipeline` makes of a preset and overrides for this pipeline.
+    """Return the preset that :func:`accelerate_pipeline` uses for this pipeline, with overrides.
 
     Raises:
         PresetError: unknown preset, key or value.
@@ -170,15 +171,16 @@ def preset_for(pipe: Any, preset: str | Path | Preset | None = None, **overrides
 
 
 def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Any:
-    """Makes a diffusers pipeline faster, in place.
+    """Make a diffusers pipeline faster, in place.
 
-    A pipeline that is accelerated already gets the new preset instead of the old, and so do the pipelines that share
-    its transformers. Nothing is changed if this raises.
+    If the pipeline is already accelerated, the new preset replaces the old one, also for pipelines that share its
+    transformers. If this raises, nothing is changed.
 
     Args:
         pipe: a diffusers pipeline with a transformer.
-        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. Of a pipeline
-            that makes videos `quality`, `balanced` and `turbo` are `video-quality`, `video-balanced` and `video-turbo`.
+        preset: name of a shipped preset, path of a YAML file, or a :class:`Preset`; None = `balanced`. For a pipeline
+            that makes videos, `quality`, `balanced` and `turbo` mean `video-quality`, `video-balanced` and
+            `video-turbo`.
         overrides: preset keys to change, e.g. ``target_error=0.1``, ``schedule={"warmup": 3}`` or
             ``**{"skip.policy": "none"}``; see :func:`~dit_accel.models.presets.load_preset`.
 
@@ -186,9 +188,9 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
         The same pipeline, with an :class:`Acceleration` at ``pipe.dit_accel``.
 
     Raises:
-        PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline has not.
+        PresetError: unknown preset, key or value, or `skip.layers` names a block that the pipeline lacks.
         UnsupportedError: the pipeline has no transformer, the preset is for another model family, or a transformer has
-            another cache on it, of diffusers or cache-dit.
+            another cache (of diffusers or cache-dit).
     """
     transformers = denoisers(pipe)
     if not transformers or not hasattr(pipe, "scheduler"):
@@ -197,7 +199,7 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
             f"{', '.join(TRANSFORMER_NAMES[:-1])} or {TRANSFORMER_NAMES[-1]}, got {type(pipe).__name__}; "
             "pipelines that denoise with a UNet are not supported"
         )
-    settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer outlives it
+    settings, owner = preset_for(pipe, preset, **overrides), weakref.ref(pipe)  # a shared transformer may outlive it
 
     def clock(pipeline: Any) -> SchedulerClock:
         whose = owner if pipeline is None else weakref.ref(pipeline)
@@ -209,10 +211,10 @@ def accelerate_pipeline(pipe: Any, preset: str | Path | Preset | None = None, **
 
 
 def restore_pipeline(pipe: Any) -> Any:
-    """Undoes :func:`accelerate_pipeline`: results are bit for bit what they were, and nothing is left on any object.
+    """Undo :func:`accelerate_pipeline`: results are bit for bit as before, and nothing is left on any object.
 
-    Pipelines that share a transformer with this one, such as one made by ``from_pipe``, are restored with it. Nothing
-    happens if the pipeline is not accelerated.
+    Pipelines that share a transformer with this one, for example through ``from_pipe``, are restored too. If the
+    pipeline is not accelerated, nothing happens.
 
     Returns:
         The same pipeline.
@@ -225,10 +227,10 @@ def restore_pipeline(pipe: Any) -> Any:
 
 @contextmanager
 def accelerated(pipe: Any, preset: str | Path | Preset | None = None, **overrides: Any) -> Iterator[Any]:
-    """Accelerates a pipeline within a ``with`` block, whatever happens in it.
+    """Accelerate a pipeline within a ``with`` block, and restore it afterwards, also after an exception.
 
-    A pipeline that was accelerated before has its earlier preset again afterwards. The block's report stays readable
-    through ``pipe.dit_accel`` only inside.
+    A pipeline that was accelerated before gets its earlier preset back. Read the block's report inside of the block:
+    ``pipe.dit_accel`` has it only there.
     """
     before = getattr(pipe, "dit_accel", None)
     accelerate_pipeline(pipe, preset, **overrides)
@@ -247,30 +249,30 @@ def accelerate_transformer(
     control_net: torch.nn.Module | None = None,
     **overrides: Any,
 ) -> Acceleration:
-    """Makes a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
+    """Make a diffusers transformer faster in a denoising loop of your own (``examples/own_loop.py``).
 
-    What forecasts miss is not corrected, since the loop's scheduler is not known here.
+    Forecast errors are not corrected, because the loop's scheduler is not known.
 
     Args:
-        transformer: called once per step and branch; several branches in one step keep their order, or are told
-            apart by ``transformer.cache_context(name)``. May be what ``torch.compile(transformer)`` has returned.
-        preset: as for :func:`accelerate_pipeline`; `quality`, `balanced` and `turbo` are the video forms for families
-            that are known to make videos (HunyuanVideo, Wan, LTX, CogVideoX, SkyReels-V2). For any other model of
-            videos name `video-balanced` yourself.
+        transformer: called once per step and branch. Several branches in one step keep their order, or are named by
+            ``transformer.cache_context(name)``. It may be the result of ``torch.compile(transformer)``.
+        preset: see :func:`accelerate_pipeline`. `quality`, `balanced` and `turbo` mean the video forms for families
+            that are known to make videos (HunyuanVideo, Wan, LTX, CogVideoX, SkyReels-V2). For any other video model
+            name `video-balanced` yourself.
         timesteps: the values that the loop passes as ``timestep``, in order. A loop over other values needs a new
-            ``accelerate_transformer``; a loop that starts again after its second step needs nothing, one that was left
-            before needs ``reset()``.
-        control_net: that the loop calls before the transformer, if there is one; at level ``output`` it then runs in
-            those steps only whose transformer reads its output.
-        overrides: preset keys to change, likewise.
+            ``accelerate_transformer``. A loop that starts again after its second step needs nothing; a loop that was
+            left earlier needs ``reset()``.
+        control_net: ControlNet that the loop calls before the transformer, or None; at level ``output`` it then runs
+            only in steps whose transformer reads its output.
+        overrides: preset keys to change; see :func:`accelerate_pipeline`.
 
     Returns:
         The :class:`Acceleration`, with ``report()`` and ``restore()``.
 
     Raises:
         PresetError: unknown preset, key or value.
-        UnsupportedError: the transformer is no module or has another cache on it, the preset is for another model
-            family, or the timesteps can't be told apart.
+        UnsupportedError: the transformer is no module or has another cache, the preset is for another model family, or
+            the timesteps can't be told apart.
     """
     called = {"transformer": lambda: transformer}
     transformers = {"transformer": getattr(transformer, "_orig_mod", transformer)}
@@ -281,7 +283,7 @@ def accelerate_transformer(
     family = known_family(transformers["transformer"])
     is_video = family is not None and family.makes == "videos"
     settings = load_preset(default_preset(preset, is_video=is_video), **overrides)
-    TimestepClock(timesteps)  # tells whether they will do
+    TimestepClock(timesteps)  # raises if they are not valid
     return _attach(transformers, called, settings, lambda _: TimestepClock(timesteps), control_net)
 
 
@@ -301,7 +303,7 @@ def _attach(
         for driver in drivers:
             controller.add_transformer(driver.name, driver.layers())
         for name in plain:
-            controller.warn_of_all_runs(f"pipe.{name} runs plainly: {ONLY_KNOWN}")
+            controller.warn_of_all_runs(f"pipe.{name} is not accelerated: {ONLY_KNOWN}")
         return controller
 
     name = "any" if family is None else family.name
@@ -319,7 +321,7 @@ def _attach(
         earlier.restore()
         if owner is not None:
             earlier.leave(owner)
-    # At other levels every step runs blocks, which read what the net gives.
+    # At other levels every step runs blocks, which read the net's output.
     watched = None if net is None else (net, watch_net(net, defers=preset.forecast.level == "output"))
     acceleration = Acceleration(runs, drivers, owners, watched)
     try:
@@ -337,19 +339,19 @@ def _attach(
 
 
 def _accelerations(transformers: Mapping[str, torch.nn.Module], pipe: Any) -> list[Acceleration]:
-    """The accelerations that a pipeline carries or that drive its transformers, each once."""
+    """Return the accelerations on a pipeline and on its transformers, each once."""
     hooks = [hook for hook in map(find_hook, transformers.values()) if hook is not None]
     found = [getattr(pipe, "dit_accel", None), *(hook.acceleration for hook in hooks)]
     return [each for place, each in enumerate(found) if each is not None and each not in found[:place]]
 
 
 def _is_part(some: Mapping[str, torch.nn.Module], transformers: Mapping[str, torch.nn.Module]) -> bool:
-    """Whether all of some transformers are among others."""
+    """Return True if all of ``some`` transformers are among ``transformers``."""
     return all(any(each is other for other in transformers.values()) for each in some.values())
 
 
 def _check_layers(preset: Preset, layers: list[str]) -> None:
-    """What a preset says of single blocks must find its blocks."""
+    """Raise if ``skip.layers`` names a block that the pipeline lacks."""
     unknown = [name for name in preset.skip.layers if name not in layers]
     if unknown:
         raise PresetError(
@@ -378,5 +380,5 @@ def _check_family(preset: Preset, driver: TransformerDriver) -> None:
 
 
 def _families_at(level: str) -> str:
-    """Names of the families that a level runs on."""
+    """Return the names of the families that a level runs on."""
     return ", ".join(family.name for family in FAMILIES if level != "head" or family.fused)

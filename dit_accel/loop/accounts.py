@@ -1,4 +1,4 @@
-"""What a run costs, call by call, into its report: FLOPs, seconds and memory."""
+"""Add the cost of each call to the report of a run: FLOPs, seconds and memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOTHING = 0.0, 0.0  # FLOPs
 
 
 class Accounts:
-    """Fills the report of one run.
+    """Fill the report of one run.
 
     Args:
-        report: of a run that begins.
-        budget_gib: device memory that caches may take; None = any.
+        report: report of the run.
+        budget_gib: limit on the device memory of caches, in GiB; None = no limit.
     """
 
     def __init__(self, report: RunReport, budget_gib: float | None) -> None:
@@ -28,14 +28,14 @@ class Accounts:
         self._budget_gib = budget_gib
         self._timings: list[tuple[StepRecord, Callable[[], float]]] = []
         self._computed = self._plain = 0.0
-        self._computed_of: list[float] = []  # each prompt
+        self._computed_of: list[float] = []  # FLOPs by prompt
 
     def start_step(self, tick: Tick) -> None:
-        """Opens the record of a step."""
+        """Open the record of a step."""
         self.step = StepRecord(tick.step, tick.timesteps[tick.step], StepMode.DISPATCH.value)
         self.report.steps.append(self.step)
         self._layers: dict[str, tuple[float, float]] = {}  # computed and plain FLOPs of this step's calls
-        self._pairs = 0.0, 0.0  # the same of pairs of queries and keys
+        self._pairs = 0.0, 0.0  # computed and plain FLOPs of query-key pairs
         for layer in self.report.density:
             layer.append(None)
         for prompt in self.report.prompts:
@@ -43,21 +43,21 @@ class Accounts:
             prompt.errors.append(None)
 
     def take_error(self, error: float, place: int) -> None:
-        """What a forecast of this step missed, for the prompt of that place; the worst of the step counts."""
+        """Record the forecast error of this step for one prompt; the largest error of the step counts."""
         self.step.error = max(error, self.step.error or 0.0)
         if place < len(self.report.prompts):
             errors = self.report.prompts[place].errors
             errors[-1] = max(error, errors[-1] or 0.0)
 
     def take_time(self, elapsed: Callable[[], float]) -> None:
-        """Of a call of this step, in seconds, to be read at the end."""
+        """Keep a function that returns the seconds of one call of this step; :meth:`read_times` calls it at the end."""
         self._timings.append((self.step, elapsed))
 
     def take_call(self, call: Call, branches: Iterable[BranchState]) -> None:
-        """What a call has done.
+        """Add a call to the report.
 
         Args:
-            branches: of the run, whose caches take memory.
+            branches: branches of the run; the report has the memory of their caches.
         """
         self.step.mode = _most(self.step.mode, call.mode)
         self._take_prompts(call)
@@ -83,10 +83,10 @@ class Accounts:
             host = _distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
             report.cache_bytes, report.host_bytes = max(report.cache_bytes, device), max(report.host_bytes, host)
             if self._budget_gib is not None and device > self._budget_gib * GIB:
-                report.note("caches took more than was expected, and more than memory.budget_gib")
+                report.note("caches took more memory than estimated, and more than memory.budget_gib")
 
     def _take_prompts(self, call: Call) -> None:
-        """What a call has done for each prompt, if every call of the run so far has told them apart."""
+        """Add a call to the record of each prompt, if every call of the run so far has decided prompts separately."""
         prompts, steps = self.report.prompts, len(self.report.steps)
         if self._plain == 0.0 and len(call.modes) > 1:
             prompts[:] = [PromptRecord([StepMode.DISPATCH.value] * steps, [None] * steps) for _ in call.modes]
@@ -100,7 +100,7 @@ class Accounts:
             self._computed_of[place] += computed if place in call.computing else 0.0
 
     def read_times(self) -> None:
-        """Reads all times, which waits for the GPU."""
+        """Read all times, which waits for the GPU."""
         for record, read in self._timings:
             record.seconds += read()
         self._timings.clear()
@@ -108,10 +108,10 @@ class Accounts:
 
 
 def _most(mode: str, other: StepMode) -> str:
-    """Of two modes the one that computes more."""
+    """Return the mode that computes more."""
     return max(StepMode(mode), other, key=MODES_BY_WORK.index).value
 
 
 def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all storages behind the tensors, each counted once."""
+    """Return the bytes of all storages behind the tensors, each counted once."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())

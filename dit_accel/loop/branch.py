@@ -1,4 +1,4 @@
-"""What a denoising run remembers: by branch of classifier-free guidance, and for the call in progress."""
+"""State of a denoising run: of each branch of classifier-free guidance, and of the call in progress."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dit_accel.loop.tracker import StepMode, Tick
 
 
 class Memory(Protocol):
-    """What a transformer block remembers in one branch; the loop keeps it and does not look inside."""
+    """Records of one transformer block in one branch; the loop keeps them and does not read them."""
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
-        """Goes on under another memory plan; what is there is converted."""
+        """Change the memory plan and convert the existing records."""
 
     def fetch(self) -> None:
-        """Starts to bring what lies in host memory, and an UPDATE reads, to the device."""
+        """Start to copy the tensors that an UPDATE reads from host memory to the device."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What lies on the device."""
+        """Yield the tensors on the device."""
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What lies in host memory instead."""
+        """Yield the tensors in host memory."""
 
 
 Kind = TypeVar("Kind", bound=Memory)
@@ -38,19 +38,19 @@ Kind = TypeVar("Kind", bound=Memory)
 
 @dataclass
 class BranchState:
-    """What one branch of one transformer remembers within a run.
+    """State of one branch of one transformer within a run.
 
     Args:
-        name: of the branch, as the pipeline calls it or by the order of calls in a step.
-        shapes: of the tensors that its calls get, and what tells the form of their output.
-        size: what they make the blocks remember.
-        memory: how that is kept.
-        loops: one for all samples whose steps are decided apart.
-        sites: what blocks remember, by name.
-        updated: blocks remember what a DISPATCH call needs.
-        structure: how the transformer's output nests its tensors.
-        plain: FLOPs of each block in a plain call, of which the second number takes pairs of queries and keys.
-        conditioning: of its calls.
+        name: name of the branch, from the pipeline or from the order of calls in a step.
+        shapes: shapes of the call's tensors, and the arguments that determine the form of the output.
+        size: numbers that determine the memory of the blocks' records.
+        memory: memory plan of these records.
+        loops: one loop for each group of samples that are decided together.
+        sites: records of the blocks, by name.
+        updated: True once the blocks have the records that a DISPATCH call needs.
+        structure: nesting of the tensors in the transformer's output.
+        plain: FLOPs of each block in a plain call: in total, and of its query-key pairs.
+        conditioning: conditioning of the branch's calls.
     """
 
     name: str
@@ -66,11 +66,11 @@ class BranchState:
 
     @property
     def order(self) -> float:
-        """Degree of the forecasts inside of blocks, which know of no samples."""
+        """Degree of the forecasts inside of blocks, which treat all samples alike."""
         return self.loops[0].order
 
     def adopt(self, memory: MemoryPlan) -> None:
-        """Goes on under another memory plan; what is there is converted."""
+        """Change the memory plan and convert the existing records."""
         if memory != self.memory:
             for loop in self.loops:
                 loop.adopt(memory.order)
@@ -79,21 +79,21 @@ class BranchState:
             self.memory = memory
 
     def fetch_after(self, name: str | None) -> None:
-        """Starts to bring what the site behind ``name`` (None: the first) reads at an UPDATE to the device."""
+        """Start to copy the UPDATE tensors of the site after ``name`` (None: the first site) to the device."""
         names = list(self.sites)
         following = 0 if name is None else names.index(name) + 1
         for site in names[following : following + 1]:
             self.sites[site].fetch()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What lies on the device."""
+        """Yield the tensors on the device."""
         for loop in self.loops:
             yield from loop.outputs.tensors()
         for site in self.sites.values():
             yield from site.tensors()
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What lies in host memory instead."""
+        """Yield the tensors in host memory."""
         for site in self.sites.values():
             yield from site.host_tensors()
 
@@ -103,22 +103,22 @@ class Call:
     """One transformer call: its mode, and the state that its blocks read and write.
 
     Args:
-        modes: the same of each loop of the branch; ``mode`` is that of the loop that computes most.
-        course: the run's steps as the loop sees them.
+        mode: mode of the loop that computes most.
+        modes: mode of each loop of the branch.
+        course: coordinates, weights and moves of the run's steps.
         progress: step / steps, for the policies' ramp.
-        records: blocks must remember what they compute, because a later DISPATCH step may need it.
-        skips: attention leaves tiles out though the call computes, and so runs at its sites at any level.
+        records: blocks record their features, because a later DISPATCH step may read them.
+        skips: this computed call leaves attention tiles out, so sparse attention runs at its sites at any level.
         forecasts_output: the whole output is forecast, so no block runs.
-        place: of the branch among those that were called in this step.
-        report: of the run.
-        facts: of a call whose blocks run, for the transformer's driver.
-        work: FLOPs of each block that ran, of which the second number took pairs of queries and keys; the driver fills
-            it.
+        place: place of the branch in the order of this step's calls.
+        report: report of the run.
+        facts: facts about a call whose blocks run, for the transformer's driver.
+        work: FLOPs of each block that ran: in total, and of its query-key pairs. The driver fills it.
         dense: blocks that fell back to their own forward.
-        symbols: that blocks drew in this call, by name.
-        densities: what their attentions measured of them, float32 on the device, by name.
-        measured: what the host reads at the end of the call, all of it at once: float32 tensors, and what takes their
-            numbers then.
+        symbols: symbols that blocks computed in this call, by name.
+        densities: densities of these symbols, float32 on the device, by name.
+        measured: float32 tensors that the host reads at the end of the call, all in one copy, each group with the
+            function that gets its numbers.
     """
 
     transformer: str
@@ -141,25 +141,25 @@ class Call:
 
     @cached_property
     def computing(self) -> list[int]:
-        """Places in ``branch.loops`` of the loops that compute whole."""
+        """Places in ``branch.loops`` of the loops that compute this step."""
         return [place for place, mode in enumerate(self.modes) if mode is not StepMode.DISPATCH]
 
     @cached_property
     def computed_rows(self) -> tuple[int, ...] | None:
-        """Samples that compute, in the order of the batch, by which models know parts of guidance; None = all of it."""
+        """Samples that compute, in the order of the batch, which guidance relies on; None = the whole batch."""
         if len(self.computing) == len(self.modes):
             return None
         return tuple(sorted(row for place in self.computing for row in self.branch.loops[place].rows or ()))
 
     @cached_property
     def computed_share(self) -> float:
-        """Share of the samples that compute; 1 in a call that forecasts all of them."""
+        """Share of the samples that compute; 1 in a call that forecasts every sample."""
         rows = self.computed_rows
         return len(rows) / sum(len(loop.rows or ()) for loop in self.branch.loops) if rows else 1.0
 
     @property
     def coordinate(self) -> float:
-        """Where this step's forecasts are evaluated and its features recorded."""
+        """Coordinate at which this step's forecasts are evaluated and its features recorded."""
         return self.course.coordinates[self.tick.step]
 
     @property
@@ -167,9 +167,9 @@ class Call:
         return self.tick.step / self.tick.steps
 
     def site(self, name: str, kind: Callable[[], Kind]) -> Kind:
-        """What a block remembers in this branch; made by ``kind`` when it is first asked for."""
+        """Return the records of a block in this branch; ``kind`` creates them at the first request."""
         return self.branch.sites.setdefault(name, kind())  # type: ignore[return-value]
 
     def measure(self, numbers: Sequence[torch.Tensor], take: Callable[[list[float]], None]) -> None:
-        """Has ``take`` called with these numbers once the host has read them."""
+        """Call ``take`` with these numbers once the host has read them."""
         self.measured.append((numbers, take))

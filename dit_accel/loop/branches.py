@@ -1,9 +1,9 @@
-"""Branches of guidance within a run: which one a call belongs to, and when what it remembers is dropped.
+"""Branches of guidance within a run: find the branch of a call, and drop records that no longer apply.
 
-A branch is told by the name that the pipeline gives it, or by the order of calls in a step. Its records are dropped
-where the call's tensors have other shapes, where its conditioning changed, and where it is called twice in a step, as
-by another pipeline that shares the transformer. Where a second transformer takes over, the branches of the first are
-dropped, since they would only take up memory.
+A branch has the name that the pipeline gives it, or its place in the order of calls in a step. Its records are dropped
+if the call's tensors have other shapes, if its conditioning changed, or if it is called twice in a step, for example by
+another pipeline that shares the transformer. When a second transformer takes over, the branches of the first are
+dropped to free their memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dit_accel.loop.rows import Rows
 from dit_accel.loop.tracker import StepMode
 from dit_accel.presets import Preset
 
-MOST_BRANCHES = 8  # that are told apart by the order of calls in a step; pipelines of diffusers have up to 4
-Key = tuple[str, str]  # names of the transformer and of the branch
+MOST_BRANCHES = 8  # branches without a name in a step; diffusers' pipelines have up to 4
+Key = tuple[str, str]  # name of the transformer, name of the branch
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class Request:
 
     Args:
         transformer: its name in the pipeline.
-        context: branch as the pipeline names it, or None: then calls in one step are told apart by order.
-        shapes: of the call's tensors, and what tells the form of its output; a change within a run ends that run.
-        size: what they make the transformer remember; asked for at a branch's first call.
-        samples: rows whose steps are decided apart; asked for likewise.
-        conditions: what the call is conditioned on besides latents and time; a change within a run ends that run.
+        context: the pipeline's name of the branch; None = the order of the calls in a step decides.
+        shapes: shapes of the call's tensors, and the arguments that determine the form of its output; a change within
+            a run drops the run's records.
+        size: returns the numbers that determine the records' memory; called at a branch's first call.
+        samples: returns the rows whose steps are decided separately; called at a branch's first call.
+        conditions: returns the conditioning of the call besides latents and time; a change within a run drops the
+            branch's records.
     """
 
     transformer: str
@@ -50,15 +52,15 @@ class Branches:
     """The branches of one run.
 
     Args:
-        preset: what to compute when.
+        preset: preset of the run.
         loop, gap: classes that decide and forecast.
-        report: of the run.
+        report: report of the run.
 
     Attributes:
-        course: the run's steps as the loop sees them; set when the run begins.
-        awaited: each observes the output of a call that another device makes.
+        course: coordinates, weights and moves of the run's steps; set when the run begins.
+        awaited: functions, each of which observes the output of a call on another device.
         is_stuck: branches were called twice in more than one step, so steps can't be told apart.
-        symbols: latest ones of the first branch, by block.
+        symbols: latest symbols of the first branch, by block.
     """
 
     def __init__(self, preset: Preset, loop: type[ClosedLoop], gap: type[Gap], report: RunReport) -> None:
@@ -75,35 +77,35 @@ class Branches:
         self.drop()
 
     def drop(self, why: str | None = None) -> None:
-        """Drops everything that the branches remember; ``why`` goes to the report."""
+        """Drop all records of the branches; ``why`` goes to the report."""
         if why:
             self._note_dropped(why)
         self._states: dict[Key, BranchState] = {}
         self.awaited: list[Callable[[], None]] = []
-        # By place of the samples in their branches; transformers that work in the same steps decide together.
+        # By place of the samples in their branches; transformers that are called in the same steps share a gap.
         self._gaps: dict[int, Gap] = {}
 
     def settle(self) -> None:
-        """Has calls observed whose outputs come from another device, in the order of the calls."""
+        """Observe the outputs that come from another device, in the order of the calls."""
         while self.awaited:
             self.awaited.pop(0)()
 
     def begin_step(self) -> None:
-        """A step begins, in which each branch may be called once."""
+        """Begin a step, in which each branch may be called once."""
         self.settle()
         self._unnamed.clear()
         self._called.clear()
 
     def all(self) -> list[BranchState]:
-        """Branches that remember something."""
+        """Return the branches that have records."""
         return list(self._states.values())
 
     def of(self, request: Request, items: Mapping[str, Any], *, plain: bool) -> tuple[BranchState, int]:
-        """The branch of a call, and its place among those that were called in this step.
+        """Return the branch of a call, and its place in the order of this step's calls.
 
         Args:
-            items: what the call is conditioned on.
-            plain: whether nothing of the run is forecast.
+            items: conditioning of the call.
+            plain: no step of the run is forecast.
 
         Raises:
             MemoryBudgetError: the branch does not fit into the preset's budget together with the others.
@@ -121,8 +123,8 @@ class Branches:
         elif known is not None and (changed := known.conditioning.changed(items)):
             self.settle()
             self._note_dropped(f"{', '.join(changed)} changed")
-            renewed = self._new(key, request)  # what other branches remember holds
-            renewed.conditioning = known.conditioning  # which knows what held its value
+            renewed = self._new(key, request)  # the records of other branches stay valid
+            renewed.conditioning = known.conditioning  # it knows which items held their value
             self._states[key] = renewed
         self._called[key] = None
         if key not in self._states:
@@ -132,7 +134,7 @@ class Branches:
         return self._states[key], list(self._called).index(key)
 
     def close(self, call: Call) -> None:
-        """Takes note of what a call has computed."""
+        """Record that a call has computed."""
         if call.branch is next(iter(self._states.values())):
             self.symbols |= call.symbols
         for place in call.computing:
@@ -140,11 +142,11 @@ class Branches:
         call.branch.updated |= call.mode is StepMode.UPDATE or (call.records and self._preset.forecast.level == "layer")
 
     def unload_symbols(self) -> None:
-        """Moves the symbols to the host, for those of FG-Attn take gigabytes where videos are long."""
+        """Move the symbols to the host, because FG-Attn's take gigabytes for long videos."""
         self.symbols = {name: symbols.to("cpu") for name, symbols in self.symbols.items()}
 
     def _key(self, transformer: str, context: str | None) -> Key:
-        """Names a branch; calls without a name are told apart by their order in the step."""
+        """Return the key of a branch; calls without a name are numbered by their order in the step."""
         if context is None:
             count = min(self._unnamed.get(transformer, 0) + 1, MOST_BRANCHES)
             self._unnamed[transformer] = count
@@ -152,7 +154,7 @@ class Branches:
         return transformer, context
 
     def _drop_resting(self) -> None:
-        """Drops branches of transformers that another one has taken over from: they would only take up memory."""
+        """Drop the branches of transformers that another transformer has replaced, to free their memory."""
         at_work = {name for name, _ in self._called}
         staying = {key: branch for key, branch in self._states.items() if key[0] in at_work}
         if len(staying) < len(self._states):
@@ -161,7 +163,7 @@ class Branches:
             self._states = staying
 
     def _new(self, key: Key, request: Request) -> BranchState:
-        """A branch under a memory plan for it and the others, which may change how these keep what they have."""
+        """Return a new branch. The memory plan covers all branches, so the records of the others may be converted."""
         size, samples = request.size(), request.samples()
         others = [branch for name, branch in self._states.items() if name != key]
         memory = plan_memory(self._preset, [*(branch.size for branch in others), size])

@@ -1,8 +1,8 @@
-"""Notices that the conditioning of a run changes on its way: its prompt, its guidance, the strength of an adapter.
+"""Detect that the conditioning changes within a run: its prompt, its guidance, the strength of an adapter.
 
-Forecasts continue the outputs of one conditioning, and corrections interpolate between them, so records of another one
-mislead both. An item that has held its value from one call to the next and then differs is a change. An item that
-differs at every call, such as the residuals of a ControlNet, belongs to the step and is no change.
+Forecasts extrapolate the outputs of one conditioning, and corrections interpolate between them, so records of another
+conditioning make both wrong. A change is an item that held its value from one call to the next and then differs. An
+item that differs at every call, such as the residuals of a ControlNet, belongs to the step and is no change.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; subclasses may compute when they are read
-VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # likewise
-GONE = object()  # stands for a tensor that differed twice and that nothing else keeps
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # compared by value; reading a subclass may run code
+VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)  # compared by value
+GONE = object()  # a tensor that differed twice and has been freed
 
 
 @dataclass
@@ -25,11 +25,11 @@ class _Item:
 
     Args:
         value: the value, or a weak reference to a tensor that differed twice.
-        version: of a tensor at that time; None = not a tensor.
-        copy: values of a tensor that counts no versions, for it may be changed in place.
-        calls: that had the item, up to 3.
-        holds: whether the latest comparison found no difference.
-        moved: whether the first comparison found one, between values of one type.
+        version: the tensor's version at that time; None = not a tensor.
+        copy: values of a tensor that counts no versions, because it may be changed in place.
+        calls: number of calls that had the item, up to 3.
+        holds: the latest comparison found no difference.
+        moved: the first comparison found a difference between values of one type.
     """
 
     value: Any
@@ -41,7 +41,7 @@ class _Item:
 
     @property
     def latest(self) -> Any:
-        """The value; GONE = the tensor is no more."""
+        """The value; GONE = the tensor has been freed."""
         if not isinstance(self.value, weakref.ref):
             return self.value
         tensor = self.value()
@@ -49,25 +49,25 @@ class _Item:
 
 
 class Conditioning:
-    """The conditioning of one branch of guidance, as its latest call had it."""
+    """Conditioning of one branch of guidance at its latest call."""
 
     def __init__(self) -> None:
         self._items: dict[str, _Item] = {}
         self._calls = 0
 
     def changed(self, items: Mapping[str, Any]) -> list[str]:
-        """Compare the items of a call with those of the call before, and remember them.
+        """Compare the items of a call with the items of the call before, and record them.
 
-        Tensors are compared by place and version, and by value only where a pipeline makes them anew at each step:
-        then the host waits for the GPU, once for all of them. Objects other than tensors, numbers and strings are
-        compared by identity.
+        Tensors are compared by address and version. Tensors that a pipeline creates anew at each step are compared by
+        value: the host then waits for the GPU, once for all of them. Objects other than tensors, numbers and strings
+        are compared by identity.
 
         Args:
             items: tensors, numbers and other objects by name.
 
         Returns:
-            Names of the items that held their value before and differ now, of numbers, settings and tensors that
-            changed between the first two calls and hold since, and of items that came or went.
+            Names of three kinds of items: items that held their value before and differ now; numbers, settings and
+            tensors that changed between the first two calls and hold since; items that were added or removed.
         """
         differ = self._differing(items)
         found = [name for name, item in self._items.items() if name in items and _is_change(item, name in differ)]
@@ -78,7 +78,7 @@ class Conditioning:
         return found
 
     def _differing(self, items: Mapping[str, Any]) -> set[str]:
-        """Names of the items whose value is not that of the call before."""
+        """Return the names of the items whose value differs from the call before."""
         differ, pairs = set(), {}
         for name, value in items.items():
             item = self._items.get(name)
@@ -93,21 +93,21 @@ class Conditioning:
 
 
 def _is_change(item: _Item, differs: bool) -> bool:
-    """Whether an item is another than before, given whether it differs from its latest value."""
+    """Return True if an item counts as changed; ``differs`` compares it with its latest value."""
     if differs:
         return item.holds
     return item.calls == 2 and item.moved and type(item.value) in (*PLAIN_TENSORS, int, float, tuple)
 
 
 def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
-    """An item after one call more."""
+    """Return an item after one more call."""
     if item is None:
         return _Item(value, version_of(value), _copied(value))
     is_settled = item.value is value and item.holds and item.calls > 2 and not differs
     if is_settled and item.version == version_of(value):
         return item
     if differs and item.calls > 1 and not item.holds and type(value) in PLAIN_TENSORS:
-        kept: Any = weakref.ref(value)  # for it may be large, and will probably differ again
+        kept: Any = weakref.ref(value)  # it may be large, and will probably differ again
         return _Item(kept, version_of(value), None, 3, False, item.moved)
     copy = _copied(value) if differs or item.copy is None else item.copy
     moved = differs and type(item.value) is type(value) if item.calls == 1 else item.moved
@@ -115,7 +115,7 @@ def _followed(item: _Item | None, value: Any, differs: bool) -> _Item:
 
 
 def _is_same(item: _Item, value: Any) -> bool:
-    """Whether a value is known to be the one of before without reading it."""
+    """Return True if a value is known to be unchanged without reading it."""
     before = item.latest
     if not _may_be_equal(before, value):
         return value is before
@@ -127,13 +127,13 @@ def _is_same(item: _Item, value: Any) -> bool:
 
 
 def _may_be_equal(before: Any, value: Any) -> bool:
-    """Whether two values are tensors of one form, so that their values can be compared."""
+    """Return True if both are tensors of one shape, dtype and device, so that their values can be compared."""
     are_tensors = type(before) in PLAIN_TENSORS and type(value) in PLAIN_TENSORS
     return are_tensors and (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
 
 
 def _unequal(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
-    """Names of the pairs that differ somewhere; waits once for each device."""
+    """Return the names of the pairs that differ; waits once for each device."""
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, (before, value) in pairs.items():
         by_device.setdefault(value.device, {})[name] = (before != value).any()
@@ -146,12 +146,12 @@ def _unequal(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> set[str]
 
 
 def version_of(value: Any) -> int | None:
-    """Count of the writes to a tensor, 0 of one that counts none; None = not a tensor."""
+    """Return the number of writes to a tensor, 0 if it counts none; None = not a tensor."""
     if type(value) not in PLAIN_TENSORS:
         return None
     return 0 if value.is_inference() else value._version
 
 
 def _copied(value: Any) -> torch.Tensor | None:
-    """Values of a tensor that counts no versions."""
+    """Return a copy of a tensor that counts no versions; None for other values."""
     return value.clone() if type(value) in PLAIN_TENSORS and value.is_inference() else None

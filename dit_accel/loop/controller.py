@@ -1,4 +1,4 @@
-"""Opens and closes every transformer call, keeps the branches of one run, and its report."""
+"""Open and close every transformer call, and keep the branches and the report of one run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dit_accel.loop.timing import CallParts, stopwatch_of
 from dit_accel.loop.tracker import Clock, StepMode, Tick
 from dit_accel.presets import Preset
 
-WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all its samples decided together
+WHOLE_BATCH: tuple[Rows, ...] = (None,)  # all samples are decided together
 logger = logging.getLogger(__name__)
 STUCK = (
-    "rest of the run computed: its steps can't be told apart, for the pipeline's scheduler took none between calls of "
-    "one branch"
+    "rest of the run computed: its steps can't be told apart, because the pipeline's scheduler took no step between "
+    "two calls of one branch"
 )
 
 
@@ -39,11 +39,11 @@ class Controller:
     """One denoising run: the pipeline's transformers, their branches, and the report of the last run.
 
     Args:
-        preset: what to compute when.
-        clock: tells the step.
+        preset: preset of the run.
+        clock: reads the step.
         family: model family, for the report.
-        loop, gap: classes that decide and forecast; None = those of ``schedule.control``. A variant of the closed loop
-            is a subclass that is passed here.
+        loop, gap: classes that decide and forecast; None = the classes of ``schedule.control``. A variant of the closed
+            loop is a subclass that is passed here.
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class Controller:
         self._kinds = loop or (ClosedLoop if adaptive else IntervalLoop), gap or (Gap if adaptive else IntervalGap)
         self._forecasts = preset.schedule.interval != 1
         self._layers: dict[str, list[str]] = {}
-        self._standing: list[str] = []  # remarks on every run
+        self._standing: list[str] = []  # notes on every run
         self.reset()
 
     def add_transformer(self, name: str, layers: list[str]) -> None:
-        """Registers a transformer with the names of its blocks, for the report."""
+        """Register a transformer with the names of its blocks, for the report."""
         self._layers[name] = layers
         self.reset()
 
     @property
     def missed_run(self) -> bool:
-        """Whether a run has begun of which no step was read."""
+        """Return True if a run has begun and none of its steps was read."""
         return self._clock.missed_run
 
     def reset(self) -> None:
-        """Forgets all caches and the last run; the next call starts a new one."""
+        """Drop all caches and the report; the next call starts a new run."""
         self._tick: Tick | None = None
-        self._why_plain: str | None = None  # why nothing may be forecast
+        self._why_plain: str | None = None  # why no step may be forecast
         self.last_layout: TokenLayout | None = None
         layers = [layer for names in self._layers.values() for layer in names]
         density: list[list[float | None]] = [[] for _ in layers]
@@ -93,15 +93,15 @@ class Controller:
         return self.branches.symbols
 
     def read_report(self) -> RunReport:
-        """The report with all times read, which waits for the GPU."""
+        """Return the report with all times read, which waits for the GPU."""
         self._accounts.read_times()
         seconds = self.parts.seconds()
-        if self.report.steps and any(name in seconds for name in self._layers):  # else they are of a later call
+        if self.report.steps and any(name in seconds for name in self._layers):  # otherwise they belong to a later call
             self.report.parts = seconds
         return self.report
 
     def release(self) -> None:
-        """Frees the caches of a finished run; its report stays, and its symbols, on the host."""
+        """Free the caches of a finished run; its report stays, and its symbols move to the host."""
         self.parts.end()
         self.branches.drop()
         self.branches.unload_symbols()
@@ -117,14 +117,14 @@ class Controller:
         samples: Callable[[], Sequence[Rows]] = lambda: WHOLE_BATCH,
         conditions: Callable[[], Mapping[str, Any]] = dict,
     ) -> Iterator[Call]:
-        """Opens a transformer call and closes it, also when it raises; then the run's caches are dropped.
+        """Open a transformer call and close it; if the call raises, drop the run's caches.
 
         Args:
-            timestep: what the pipeline passes to the transformer.
-            transformer, context, shapes, size, samples, conditions: as those of :class:`Request`.
+            timestep: the timestep that the pipeline passes to the transformer.
+            transformer, context, shapes, size, samples, conditions: see :class:`Request`.
 
         Raises:
-            MemoryBudgetError: the branch does not fit into the preset's budget together with the run's others.
+            MemoryBudgetError: the run's branches together exceed the preset's budget.
         """
         elapsed = stopwatch_of(timestep)
         self.parts.enter(transformer, elapsed)
@@ -143,8 +143,8 @@ class Controller:
             self.parts.leave()
 
     def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
-        """Notes a call that runs without the loop, which may be one of no run at all, and drops the run's caches."""
-        with suppress(UnsupportedError):  # a training loop draws timesteps of its own
+        """Note a call that runs without the loop, even outside of a run, and drop the run's caches."""
+        with suppress(UnsupportedError):  # a training loop has timesteps of its own
             if timestep is not None:
                 self._follow(timestep)
                 self._accounts.step.mode = StepMode.FULL.value
@@ -152,20 +152,20 @@ class Controller:
         self.report.warn(reason)
 
     def forecast_output(self, call: Call) -> Output:
-        """The transformer's output, forecast for every sample."""
+        """Return the transformer's output, forecast for every sample."""
         loops = call.branch.loops
         return _joined(loops, [loop.forecast(call.tick.step) for loop in loops])
 
     def observe(self, call: Call, output: Output, used: Callable[[torch.Tensor, Rows], torch.Tensor]) -> Output:
-        """Hands the transformer's output to the loops that compute.
+        """Pass the transformer's output to the loops that compute.
 
         Args:
-            output: the tensors of the output, batch first: of ``call.computed_rows``.
-            used: selects the tokens of an output tensor that the pipeline uses; the tensor holds these samples.
+            output: the tensors of the output, batch first, for the samples ``call.computed_rows``.
+            used: selects the tokens of an output tensor that the pipeline uses; it gets the tensor and its samples.
 
         Returns:
-            What the pipeline is to go on with, for the whole batch: the output, corrected for what forecasts before it
-            missed if the preset says so, and forecasts for samples that don't compute.
+            The output of the whole batch, with which the pipeline continues: forecasts for samples that don't compute,
+            and for the others the output, corrected for earlier forecast errors if the preset asks for it.
         """
         if self._why_plain is not None:
             return output
@@ -184,16 +184,16 @@ class Controller:
     def _decide(self, step: int, loop: ClosedLoop, place: int, measured: list[float]) -> None:
         error = loop.decide(step, measured)
         if error is not None:
-            logger.debug("step %d: the forecast would have missed %.4g", step, error)
+            logger.debug("step %d: forecast error %.4g", step, error)
             self._accounts.take_error(error, place)
 
     def read(self, call: Call, agreed: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers) -> None:
-        """Moves what a call has measured to the host, all of it at once, and has everybody decide by it.
+        """Copy all measurements of a call to the host at once, and call the functions that decide by them.
 
         This is the one host synchronisation of a computed step.
 
         Args:
-            agreed: makes one of what several devices have measured.
+            agreed: combines the measurements of several devices.
         """
         numbers = [each.view(-1) for measured, _ in call.measured for each in measured]
         values = iter(agreed(torch.cat(numbers)).tolist() if numbers else ())
@@ -201,7 +201,7 @@ class Controller:
             take(list(islice(values, sum(each.numel() for each in measured))))
 
     def warn_of_all_runs(self, remark: str) -> None:
-        """A warning, and a remark on this run and all that follow."""
+        """Warn, and note the remark in the reports of this run and all later runs."""
         self._standing.append(remark)
         self.report.warn(remark)
 
@@ -240,7 +240,7 @@ class Controller:
         )
 
     def _follow(self, timestep: torch.Tensor | float) -> Tick:
-        """Where the loop stands; a new run or step begins in the report."""
+        """Read the position in the run; start a new run or step in the report."""
         tick, forecast = self._clock.read(timestep), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
             self.reset()
@@ -265,7 +265,7 @@ def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> 
 
 
 def _joined(loops: Sequence[ClosedLoop], parts: Sequence[Output]) -> Output:
-    """The output of the whole batch from those of its samples."""
+    """Return the output of the whole batch from the outputs of its samples."""
     if len(loops) == 1:
         return parts[0]
     rows = [loop.rows or () for loop in loops]

@@ -1,7 +1,7 @@
-"""Forecasts as weights over raw history: ``F̂(t) = Σ_m w_m(t) · F_m`` with ``Σ w_m = 1``.
+"""Forecasts as weighted sums of the history: ``F̂(t) = Σ_m w_m(t) · F_m`` with ``Σ w_m = 1``.
 
-The history holds features as they were computed, so there are no derivative tensors, and because the weights sum to
-one a linear bias inside F needs no special case.
+The history holds the computed features, so there are no derivative tensors. The weights sum to one, so a linear bias
+inside F needs no special case.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from dit_accel.loop.storage import PLAIN, Kept, Storage
 
 
 def newton_weights(coordinates: Sequence[float], target: float) -> list[float]:
-    """Weights of the polynomial through the recorded values, in Lagrange's form.
+    """Return the weights of the polynomial through the recorded values, in Lagrange's form.
 
     Exact for polynomials of degree ``len(coordinates) − 1`` on any spacing.
 
     Args:
-        coordinates: where the values were recorded, newest first, all different.
-        target: where the forecast is wanted.
+        coordinates: coordinates of the recorded values, newest first, all different.
+        target: coordinate of the forecast.
     """
     return [math.prod((target - other) / (own - other) for other in coordinates if other != own) for own in coordinates]
 
 
 def taylor_weights(coordinates: Sequence[float], target: float) -> list[float]:
-    """Weights of TaylorSeer's forecast ``Σ_i Δ^i F · x^i / i!`` (TaylorSeer, equation 3), x the distance to the newest
-    value.
+    """Return the weights of TaylorSeer's forecast ``Σ_i Δ^i F · x^i / i!`` (equation 3).
 
-    Each recorded value's i-th difference is divided by the gap before *that* record, as TaylorSeer does. Its
-    differences are one-sided, so the forecast is not exact beyond first order.
+    x is the distance to the newest value. Each recorded value's i-th difference is divided by the gap before *that*
+    record, as TaylorSeer does. Its differences are one-sided, so the forecast is not exact beyond first order.
     """
     count = len(coordinates)
     # differences[m][n]: weight of value n in the current difference at record m; order 0 is the value itself.
@@ -56,15 +55,15 @@ def taylor_weights(coordinates: Sequence[float], target: float) -> list[float]:
 def forecast_weights(
     method: str, coordinates: Sequence[float], target: float, order: float | None = None
 ) -> list[float]:
-    """Weights over history for a forecast at ``target``; one a coordinate, newest first, summing to one.
+    """Return the weights of the recorded values for a forecast at ``target``, newest first; they sum to one.
 
-    A degree between two takes that share of what the higher adds to the lower: degree 0.6 follows 0.6 of the slope.
+    A fractional degree interpolates between the weights of two degrees: degree 0.6 follows 0.6 of the slope.
 
     Args:
         method: ``newton``, ``taylor`` or ``reuse``.
-        coordinates: where the values were recorded, newest first.
-        target: where the forecast is wanted.
-        order: highest degree, beyond whose ``order + 1`` values the others weigh nothing; None = as the values allow.
+        coordinates: coordinates of the recorded values, newest first.
+        target: coordinate of the forecast.
+        order: highest degree; values after the newest ``order + 1`` have weight 0. None = all values are used.
     """
     if order is not None and order != int(order):
         below = int(order)
@@ -78,11 +77,11 @@ def forecast_weights(
 
 
 class History:
-    """The newest values of one feature, which may consist of several tensors.
+    """History: the newest values of one feature, which may consist of several tensors.
 
     Args:
-        length: number of values that are kept; a forecast of degree D reads D + 1.
-        storage: the form in which they are kept. Reading restores them, one history at a time.
+        length: most values; a forecast of degree D reads D + 1.
+        storage: storage form of the values. Reading restores them, one history at a time.
     """
 
     def __init__(self, length: int, storage: Storage = PLAIN) -> None:
@@ -94,16 +93,16 @@ class History:
         return len(self._records)
 
     def record(self, coordinate: float, value: tuple[torch.Tensor, ...]) -> None:
-        """Adds the value at ``coordinate`` and forgets the oldest beyond ``length``."""
+        """Add the value at ``coordinate`` and drop the oldest beyond ``length``."""
         if self._length:
             self._records.appendleft((coordinate, tuple(self._storage.keep(tensor) for tensor in value)))
 
     def clear(self) -> None:
-        """Forgets all values."""
+        """Drop all values."""
         self._records.clear()
 
     def adopt(self, length: int, storage: Storage) -> None:
-        """Goes on with another length and form; what is there is converted."""
+        """Change the length and the storage form, and convert the existing values."""
         kept = [
             (coordinate, value if storage == self._storage else tuple(storage.keep(part.read()) for part in value))
             for coordinate, value in list(self._records)[:length]
@@ -111,31 +110,31 @@ class History:
         self._length, self._storage, self._records = length, storage, deque(kept, maxlen=length)
 
     def fetch(self) -> None:
-        """Starts to bring values that lie in host memory to the device, ahead of reading them."""
+        """Start to copy values from host memory to the device, before they are read."""
         for kept in self._kept():
             kept.fetch()
 
     @property
     def order(self) -> int:
-        """Degree of the polynomial that the recorded values determine now."""
+        """Degree of the polynomial through all recorded values."""
         return len(self._records) - 1
 
     @property
     def coordinates(self) -> tuple[float, ...]:
-        """Newest first."""
+        """Coordinates of the values, newest first."""
         return tuple(coordinate for coordinate, _ in self._records)
 
     @property
     def values(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """Newest first."""
+        """Recorded values, newest first."""
         return tuple(tuple(kept.read() for kept in value) for _, value in self._records)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that is kept alive on the device."""
+        """Return the tensors on the device."""
         return [tensor for kept in self._kept() for tensor in kept.tensors()]
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """Every tensor that is kept in host memory instead."""
+        """Return the tensors in host memory."""
         return [tensor for kept in self._kept() for tensor in kept.host_tensors()]
 
     def _kept(self) -> Iterator[Kept]:
@@ -143,6 +142,6 @@ class History:
 
 
 def forecast(method: str, history: History, coordinate: float, order: float | None = None) -> tuple[torch.Tensor, ...]:
-    """The feature at ``coordinate``, of at most degree ``order``, each of its tensors a new one."""
+    """Return the forecast feature at ``coordinate``, of degree ``order`` at most, in new tensors."""
     weights = forecast_weights(method, history.coordinates, coordinate, order)
     return tuple(weighted_sum(parts, weights) for parts in zip(*history.values, strict=True))

@@ -1,20 +1,21 @@
-"""What an error of a step's output does to the result of the run, and what an error of the latents does to an output.
+"""Estimate the effect of an output error on the result of the run, and of a latents error on an output.
 
-A step adds ``Δσ · F`` to the latents, so that an error of its output moves them by ``|Δσ|`` times the error. From there
-on the model answers to it: where little of the image is settled yet, a small shift of the latents is a small step
-towards another image, and grows. Along the directions in which forecasts err it has grown by about
+A step adds ``Δσ · F`` to the latents, so an error of its output moves them by ``|Δσ|`` times the error. Later steps
+amplify this shift: while little of the image is settled, a small shift of the latents leads to another image. Along the
+directions of forecast errors, the shift has grown at the end of the run by about
 
     ``A(σ) = (1 − σ)^(−p)``
 
-at the end of the run, with 1 − σ the share of the image in the latents at noise level σ. So an error counts by what it
-does to the result, ``|Δσ| · A`` at the end of its step. Likewise a shift δ of the latents changes the output at once,
-by about ``J δ`` with ``J = −r / (1 − σ)``: at r = 1 the model would keep the noise that it sees in the latents and put
-all of the shift down to the image, at r = 0 it would take no notice.
+with 1 − σ the share of the image in the latents at noise level σ. So the weight of an error is its effect on the
+result, ``|Δσ| · A`` at the end of its step.
 
-And outputs bend more as noise goes, by about ``σ^(−q)``, since the last steps settle the finest details: so an error
-that was measured at one noise level says too little of forecasts at a lower one.
+A shift δ of the latents also changes the output at once, by about ``J δ`` with ``J = −r / (1 − σ)``. At r = 1 the model
+would keep its estimate of the noise and attribute the whole shift to the image; at r = 0 its output would not change.
 
-docs/reference/concepts.md says more, docs/notes/loop.md what was measured and how p, r and q were chosen.
+Outputs bend more at lower noise, by about ``σ^(−q)``, because the last steps settle the finest details. So an error
+that was measured at one noise level underestimates the error at a lower one.
+
+docs/reference/concepts.md has more; docs/notes/loop.md has the measurements and the choice of p, r and q.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ from itertools import pairwise
 GROWTH = 0.75  # p
 RESPONSE = 0.5  # r
 BEND = 0.75  # q
-SCALES = (1.0, math.pi / 2, 1000.0)  # of flows' noise levels, of angles atan σ, and of timesteps where neither is known
-LEAST_SHARE = 1e-3  # of the image, and of noise, that any latents count for
+SCALES = (1.0, math.pi / 2, 1000.0)  # largest noise level of a flow, largest angle atan σ, largest timestep
+LEAST_SHARE = 1e-3  # lower bound on the share of the image, and of noise, in the latents
 
 
 def error_weights(sigmas: Sequence[float]) -> list[float]:
-    """What an error of every step's output counts, 1 on average.
+    """Return the weight of an output error at every step, 1 on average.
 
     Args:
-        sigmas: noise levels of a run, one a step, as :class:`~dit_accel.loop.tracker.Tick` has them; the last step
-            ends at 0.
+        sigmas: noise levels of a run, one a step, as in :class:`~dit_accel.loop.tracker.Tick`; the last step ends at 0.
     """
     effects = [abs(noise - end) * max(1 - end, LEAST_SHARE) ** -GROWTH for noise, end in pairwise(_levels(sigmas))]
     mean = sum(effects) / len(effects)
@@ -43,26 +43,26 @@ def error_weights(sigmas: Sequence[float]) -> list[float]:
 
 
 def responses(sigmas: Sequence[float]) -> list[float]:
-    """J of every step: what a shift of the latents adds to its output.
+    """Return J of every step: the change of its output per shift of the latents.
 
     Args:
-        sigmas: as for :func:`error_weights`. Where they rise, the model's output points the other way, and J with it.
+        sigmas: see :func:`error_weights`. If they rise, the model's output has the opposite sign, and so has J.
     """
     response = math.copysign(RESPONSE, sigmas[-1] - sigmas[0])
     return [response / max(1 - noise, LEAST_SHARE) for noise in _levels(sigmas)[:-1]]
 
 
 def bends(sigmas: Sequence[float]) -> list[float]:
-    """How much outputs bend at every step, beside each other.
+    """Return the bend of the outputs at every step, relative to the other steps.
 
     Args:
-        sigmas: as for :func:`error_weights`.
+        sigmas: see :func:`error_weights`.
     """
     return [max(noise, LEAST_SHARE) ** -BEND for noise in _levels(sigmas)[:-1]]
 
 
 def _levels(sigmas: Sequence[float]) -> list[float]:
-    """Noise levels 1 to 0 before each step and, at last, after the run; some schedules run from 0 to 1 instead."""
+    """Return noise levels from 1 to 0, before each step and after the run; schedules from 0 to 1 are reversed."""
     largest = max(map(abs, sigmas))
     scale = next((scale for scale in SCALES if largest <= 1.001 * scale), largest)
     levels = [min(abs(sigma) / scale, 1.0) for sigma in sigmas]

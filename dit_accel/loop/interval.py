@@ -1,4 +1,4 @@
-"""Computing on a fixed interval, as the papers do: the closed loop's plain sibling, which measures nothing."""
+"""Compute on a fixed interval, as the papers do, without measuring forecast errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dit_accel.loop.tracker import StepMode
 
 
 class IntervalGap(Gap):
-    """Warm-up, then an UPDATE every ``interval`` steps (FlashOmni, section 3.2; TaylorSeer; FORA)."""
+    """Schedule of a warm-up, then an UPDATE every ``interval`` steps (FlashOmni, section 3.2; TaylorSeer; FORA)."""
 
     def decide_mode(self, step: int) -> StepMode:
         schedule, steps = self.preset.schedule, len(self.course.coordinates)
@@ -20,11 +20,11 @@ class IntervalGap(Gap):
         return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
     def observe(self, step: int, nodes: Sequence[float], order: float, error: float) -> None:
-        """An interval takes no notice of errors."""
+        """Do nothing: an interval does not depend on errors."""
 
 
 class IntervalLoop(ClosedLoop):
-    """Forecasts, and corrects if the preset says so, between steps that the interval chooses."""
+    """Forecast, and correct if the preset asks for it, between the steps of the interval."""
 
     @property
     def records_outputs(self) -> bool:

@@ -1,6 +1,6 @@
-"""What a run's caches will take, and how they are kept so that they fit into a budget.
+"""Estimate the memory of a run's caches, and choose their storage so that they fit into a budget.
 
-Sizes alone decide, so the plan is made before a branch's first block runs, and without a model at hand:
+The plan depends on sizes alone, so it is made before a branch's first block runs, and needs no model:
 
     layout = TokenLayout(text=0, vision=75_600)
     wan_14b = ModelSize(
@@ -10,12 +10,12 @@ Sizes alone decide, so the plan is made before a branch's first block runs, and 
     plan = plan_memory(preset, [wan_14b, wan_14b])  # one entry a branch
     plan.device_bytes, plan.host_bytes, plan.measures
 
-Nothing is kept that will not be read. Of attention outputs that is D, where a forecast of degree D takes D + 1 values:
-they are read at an UPDATE, whose own output is the newest. Which of their rows it reads is not known when they are
-recorded, because it draws new symbols first; but rows of blocks that hold text are never reused and can be left out.
-The bias stack needs the rows of every row-block in which any head is reused: nearly all but those with text.
+Only values that will be read are kept. A forecast of degree D reads D + 1 values. Of attention outputs D are kept: an
+UPDATE reads them, and its own output is the newest value. It computes new symbols first, so the rows that it will read
+are unknown when an output is recorded. But rows of blocks that hold text are never reused and can be left out. The bias
+stack needs the rows of every row-block in which any head is reused: nearly all rows but the rows with text.
 
-The figures are of what stays between calls. While a block runs, its own histories are there a second time, decoded.
+The figures count the memory between calls. While a block runs, its decoded histories take memory in addition.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class SiteSize:
-    """What one block may remember, in tokens of the model's width.
+    """Sizes of one block's records, in tokens of the model's width.
 
     Args:
         stream: tokens whose output projection the bias stack holds: the joint sequence, or one stream of it.
         features: tokens of all whole features together, which level layer and degraded layers forecast.
-        sparse_features: tokens of those among them that level head remembers in any case.
+        sparse_features: tokens of the whole features that level head always records.
     """
 
     stream: int
@@ -50,17 +50,17 @@ class SiteSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What decides how much one branch of a transformer remembers.
+    """Sizes that determine the memory of one branch of a transformer.
 
     Args:
         output: numbers in the transformer's output.
         itemsize: bytes of a number.
         batch: samples in the branch.
-        layout: of the joint sequence; None where blocks remember nothing.
-        heads: of attention.
+        layout: layout of the joint sequence; None = blocks record nothing.
+        heads: attention heads.
         width: features of a token, ``heads * head_dim``.
         sites: one entry a block.
-        symbols: bytes of what one block draws, symbols and plans.
+        symbols: bytes of one block's symbols and plans.
     """
 
     output: int = 0
@@ -74,7 +74,7 @@ class ModelSize:
 
 
 class Bytes(NamedTuple):
-    """Memory on the device, and on the host in its stead."""
+    """Bytes on the device, and bytes offloaded to the host."""
 
     device: int
     host: int
@@ -82,15 +82,15 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the caches of a run are kept, and what they grow to.
+    """Storage of a run's caches, and their largest size.
 
     Args:
         order: degree of all forecasts.
-        rows: attention outputs without blocks that hold text, which are never reused.
-        float8: histories of blocks, and cached biases, as float8.
-        offload: attention outputs in host memory.
-        device_bytes, host_bytes: of all branches together, once histories are full.
-        measures: in words, what keeps the caches smaller than they would be.
+        rows: leave the rows of text blocks, which are never reused, out of attention outputs.
+        float8: keep histories of blocks, and cached biases, as float8.
+        offload: keep attention outputs in host memory.
+        device_bytes, host_bytes: bytes of all branches together, once histories are full.
+        measures: the measures that save memory, in words.
     """
 
     order: int
@@ -103,27 +103,27 @@ class MemoryPlan:
 
     @property
     def features(self) -> Storage:
-        """Form of whole features, which every DISPATCH step reads: they stay on the device."""
+        """Storage form of whole features, which every DISPATCH step reads: they stay on the device."""
         return Storage(self.float8)
 
     @property
     def biases(self) -> Storage:
-        """Form of the bias stack, which every DISPATCH step reads too."""
+        """Storage form of the bias stack, which every DISPATCH step reads too."""
         return Storage(self.float8, stacked=True)
 
     def attention(self, layout: TokenLayout | None) -> Storage:
-        """Form of attention outputs, which only UPDATE steps read."""
+        """Return the storage form of attention outputs, which only UPDATE steps read."""
         return Storage(self.float8, self.offload, _reusable(layout) if self.rows and layout is not None else None)
 
 
 def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
-    """The first plan that fits ``memory.budget_gib``: what the preset asks for, then one measure more at a time.
+    """Return the first plan that fits ``memory.budget_gib``: the preset's own, then with one more measure at a time.
 
-    The order is: rows that are never reused left out, float8, host memory, lower degrees. Measures that would save
-    nothing are not taken.
+    The measures are, in this order: leave out rows that are never reused, float8, host memory, lower degrees. Measures
+    that save nothing are skipped.
 
     Raises:
-        MemoryBudgetError: no plan fits; the message lists what each would take.
+        MemoryBudgetError: no plan fits; the message lists the memory of each plan.
     """
     budget = preset.memory.budget_gib
     plans = list(dict.fromkeys(_without_idle(plan, preset, branches) for plan in _plans(preset)))
@@ -131,17 +131,17 @@ def plan_memory(preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
         if budget is None or plan.device_bytes <= budget * GIB:
             return plan
     tried = "; ".join(
-        f"{plan.device_bytes / GIB:.2f} GiB with {', '.join(plan.measures) or 'everything as it is'}" for plan in plans
+        f"{plan.device_bytes / GIB:.2f} GiB with {', '.join(plan.measures) or 'no measures'}" for plan in plans
     )
     smaller_level = "" if preset.forecast.level == "output" else "set forecast.level to output, "
     raise MemoryBudgetError(
         f"memory.budget_gib is {budget:g}, and the caches of {len(branches)} branch{'es' * (len(branches) > 1)} need "
-        f"more: {tried}. Raise the budget, {smaller_level}or ask for a smaller picture, fewer frames or a smaller batch"
+        f"more: {tried}. Raise the budget, {smaller_level}or use a smaller image, fewer frames or a smaller batch"
     )
 
 
 def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
-    """What one branch keeps at most, all histories full."""
+    """Return the most memory that one branch takes, with all histories full."""
     level, layout = preset.forecast.level, size.layout
     values = plan.order + 1
     keeps_outputs = level == "output" or preset.schedule.control == "adaptive"
@@ -172,7 +172,7 @@ def estimate(preset: Preset, plan: MemoryPlan, size: ModelSize) -> Bytes:
 
 
 def _plans(preset: Preset) -> Iterator[MemoryPlan]:
-    """From what the preset asks for to all that can be done, one measure after the other."""
+    """Yield the preset's own plan, then plans with one more measure each."""
     memory, level = preset.memory, preset.forecast.level
     plan = MemoryPlan(preset.forecast.order, float8=memory.history_dtype == "float8", offload=memory.offload)
     yield plan
@@ -187,7 +187,7 @@ def _plans(preset: Preset) -> Iterator[MemoryPlan]:
 
 
 def _measured(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
-    """The plan with its figures and its measures in words."""
+    """Return the plan with its bytes and its measures in words."""
     device, host = (sum(each) for each in zip(*(estimate(preset, plan, size) for size in branches), strict=True))
     in_words = {
         "no attention history of text blocks": plan.rows,
@@ -200,7 +200,7 @@ def _measured(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -
 
 
 def _without_idle(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize]) -> MemoryPlan:
-    """The measured plan without measures that save nothing, on the device or beside it, given the others."""
+    """Return the plan with its bytes, without measures that save no memory on the device or the host."""
     plan = _measured(plan, preset, branches)
     for measure in ("rows", "offload"):
         without = _measured(_with(plan, measure, False), preset, branches)
@@ -210,7 +210,7 @@ def _without_idle(plan: MemoryPlan, preset: Preset, branches: Sequence[ModelSize
 
 
 def _reusable(layout: TokenLayout) -> tuple[int, int]:
-    """Tokens ``start, stop`` of the blocks without text, the only ones that may be reused."""
+    """Return the tokens ``start, stop`` of the blocks without text; only these blocks may be reused."""
     blocks = layout.vision_blocks
     return min(blocks.start * layout.block, layout.tokens), min(blocks.stop * layout.block, layout.tokens)
 

@@ -1,11 +1,11 @@
-"""How far outputs move the latents of a run, for schedulers whose steps are linear: Euler's, UniPC, DPM-Solver++, DEIS.
+"""Moves: the factor of each output in the latents, for linear schedulers (Euler, UniPC, DPM-Solver++, DEIS).
 
-After each step the latents are a sum of those at the start and of the model's outputs so far, each times a number that
-depends on the schedule alone. Under Euler's steps that number is how much sigma changes in the output's own step, from
-there on. Multistep schedulers read an output again in later steps, and UniPC makes its last step anew once the next
-output is known: at first an output moves the latents by up to twice as much as in the end. So the numbers are read off
-the scheduler itself. A copy of it runs once, on the CPU, over latents with an entry for every step, whose output is 1
-in that step and 0 in all others.
+After each step the latents are a weighted sum of the first latents and the model's outputs so far. The weights depend
+on the schedule alone. With Euler's steps the weight of an output is the change of sigma in its own step. Multistep
+schedulers read an output again in later steps, and UniPC repeats its last step once the next output is known, so at
+first an output moves the latents by up to twice as much as at the end. The weights are therefore measured: a copy of
+the scheduler runs once, on the CPU, over latents with one entry a step, whose output is 1 in that step and 0 in all
+others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 
 from dit_accel.errors import UnsupportedError
 
-Moves = Sequence[Sequence[float]]  # [n][k]: what the output of step k is multiplied with in the latents after n steps
-TOLERANCE = 1e-4  # of a mixture; float32 leaves 1e-6 between the two ways to add up, and whatever clips leaves tenths
+Moves = Sequence[Sequence[float]]  # [n][k]: factor of step k's output in the latents after n steps
+TOLERANCE = 1e-4  # relative error of the mixture; float32 rounding gives 1e-6, clipping gives tenths
 Sampler = Callable[[Callable[[torch.Tensor, float], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
 def euler_moves(sigmas: Sequence[float]) -> Moves:
-    """Moves of Euler's steps.
+    """Return the moves of Euler's steps.
 
     Args:
         sigmas: noise levels before each step and after the last.
@@ -36,35 +36,36 @@ def euler_moves(sigmas: Sequence[float]) -> Moves:
 
 
 def linear_moves(scheduler: Any, first: int = 0) -> Moves | None:
-    """Moves of any linear scheduler, found by a trial that takes about a millisecond a step.
+    """Return the moves of any linear scheduler, measured by a trial run of about one millisecond a step.
 
     Args:
-        scheduler: diffusers' or one with its ``step(output, timestep, latents)``, at the start of a run. It stays as it
-            is, and so do torch's random numbers.
-        first: index of the timestep that the run begins with, above 0 from image to image.
+        scheduler: a scheduler with diffusers' ``step(output, timestep, latents)``, at the start of a run. It is not
+            changed, nor is torch's random state.
+        first: index of the timestep at which the run begins, above 0 for image to image.
 
     Returns:
-        None where the latents are no such sum: steps that draw noise or clip, a ``step`` that takes something else.
+        The moves; None if the latents are no weighted sum of the outputs, because steps add noise or clip, or if
+        ``step`` takes other arguments.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             return _try_out(_on_cpu(copy.deepcopy(scheduler)), first)
-    except Exception:  # whatever somebody's own scheduler runs into, it is then not known to be linear
+    except Exception:  # a scheduler that fails here is not known to be linear
         return None
 
 
 def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
-    """Moves of a sampler that calls its model by itself, found by a trial likewise.
+    """Return the moves of a sampler that calls its model itself, measured by a trial run.
 
     Args:
-        sample: runs the sampler to its end: called with a model and with latents float32 ``[1, N]``, it gives the last
-            latents. The model takes latents and their noise level, and gives them without the noise; its output is the
+        sample: runs the sampler to its end. It takes a model and latents float32 ``[1, N]``, and returns the last
+            latents. The model takes latents and their noise level, and returns the denoised latents; its output is the
             slope ``(latents − denoised) / σ``.
         sigmas: noise levels before each step and after the last.
 
     Raises:
-        UnsupportedError: the model is called at other noise levels or more than once a step, or the latents are no sum
-            of its outputs. Whatever the sampler raises comes out too.
+        UnsupportedError: the model is called at other noise levels or more than once a step, or the latents are no
+            weighted sum of its outputs. Errors of the sampler propagate.
     """
     outputs, latents, factors = _trial(len(sigmas) - 1)
     course: list[torch.Tensor] = []
@@ -82,12 +83,12 @@ def sampler_moves(sample: Sampler, sigmas: Sequence[float]) -> Moves:
         raise UnsupportedError("it does not call the model at every step")
     moves = _moves_of([*course, last], factors)
     if moves is None:
-        raise UnsupportedError("it draws noise as it goes, or does more than to add up what the model gives")
+        raise UnsupportedError("it draws noise in its steps, or does more than to add up the model's outputs")
     return moves
 
 
 def _try_out(scheduler: Any, first: int) -> Moves | None:
-    """Runs ``scheduler`` to its end over the latents of a trial."""
+    """Run ``scheduler`` to its end over the latents of a trial."""
     timesteps = scheduler.timesteps[first:]
     outputs, latents, factors = _trial(len(timesteps))
     course = [latents]
@@ -97,10 +98,10 @@ def _try_out(scheduler: Any, first: int) -> Moves | None:
 
 
 def _trial(steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs ``[steps, 1, steps + 2]`` of a trial, its first latents ``[1, steps + 2]``, and factors of its mixture.
+    """Return outputs ``[steps, 1, steps + 2]`` of a trial, first latents ``[1, steps + 2]``, and the mixture's factors.
 
-    Behind the entries of the steps come two that tell whether things add up: one with latents at the start and no
-    outputs, and a mixture of all the others, with factors that are large because some schedulers clip large values.
+    Two entries after those of the steps test the linearity: one has first latents and no outputs, the other is a
+    mixture of all entries, with large factors because some schedulers clip large values.
     """
     factors = torch.tensor([(-1) ** step * (100.0 + step) for step in range(steps + 1)], dtype=torch.float64)
     outputs = torch.zeros(steps, 1, steps + 2, dtype=torch.float64)
@@ -112,10 +113,10 @@ def _trial(steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _moves_of(course: Sequence[torch.Tensor], factors: torch.Tensor) -> Moves | None:
-    """Moves from the latents of a trial, before each step and after the last; None where they do not add up."""
+    """Return the moves from a trial's latents, before each step and after the last; None = not linear."""
     found = torch.cat(list(course)).double()  # [steps + 1, steps + 2]
     parts, mixture = found[:, :-1], found[:, -1]
-    # Written so that what is not a number does not count as linear.
+    # `<=`, so that NaN does not count as linear.
     linear = (mixture - parts @ factors).abs() <= TOLERANCE * (parts * factors).abs().sum(dim=1)
     return parts[:, :-1].tolist() if linear.all() else None
 

@@ -1,4 +1,4 @@
-"""What a run did: steps by mode, computed fraction, densities, fallbacks, time and memory."""
+"""Report of a run: steps by mode, computed fraction, densities, fallbacks, time and memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepRecord:
-    """One denoising step.
+    """Record of one denoising step.
 
     Args:
         index: step in the run, from 0.
         timestep: the scheduler's timestep.
-        mode: full, update or dispatch; the most that any branch computed.
-        error: worst measured ‖F − F̂‖/‖F‖ over samples and branches, None where no forecast could be judged.
+        mode: full, update or dispatch; the mode of the branch that computed most.
+        error: largest measured ‖F − F̂‖/‖F‖ over samples and branches; None = no forecast was possible.
         seconds: time inside the transformer, all branches together.
-        attended: share of the pairs of queries and keys that attention computed, mean over branches; None where the
-            model's attentions are not known.
+        attended: share of the query-key pairs that attention computed, mean over branches; None = the model's
+            attentions are not known.
     """
 
     index: int
@@ -36,12 +36,12 @@ class StepRecord:
 
 @dataclass
 class PromptRecord:
-    """One prompt of a batch whose steps are decided for each prompt apart (``schedule.per_prompt``).
+    """Record of one prompt, in a batch whose steps are decided for each prompt (``schedule.per_prompt``).
 
     Args:
-        modes: its mode in each step of the run, as that of a :class:`StepRecord`.
-        errors: its measured error in each, likewise.
-        computed_fraction: FLOPs that the blocks did for it over those of a plain run.
+        modes: the prompt's mode in each step; see :class:`StepRecord`.
+        errors: the prompt's measured error in each step.
+        computed_fraction: FLOPs of the blocks for this prompt over the FLOPs of a plain run.
     """
 
     modes: list[str] = field(default_factory=list)
@@ -51,14 +51,15 @@ class PromptRecord:
 
 @dataclass
 class AttentionRecord:
-    """Attention of one block in a computed step that leaves something out; one record a branch.
+    """Record of one block's sparse attention in a computed step, for one branch.
 
     Args:
         layer: the block's name.
-        step: its index in the run.
-        density: share of the scores that it computes without the probe; above 1 where it attends densely beside the
-            sparse attention, to keep a residual.
-        error: ‖O' − O‖/‖O‖ of its output on the probe's rows, O dense; None without a probe, and where it is dense.
+        step: index of the step in the run.
+        density: share of the scores that it computes, without the probe; above 1 if it computes dense attention in
+            addition to the sparse one, to keep a residual.
+        error: ‖O' − O‖/‖O‖ of its output on the probe's rows, with O the dense output; None without a probe, or if the
+            attention is dense.
     """
 
     layer: str
@@ -69,30 +70,31 @@ class AttentionRecord:
 
 @dataclass
 class RunReport:
-    """The last (or current) run of an accelerated transformer or pipeline.
+    """Report of the last (or current) run of an accelerated transformer or pipeline.
 
     Args:
         preset: name of the preset.
         family: model family of the adapter.
-        layers: names of the transformer's blocks, or of the transformer where blocks are not told apart.
+        layers: names of the transformer's blocks; name of the transformer if its blocks are not known.
         steps: one record a step.
-        density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None where its
+        density: ``density[layer][step]`` = computed share of that block's FLOPs, mean over branches; None = its
             transformer was not called in the step. An UPDATE that also refreshes cached biases computes slightly more
             than 1.
-        computed_fraction: FLOPs that the blocks did over those of a plain run, the probe's among them.
-        attentions: what attention left out of computed steps, and its error on the probe's rows, in order of calls.
-        fallbacks: ``{"site", "reason"}`` of what ran densely though the preset asked for less.
+        computed_fraction: FLOPs of the blocks, the probe included, over the FLOPs of a plain run.
+        attentions: density and probe error of the sparse attentions in computed steps, in order of calls.
+        fallbacks: ``{"site", "reason"}`` of each site that used dense attention although the preset asks for sparse.
         seconds: time inside the transformer.
-        parts: seconds of the pipeline's whole call by component, of autoencoders by encoder and decoder, and once the
-            call is over of the ``rest``; in their order. Empty where no pipeline is accelerated.
-        cache_bytes: most device memory held in histories, symbols and cached biases.
-        host_bytes: most host memory held in their stead.
-        estimated_bytes: what ``cache_bytes`` was expected to grow to, before the blocks of each branch first ran.
-        memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
-        prompts: one record a prompt of a batch whose steps are decided for each prompt apart; else empty.
+        parts: seconds of the pipeline's whole call by component, in order; autoencoders by encoder and decoder. Once
+            the call is over, ``rest`` has the remaining time. Empty if no pipeline is accelerated.
+        cache_bytes: peak device memory of histories, symbols and cached biases.
+        host_bytes: peak host memory of offloaded histories.
+        estimated_bytes: estimate of ``cache_bytes``, made before the blocks of each branch first ran.
+        memory_measures: measures that make the caches smaller, from the preset or to meet its budget.
+        prompts: one record a prompt, if the steps of a batch are decided for each prompt; otherwise empty.
         replayed: transformer calls that ran as CUDA graphs.
         decoding: how the latest decode of latents ran; None = there was none.
-        not_captured: why some did not, where graphs are left to ``auto`` on a GPU; None: of first calls, too.
+        not_captured: why some calls were not captured, with ``kernels.graphs: auto`` on a GPU; None = only first calls
+            were not, or graphs are not asked for.
         notes: remarks on the run as a whole.
     """
 
@@ -117,22 +119,22 @@ class RunReport:
     notes: list[str] = field(default_factory=list)
 
     def note(self, remark: str) -> None:
-        """A remark on the run as a whole, once."""
+        """Add a remark on the run as a whole, once."""
         if remark not in self.notes:
             self.notes.append(remark)
             logger.info("%s", remark)
 
     def warn(self, remark: str) -> None:
-        """A remark that is a warning too: something is not accelerated at all."""
+        """Add a remark and warn: something is not accelerated at all."""
         self.note(remark)
         warnings.warn(f"dit-accel: {remark}", stacklevel=2)
 
     def fall_back(self, site: str, reason: str) -> None:
-        """Notes that a site ran densely though the preset asked for less."""
+        """Note that a site fell back to dense computation although the preset asks for less."""
         entry = {"site": site, "reason": reason}
         if entry not in self.fallbacks:
             self.fallbacks.append(entry)
-            logger.info("%s runs densely: %s", site, reason)
+            logger.info("%s falls back to dense: %s", site, reason)
 
     @property
     def steps_by_mode(self) -> dict[str, int]:
@@ -141,21 +143,22 @@ class RunReport:
 
     @property
     def left_out(self) -> float:
-        """Share of the scores that attention left out of computed steps behind the warm-up, mean over them."""
+        """Share of the scores that attention left out of computed steps after the warm-up, mean over attentions."""
         return 1 - fmean(each.density for each in self.attentions) if self.attentions else 0.0
 
     @property
     def attention_sparsity(self) -> float | None:
-        """Share of all pairs of queries and keys that the run left out, those of forecast steps among them (FlashOmni,
-        section 4.1); None where the model's attentions are not known.
+        """Share of all query-key pairs that the run left out, forecast steps included (FlashOmni, section 4.1).
+
+        None = the model's attentions are not known.
         """
         shares = [step.attended for step in self.steps if step.attended is not None]
         return 1 - fmean(shares) if shares else None
 
     def of_prompt(self, place: int) -> RunReport:
-        """What the run did for one prompt of its batch: steps and computed fraction are its own, all else the batch's.
+        """Return the report for one prompt: steps and computed fraction are the prompt's, the rest is the batch's.
 
-        Where the batch was decided together, this is the report itself.
+        If the batch was decided together, return the report itself.
         """
         if not self.prompts:
             return self
@@ -167,7 +170,7 @@ class RunReport:
         return replace(self, steps=steps, computed_fraction=own.computed_fraction, prompts=[])
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values, ready for ``json.dump``."""
+        """Return the report as plain values, ready for ``json.dump``."""
         return {**asdict(self), "steps_by_mode": self.steps_by_mode}
 
     def __str__(self) -> str:
@@ -211,11 +214,11 @@ class RunReport:
             by_reason.setdefault(fallback["reason"], []).append(fallback["site"])
         for reason, sites in by_reason.items():
             shown = ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
-            lines.append(f"  ran densely        {shown}: {reason}")
+            lines.append(f"  dense fallback     {shown}: {reason}")
         return "\n".join(lines)
 
     def _seconds_by_kind(self) -> str:
-        """Of computed and of forecast steps, where there are both."""
+        """Return the seconds of computed and of forecast steps; empty unless the run has both."""
         forecast = [step.seconds for step in self.steps if step.mode == "dispatch"]
         computed = [step.seconds for step in self.steps if step.mode != "dispatch"]
         if not forecast or not computed:

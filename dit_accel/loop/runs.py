@@ -1,8 +1,8 @@
-"""Runs over the same transformers by several pipelines or threads: each has a controller of its own.
+"""Runs over the same transformers by several pipelines or threads, each with its own controller.
 
-A run is told by the pipeline that calls, so a pipeline called from another one's callback, or in another thread, finds
-its own records and its own scheduler. Calls of no pipeline are told by their thread. A transformer computes one call at
-a time, for its hooks and kernels keep what belongs to the call in progress.
+The calling pipeline identifies the run. So a pipeline that is called from another pipeline's callback, or in another
+thread, finds its own records and its own scheduler. Calls without a pipeline are identified by their thread. A
+transformer computes one call at a time, because its hooks and kernels hold state of the call in progress.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dit_accel.loop.controller import Controller
 
 
 class Runs:
-    """The controllers of some transformers, by caller.
+    """Controllers of some transformers, by caller.
 
     Args:
-        make: makes the controller of a pipeline, which it must not keep alive; None = of a loop of the caller's own.
+        make: creates the controller of a pipeline, which it must not keep alive; None = a loop without a pipeline.
         first: pipeline that the transformers belong to, or None.
 
     Attributes:
-        current: controller of the call in progress, or else of the latest one.
+        current: controller of the call in progress, otherwise of the latest call.
     """
 
     def __init__(self, make: Callable[[Any], Controller], first: Any = None) -> None:
@@ -34,12 +34,12 @@ class Runs:
         self._of_threads: dict[int, Controller] = {}
         self._lock = threading.RLock()
         self._in_thread = threading.local()
-        self._depth = 0  # of calls in progress
+        self._depth = 0  # number of nested calls in progress
         self.caller: Any = None  # the pipeline of the call in progress
         self.current = self.of(first)
 
     def of(self, pipeline: Any) -> Controller:
-        """The controller of a pipeline, or of this thread where there is none; made when it is first asked for."""
+        """Return the controller of a pipeline, or of this thread if it is None; created at the first request."""
         with self._lock:
             if pipeline is not None:
                 if pipeline not in self._of_pipelines:
@@ -54,9 +54,9 @@ class Runs:
 
     @contextmanager
     def calling(self, pipeline: Any) -> Iterator[Controller]:
-        """Within, the transformers compute a call of this pipeline, or of this thread, and no other.
+        """Reserve the transformers for a call of this pipeline, or of this thread if it is None.
 
-        A call within another, as where its arguments come from another device, leaves that one in progress.
+        Calls may nest, for example if arguments come from another device; the outer call then stays in progress.
         """
         with self._lock:
             outer = None if self._depth == 0 else (self.caller, self.current)
@@ -71,15 +71,15 @@ class Runs:
 
     @property
     def latest(self) -> Controller:
-        """The controller of the latest call, in this thread if it has made one."""
+        """Controller of this thread's latest call; if this thread made none, of the latest call."""
         return getattr(self._in_thread, "latest", self.current)
 
     def all(self) -> list[Controller]:
-        """Controllers of all callers that there are."""
+        """Return the controllers of all callers."""
         return [*self._of_pipelines.values(), *self._of_threads.values()]
 
     def reset(self) -> None:
-        """Forgets all caches and reports."""
+        """Drop all caches and reports."""
         with self._lock:
             for controller in self.all():
                 controller.reset()

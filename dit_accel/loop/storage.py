@@ -1,10 +1,10 @@
-"""How remembered tensors are kept: as they are, as float8 with block scales, in host memory, or without some rows.
+"""Storage of recorded tensors: unchanged, as float8 with block scales, in host memory, or without some rows.
 
     kept = Storage(float8=True, offload=True).keep(tensor)
-    kept.fetch()          # optional: starts the way back to the device
-    tensor = kept.read()  # shape, dtype and device as they were
+    kept.fetch()          # optional: starts the copy back to the device
+    tensor = kept.read()  # original shape, dtype and device
 
-A tensor that is kept must not be written to afterwards.
+Do not write to a tensor after it was kept.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch.nn.functional as F
 SCALED_VALUES = 128  # consecutive values that share a float32 scale
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
-SMALLEST_SCALE = 1e-30  # of a line of zeros
+SMALLEST_SCALE = 1e-30  # scale of a line of zeros
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The form in which tensors are kept.
+    """Storage form of tensors.
 
     Args:
-        float8: as e4m3 with one float32 scale per 128 consecutive values; 2.6% of relative error (rms).
-        offload: in pinned host memory, copied on a stream of its own; on a CPU they stay where they are.
-        rows: of tensors ``[B, S, …]``, the tokens ``start, stop`` that will be read; the others come back holding
-            anything. None = all.
-        stacked: tensors are stacks ``[M, …]`` of values that are much alike; see :class:`KeptFloat8Stack`.
+        float8: e4m3 with one float32 scale per 128 consecutive values; the relative error is 2.6% (rms).
+        offload: pinned host memory, copied on a separate stream; tensors on a CPU stay there.
+        rows: tokens ``start, stop`` of ``[B, S, …]`` that will be read; the other tokens are undefined after a read.
+            None = all tokens.
+        stacked: tensors are stacks ``[M, …]`` of similar values; see :class:`KeptFloat8Stack`.
     """
 
     float8: bool = False
@@ -50,7 +50,7 @@ class Storage:
         return KeptOnHost(kept) if self.offload else kept
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """What so many elements take, wherever they lie; those outside of ``rows`` are the caller's to leave out."""
+        """Return the bytes of this number of elements; the caller leaves out elements outside of ``rows``."""
         return elements + 4 * math.ceil(elements / SCALED_VALUES) if self.float8 else elements * itemsize
 
 
@@ -58,32 +58,32 @@ PLAIN = Storage()
 
 
 class Kept:
-    """A tensor as it is, and what other forms do differently. ``parts`` are the tensors that hold it."""
+    """A tensor that is stored unchanged; base class of the other forms. ``parts`` are the tensors that hold it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.parts: tuple[torch.Tensor, ...] = (tensor,)
 
     def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor, from its parts on the device."""
+        """Return the tensor from its parts on the device."""
         return parts[0]
 
     def fetch(self) -> None:
-        """Starts to bring what lies elsewhere to the device, for a :meth:`read` to come."""
+        """Start to copy the parts to the device, for a later :meth:`read`."""
 
     def read(self) -> torch.Tensor:
         return self.decode(self.parts)
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What it holds on the device."""
+        """Return its tensors on the device."""
         return self.parts
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
-        """What it holds in host memory instead."""
+        """Return its tensors in host memory."""
         return ()
 
 
 class KeptFloat8(Kept):
-    """e4m3 ``[n, 128]``, the end padded with zeros, and scales ``[n, 1]`` that bring each line's largest to 448."""
+    """e4m3 ``[n, 128]``, padded with zeros, and scales ``[n, 1]`` that map each line's largest value to 448."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape, self._dtype = tensor.shape, tensor.dtype
@@ -97,7 +97,7 @@ class KeptFloat8(Kept):
 
     def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         lines, scale = parts
-        # Exact in the tensor's own dtype before the product, which is rounded once and needs no float32 copy on a GPU.
+        # e4m3 is exact in the tensor's own dtype; the product is rounded once and needs no float32 copy on a GPU.
         values = lines.to(self._dtype).mul_(scale)
         return values.flatten()[: self._shape.numel()].view(self._shape)
 
@@ -105,8 +105,8 @@ class KeptFloat8(Kept):
 class KeptFloat8Stack(KeptFloat8):
     """The first value of a stack ``[M, …]``, and the differences of the others from it.
 
-    They are small, and because the weights of a forecast sum to 1 the error of the first counts once: on a tiny FLUX
-    the result moves by a third of what it does with each value by itself.
+    The differences are small, and because the weights of a forecast sum to 1 the rounding error of the first value
+    counts once: on a tiny FLUX the result changes by a third of the change with each value stored separately.
     """
 
     def __init__(self, stack: torch.Tensor) -> None:
@@ -121,10 +121,10 @@ class KeptFloat8Stack(KeptFloat8):
 
 
 class KeptRows(Kept):
-    """Some tokens of a tensor ``[B, S, …]``, in a form of their own.
+    """Some tokens of a tensor ``[B, S, …]``, in another storage form.
 
     Args:
-        keep: makes that form.
+        keep: stores the tokens in that form.
     """
 
     def __init__(self, tensor: torch.Tensor, start: int, stop: int, keep: Callable[[torch.Tensor], Kept]) -> None:
@@ -148,11 +148,11 @@ class KeptRows(Kept):
 
 
 class KeptOnHost(Kept):
-    """Another form's parts in pinned host memory; from a CPU they are taken as they are.
+    """The parts of another form in pinned host memory; parts on a CPU stay as they are.
 
-    Copies run beside the computation, on one stream. All device memory is the computation's stream's own, which waits
-    for a copy before it uses that memory again. (``record_stream`` would free it only when the GPU gets there, and the
-    host, which runs far ahead, would meanwhile allocate for all layers.)
+    Copies overlap the computation, on one separate stream. All device memory belongs to the computation's stream, which
+    waits for a copy before it uses that memory again. (``record_stream`` would free the memory only when the GPU
+    reaches that point. The host runs far ahead, so it would meanwhile allocate memory for all layers.)
     """
 
     _arriving: tuple[torch.Tensor, ...] | None = None
@@ -178,13 +178,13 @@ class KeptOnHost(Kept):
         return self._kept.decode(parts)
 
     def wait(self) -> None:
-        """The computation goes on behind this tensor's copies, and their device memory serves again."""
+        """Make the computation wait for this tensor's copies, and free their device memory."""
         if self._arriving is not None or self._leaving is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._arriving = self._leaving = None
 
     def __del__(self) -> None:
-        self.wait()  # where a run ends early, a copy may still be writing
+        self.wait()  # if a run ends early, a copy may still be writing
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return ()
@@ -194,14 +194,14 @@ class KeptOnHost(Kept):
 
 
 class _Copies:
-    """The stream of one device's copies to and from host memory."""
+    """Stream of one device's copies to and from host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._latest: Callable[[], KeptOnHost | None] = lambda: None
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        """Copies behind all that the computation was asked for so far; the event says when they are done."""
+        """Copy after all kernels launched so far; return an event for the end of the copies."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             for source, target in zip(sources, targets, strict=True):
@@ -209,7 +209,7 @@ class _Copies:
         return self._stream.record_event()
 
     def let_go(self, kept: KeptOnHost) -> None:
-        """Takes note of a tensor that leaves the device, and frees the device memory of the one before."""
+        """Register a tensor that leaves the device, and free the device memory of the previous one."""
         if (previous := self._latest()) is not None:
             previous.wait()
         self._latest = weakref.ref(kept)

@@ -1,18 +1,18 @@
-"""Which step is this, and which branch? The rules by which calls of a transformer are told apart.
+"""Find the run, the step and the branch of a transformer call.
 
 1. A **run** begins when the scheduler gets new timesteps, or when its steps go back.
-2. The **step** is the scheduler's own ``step_index``. Where it keeps none, the step advances when the timestep that the
-   transformer gets changes.
-3. A run **begins in the middle**, as from image to image, where the scheduler's ``begin_index`` says so. Where it says
-   nothing, the first timestep may stand in the schedule, and the first ``step_index`` confirms where that is, or the
-   run begins anew there. A timestep of 1 or less tells nothing: pipelines that rescale timesteps pass such numbers.
-4. The **branch** of classifier-free guidance is diffusers' cache context, else the place of the call within its step.
-5. What these can't tell apart **runs plainly**, and the report says why: schedulers of an order above 1, whose calls
-   share a timestep; a branch that is called twice in a step again and again, as where the pipeline takes its steps with
-   copies of its scheduler; a call without a timestep. So do schedulers that draw the noise of the latents anew at every
-   step, after which no output continues those before it.
+2. The **step** is the scheduler's ``step_index``. If the scheduler keeps none, the step advances when the timestep that
+   the transformer gets changes.
+3. A run **begins in the middle**, for example image to image, if the scheduler's ``begin_index`` says so. If it is not
+   set, the first timestep is looked up in the schedule. The first ``step_index`` confirms that place, or the run begins
+   anew there. A timestep of 1 or less is not looked up: pipelines that rescale timesteps pass such numbers.
+4. The **branch** of classifier-free guidance is diffusers' cache context, otherwise the place of the call in its step.
+5. A run whose steps can't be told apart **computes every step**, and the report says why. This concerns schedulers of
+   an order above 1, whose calls share a timestep; a branch that is called twice in several steps, for example because
+   the pipeline steps copies of its scheduler; and calls without a timestep. Schedulers that add new noise at every step
+   compute every step too, because their outputs do not continue earlier ones.
 
-The clocks here answer for runs and steps, the controller for branches.
+The clocks in this file find runs and steps; the controller finds branches.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from dit_accel.loop.moves import Moves, euler_moves, linear_moves
 
 BF16_ROUNDING = 2.0**-8  # pipelines round timesteps to the transformer's dtype
 FLOW_SIGMA_MAX = 1.0 + 1e-3  # rounding included
-SIGMA_ROUNDING = 1e-4  # of a noise level that a sampler has computed anew
+SIGMA_ROUNDING = 1e-4  # relative tolerance for noise levels that a sampler computes again
 EULER = "FlowMatchEulerDiscreteScheduler"
-CONSISTENCY = frozenset(  # schedulers that go from a clean picture to the next noise level with noise of its own
+CONSISTENCY = frozenset(  # schedulers that add new noise to a clean image at every step
     ["LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "CMStochasticIterativeScheduler"]
 )
 NO_SCHEDULER = (
-    "transformer must be called by a pipeline, got a call from elsewhere after the pipeline that it was accelerated "
-    "with was deleted: for a loop of your own call accelerate_transformer(transformer, preset, timesteps)"
+    "transformer must be called by a pipeline, got a call after its accelerated pipeline was deleted: for a loop of "
+    "your own call accelerate_transformer(transformer, preset, timesteps)"
 )
-RESCALED_MAX = 1.0  # of timesteps as share of those that the model was trained with
+RESCALED_MAX = 1.0  # largest timestep that may be a share of the training timesteps
 
 
 class StepMode(enum.Enum):
-    """FULL computes everything, UPDATE refreshes symbols and caches too, DISPATCH computes what the symbols ask for."""
+    """Mode of a step: FULL computes all, UPDATE also refreshes symbols and caches, DISPATCH obeys the symbols."""
 
     FULL = "full"
     UPDATE = "update"
@@ -53,17 +53,17 @@ class StepMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Tick:
-    """Where a denoising loop stands.
+    """Position of a denoising loop.
 
     Args:
-        run: object that is the same for all calls of one run and no other.
+        run: object that identifies the run; all calls of one run share it.
         step: index of the step in the run, from 0.
         steps: number of steps of the run.
         timesteps: the scheduler's timesteps, one a step.
-        sigmas: its noise levels, one a step, 0 to 1 where the model predicts a flow, else as the angle between picture
-            and noise, ``atan σ``, for σ itself grows without bounds; the timesteps where it has none.
-        plain: why nothing of the run may be forecast, or None.
-        moves: how far a flow's outputs move the latents; None where these are no sum of them, or that is not known.
+        sigmas: its noise levels, one a step: 0 to 1 if the model predicts a flow, otherwise the angle between image and
+            noise, ``atan σ``, because σ itself is unbounded; the timesteps if it has no sigmas.
+        plain: why no step of the run may be forecast, or None.
+        moves: factors of a flow's outputs in the latents; None = the latents are no weighted sum, or it is unknown.
     """
 
     run: object
@@ -75,42 +75,43 @@ class Tick:
     moves: Moves | None = None
 
     def coordinates(self, kind: str) -> Sequence[float]:
-        """What forecasts run over, for every step of the run.
+        """Return the coordinate of the forecast polynomial at every step of the run.
 
         Args:
-            kind: ``step``, ``sigma``, or ``auto``: the step unless neighbouring steps differ more than twofold in
-                sigma, as at the seam of Mochi's linear-quadratic schedule, which no polynomial in the step crosses.
+            kind: ``step``, ``sigma``, or ``auto``: the step, unless the changes of sigma in neighbouring steps differ
+                by more than a factor of 2. They do in Mochi's linear-quadratic schedule, where the two parts meet; a
+                polynomial in the step fails there.
         """
         gaps = [abs(after - before) for before, after in pairwise(self.sigmas)]
-        if 0.0 in gaps:  # two steps at one place determine no polynomial
+        if 0.0 in gaps:  # two steps with one sigma determine no polynomial
             return range(self.steps)
         uneven = any(max(a, b) > 2 * min(a, b) for a, b in pairwise(gaps))
         return self.sigmas if kind == "sigma" or (kind == "auto" and uneven) else range(self.steps)
 
 
 class Clock(Protocol):
-    """What tells a controller where the denoising loop stands.
+    """Reads the position of the denoising loop for a controller.
 
     Attributes:
-        missed_run: whether a run has begun of which no step was read.
+        missed_run: True if a run has begun and none of its steps was read.
     """
 
     @property
     def missed_run(self) -> bool: ...
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Where the loop stands at a call of the model with this timestep."""
+        """Return the position of the loop at a call of the model with this timestep."""
 
 
 class SchedulerClock:
-    """Reads the step from a pipeline's diffusers scheduler, by the rules above.
+    """Read the step from a pipeline's diffusers scheduler, by the rules above.
 
-    ``scheduler.step_index`` needs no device synchronisation, and is exact even where neighbouring timesteps round to
-    the same bf16 number.
+    ``scheduler.step_index`` needs no device synchronisation, and is exact even if neighbouring timesteps round to the
+    same bf16 number.
 
     Args:
-        scheduler: returns the pipeline's current scheduler, which a user may replace at any time; None = the pipeline
-            was deleted.
+        scheduler: returns the pipeline's current scheduler, which a user may replace at any time, or None if the
+            pipeline was deleted.
     """
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
@@ -118,14 +119,14 @@ class SchedulerClock:
         self._timesteps: torch.Tensor | None = None
         self._run: object = None
         self._first = self._latest = self._end = 0  # in the scheduler's timesteps
-        self._guessed = False  # where the run begins
+        self._guessed = False  # True = the start of the run is looked up by its timestep
         self._seen = self._scheduler_now()
 
     @property
     def missed_run(self) -> bool:
-        """Whether the scheduler has begun a run of which no step was read; of another scheduler that is not known.
+        """Return True if the scheduler has begun a run and none of its steps was read; False for another scheduler.
 
-        New timesteps alone are no run where a scheduler counts steps: Wan Animate sets them behind its last segment.
+        If a scheduler counts steps, new timesteps alone are no run: Wan Animate sets them after its last segment.
         """
         scheduler, timesteps = self._scheduler_now()
         is_new = scheduler is self._seen[0] and timesteps is not self._seen[1]
@@ -136,7 +137,7 @@ class SchedulerClock:
         return scheduler, getattr(scheduler, "timesteps", None)
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Where the loop stands at a call of the model with this timestep.
+        """Return the position of the loop at a call of the model with this timestep.
 
         Raises:
             UnsupportedError: the pipeline was deleted.
@@ -146,7 +147,7 @@ class SchedulerClock:
             raise UnsupportedError(NO_SCHEDULER)
         if scheduler.timesteps is not self._timesteps:
             self._begin(scheduler, timestep)
-        # A call after the last step, outside of a pipeline's loop, counts to it.
+        # A call after the last step, outside of a pipeline's loop, counts as the last step.
         index = min(self._index(scheduler, timestep), self._end - 1)
         if index < self._latest or (self._guessed and index > self._latest + 1):
             self._start(scheduler, index)
@@ -155,7 +156,7 @@ class SchedulerClock:
         return Tick(self._run, index - self._first, len(self._values), self._values, self._sigmas, *self._outlook)
 
     def _begin(self, scheduler: Any, timestep: torch.Tensor | float) -> None:
-        """Starts the run of new timesteps where the scheduler says, or else the first timestep stands."""
+        """Start the run of new timesteps at the scheduler's ``begin_index``, otherwise at the first timestep."""
         begin = getattr(scheduler, "begin_index", None)
         self._guessed = begin is None and getattr(scheduler, "step_index", None) is None
         if self._guessed:
@@ -192,18 +193,18 @@ class SchedulerClock:
 
 
 class TimestepClock:
-    """Reads the step from the timestep alone, for a caller's own loop over known timesteps.
+    """Read the step from the timestep alone, for a caller's own loop over known timesteps.
 
-    A run starts when the loop is back at an earlier timestep.
+    A run starts when the loop returns to an earlier timestep.
 
     Args:
         timesteps: the values that the loop passes to the transformer, in order.
 
     Attributes:
-        missed_run: as that of :class:`SchedulerClock`; here it is never known.
+        missed_run: always False; a missed run can't be detected without a scheduler.
 
     Raises:
-        UnsupportedError: no timesteps, no numbers, or equal neighbours, which could not be told apart.
+        UnsupportedError: no timesteps, no numbers, or equal neighbours, which can't be told apart.
     """
 
     missed_run = False
@@ -228,8 +229,8 @@ class TimestepClock:
         step = min(range(len(self._values)), key=lambda index: abs(self._values[index] - value))
         if abs(self._values[step] - value) > self._tolerance:
             raise UnsupportedError(
-                f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass those "
-                "that the transformer gets, in its own scale"
+                f"timestep {value} is none of the timesteps given, {self._values[0]} to {self._values[-1]}; pass the "
+                "timesteps that the transformer gets, in its own scale"
             )
         if step < self._step:
             self._run = object()
@@ -238,16 +239,15 @@ class TimestepClock:
 
 
 class SigmaClock:
-    """Reads the step of one run from the noise level at which a sampler calls its model.
+    """Read the step of one run from the noise level at which a sampler calls its model.
 
     Args:
         sigmas: noise levels before each step and after the last.
-        is_flow: whether they are those of a flow, 0 to 1; else they are noise over picture.
-        moves: as those of a :class:`Tick`.
-        plain: likewise.
+        is_flow: True = noise levels of a flow, 0 to 1; False = ratios of noise to image.
+        moves, plain: see :class:`Tick`.
 
     Attributes:
-        missed_run: as that of :class:`SchedulerClock`; here there is one run alone.
+        missed_run: always False; there is only one run.
     """
 
     missed_run = False
@@ -256,7 +256,7 @@ class SigmaClock:
         self, sigmas: Sequence[float], is_flow: bool, moves: Moves | None = None, plain: str | None = None
     ) -> None:
         self._sigmas = list(sigmas[:-1])
-        # As shares of the largest angle, by which a run that begins in the middle is told from a flow's.
+        # Shares of the largest angle, so that a run that begins in the middle does not look like a flow's.
         self._levels = self._sigmas if is_flow else [math.atan(sigma) / (math.pi / 2) for sigma in self._sigmas]
         if plain is None and not all(before > after for before, after in pairwise([*self._sigmas, 0.0])):
             plain = "its noise levels do not fall from step to step"
@@ -266,12 +266,12 @@ class SigmaClock:
         self._step = -1
 
     def step_at(self, sigma: float) -> int | None:
-        """Index of the step that begins at a noise level; None = there is none."""
+        """Return the index of the step that begins at a noise level; None = no step does."""
         nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma))
         return nearest if math.isclose(self._sigmas[nearest], sigma, rel_tol=SIGMA_ROUNDING) else None
 
     def read(self, timestep: torch.Tensor | float) -> Tick:
-        """Where the sampler stands at a call at a noise level of the run.
+        """Return the position of the sampler at a call at a noise level of the run.
 
         Raises:
             UnsupportedError: no step begins there.
@@ -287,13 +287,13 @@ class SigmaClock:
 
 
 def _noise_levels(sigmas: torch.Tensor) -> list[float]:
-    """Sigmas of a flow as they are; those of other models, noise over picture, as angles."""
+    """Return sigmas of a flow unchanged; sigmas of other models, the ratio of noise to image, as angles."""
     levels = [float(sigma) for sigma in sigmas]
     return levels if max(map(abs, levels)) <= FLOW_SIGMA_MAX else [math.atan(sigma) for sigma in levels]
 
 
 def _why_plain(scheduler: Any) -> str | None:
-    """Why no output of a scheduler's run can be forecast from those before it, or None."""
+    """Return why no output of a scheduler's run can be forecast from earlier outputs, or None."""
     name, order = type(scheduler).__name__, getattr(scheduler, "order", 1)
     if order > 1:
         return f"{name} repeats timesteps (order {order})"
@@ -304,14 +304,14 @@ def _why_plain(scheduler: Any) -> str | None:
 
 
 def _names(scheduler: Any) -> set[str]:
-    """Of its class and those that it derives from."""
+    """Return the names of its class and base classes."""
     return {cls.__name__ for cls in type(scheduler).__mro__}
 
 
 def _flow_moves(scheduler: Any, first: int) -> Moves | None:
-    """How far a flow's outputs move the latents; Euler's steps are known without a trial."""
+    """Return the moves of a flow's outputs; Euler's steps need no trial run."""
     sigmas = getattr(scheduler, "sigmas", None)
-    # Beyond a flow's sigmas the pipeline may make the velocity of something else that the transformer gives (Cosmos).
+    # With larger sigmas the pipeline may compute the velocity from another kind of output (Cosmos).
     if sigmas is None or float(sigmas.max()) > FLOW_SIGMA_MAX:
         return None
     if EULER in _names(scheduler):
@@ -320,5 +320,5 @@ def _flow_moves(scheduler: Any, first: int) -> Moves | None:
 
 
 def _largest(timestep: torch.Tensor | float) -> float:
-    """A timestep per token (Wan's ``expand_timesteps``) counts by its maximum."""
+    """Return the timestep as a number; the maximum if there is one per token (Wan's ``expand_timesteps``)."""
     return float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)

@@ -1,4 +1,4 @@
-"""What is wrong with a preset, in words."""
+"""Write the error messages of invalid presets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pydantic import BaseModel, ValidationError
 from dit_accel.errors import shortened, shown
 from dit_accel.presets.section import Formed, formed, section_in
 
-MOST_COMPLAINTS = 8  # that one message makes
+MOST_COMPLAINTS = 8  # in one message
 
 Model = type[BaseModel] | None
 
 
 def explained(failure: ValidationError, model: type[BaseModel]) -> str:
-    """The validation errors of ``model`` in words: each with the dotted key, what came, what is valid."""
+    """Return the validation errors of ``model`` as text, each with the dotted key, the given value and valid values."""
     errors = failure.errors()
-    told = [_explain(error, model) for error in errors[:MOST_COMPLAINTS]]
-    more = len(errors) - len(told)
-    return "; ".join([*told, *([f"and {more:,} more"] if more else [])])
+    written = [_explain(error, model) for error in errors[:MOST_COMPLAINTS]]
+    more = len(errors) - len(written)
+    return "; ".join([*written, *([f"and {more:,} more"] if more else [])])
 
 
 def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
@@ -45,7 +45,7 @@ def _explain(error: Mapping[str, Any], model: type[BaseModel]) -> str:
 
 
 def _find(location: tuple[Any, ...], model: type[BaseModel]) -> tuple[list[str], Model, Model]:
-    """A path without names of forms; the section or form that has its last key; what section that key holds."""
+    """Return a path without names of forms, the section or form of its last key, and the section in this key."""
     path: list[str] = []
     place: Model = None
     inside: Model = model
@@ -80,7 +80,7 @@ def _wrong_value(path: list[str], message: str, given: Any) -> str:
 
 
 def _before(path: list[str]) -> str:
-    """The sections around a key, as errors begin."""
+    """Return the sections around a key, the beginning of an error."""
     return f"{'.'.join(path[:-1])}: " if path[:-1] else ""
 
 
@@ -89,6 +89,6 @@ def _name(form: type[BaseModel], section: type[Formed]) -> str:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """The nearest of what is valid, in parentheses, or nothing."""
+    """Return the nearest valid word, in parentheses, or an empty string."""
     close = difflib.get_close_matches(word, list(valid), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Overrides as callers write them: plain keywords, dotted keys and whole sections."""
+"""Assign overrides to sections: plain keywords, dotted keys and whole sections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dit_accel.presets.section import Formed, section_in
 
 @cache
 def keywords() -> dict[str, tuple[str, ...]]:
-    """Each key of a section by its own name, with the dotted keys that it may mean: ``order``, ``forecast.order``."""
+    """Return the dotted keys that each key of a section may mean: ``order`` means ``forecast.order``."""
     meanings: dict[str, tuple[str, ...]] = {}
     for name, field in Preset.model_fields.items():
         section = section_in(field)
@@ -27,10 +27,10 @@ def keywords() -> dict[str, tuple[str, ...]]:
 
 
 def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides as the sections of a preset.
+    """Return overrides as the sections of a preset.
 
     Raises:
-        PresetError: unknown keywords, or one that more than one section has; the message says what was meant.
+        PresetError: a keyword is unknown, or several sections have it; the message suggests valid keys.
     """
     changes: dict[str, Any] = {}
     wrong = []
@@ -56,7 +56,7 @@ def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(target: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Puts changes into nested dictionaries, key by key; the values are copies."""
+    """Merge changes into nested dictionaries, key by key; the values are copies."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(target.get(key), dict):
             merge(target[key], value)
@@ -71,6 +71,6 @@ def _complaint(keyword: str, meanings: tuple[str, ...]) -> str:
     sections = [name for name in Preset.model_fields if name != "name"]
     meant = did_you_mean(keyword, [*keywords(), *sections])
     return (
-        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and keys of the sections among "
-        "them (docs/reference/presets.md, Keys)"
+        f"unknown keyword {shown(keyword)}{meant}; valid are {', '.join(sections)}, and the keys of these sections "
+        "(docs/reference/presets.md, Keys)"
     )

@@ -1,4 +1,4 @@
-"""Presets from files, names and overrides."""
+"""Load presets from files, names and overrides."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from dit_accel.presets.preset import FORMED, LOOP_KEYS, Preset
 from dit_accel.presets.reading import read_text, read_yaml
 from dit_accel.presets.skip import drop_foreign_keys
 
-LONGEST_CHAIN = 20  # presets that start from each other
+LONGEST_CHAIN = 20  # presets in a chain of bases
 
 
 def _config_directory() -> Path:
-    """Where presets lie: inside the installed package, or beside it in a checkout."""
+    """Return the folder of presets: inside the installed package, or next to it in a checkout."""
     installed = Path(__file__).parent / "configs"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that ship with the package, sorted."""
+    """Return the names of the presets that ship with the package, sorted."""
     return sorted(path.stem for path in _config_directory().glob("*.yaml"))
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of a shipped preset.
+    """Return the YAML file of a shipped preset.
 
     Raises:
-        PresetError: no such preset; the message lists those that exist.
+        PresetError: no such preset; the message lists all presets.
     """
     known = preset_names()
     if name not in known:
         family, _, word = name.partition("-")
-        has_own = family == "video" or "-" in word  # for flux-balanced, as no family has its own, balanced is meant
+        has_own = family == "video" or "-" in word  # `flux-balanced` means `balanced`, as no family has its own
         meant = (not has_own and did_you_mean(word, PLAIN)) or did_you_mean(name, known)
         raise PresetError(f"unknown preset {shown(name)}{meant}; available: {', '.join(known)}")
     return _config_directory() / f"{name}.yaml"
 
 
 def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
-    """Load a preset and apply overrides; what it asks of a model family is checked in :mod:`dit_accel.models.presets`.
+    """Load a preset and apply overrides; :mod:`dit_accel.models.presets` checks it against the model family.
 
     Args:
         preset: a name in ``configs/``, the path of a YAML file, or a :class:`Preset`.
@@ -54,7 +54,7 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
             ``schedule={"warmup": 8}``; or dotted keys, e.g. ``**{"forecast.order": 2}``.
 
     Raises:
-        PresetError: unknown preset, keyword, key or value; the message says what is valid.
+        PresetError: unknown preset, keyword, key or value; the message lists the valid ones.
     """
     if isinstance(preset, Preset):
         name, values = preset.name, preset.model_dump(exclude_unset=True, exclude={"name"})
@@ -67,12 +67,12 @@ def load_preset(preset: str | Path | Preset, **overrides: Any) -> Preset:
         raise PresetError(f"preset must be a name, a path or a Preset, got {type(preset).__name__}")
     _apply(values, nested(overrides))
     if "name" in values:
-        raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; a preset is called after its file")
+        raise PresetError(f"preset {shown(name)} is not valid: unknown key 'name'; the file name is the preset's name")
     return _validated({**values, "name": name}, source=name)
 
 
 def preset_schema() -> dict[str, Any]:
-    """JSON schema of a preset file, for editors (``# yaml-language-server: $schema=…``)."""
+    """Return the JSON schema of a preset file, for editors (``# yaml-language-server: $schema=…``)."""
     schema = Preset.model_json_schema()
     schema["properties"].pop("name")
     schema["properties"]["base"] = {"type": "string", "description": "Preset (name or path) that this one starts from."}
@@ -82,7 +82,7 @@ def preset_schema() -> dict[str, Any]:
 
 
 def _ask_for_nothing(schema: Any) -> None:
-    """A preset with a base may leave out anything, and then more than one form of a section may be meant."""
+    """Make all keys optional, because a preset with a base may leave out any; then several forms may match."""
     if isinstance(schema, list):
         for each in schema:
             _ask_for_nothing(each)
@@ -95,7 +95,7 @@ def _ask_for_nothing(schema: Any) -> None:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """A preset file as plain values, with its ``base`` chain merged in."""
+    """Return a preset file as plain values, with its ``base`` chain merged in."""
     file = f"preset file {shortened(str(path))}"
     try:
         real = Path(os.path.realpath(path))
@@ -113,7 +113,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             f"base of preset {path} leads back to itself: {' -> '.join(each.name for each in (*seen, real))}"
         )
     if len(seen) == LONGEST_CHAIN:
-        raise PresetError(f"{file} stands behind {LONGEST_CHAIN} bases of bases: name one of the first as base")
+        raise PresetError(
+            f"{file} is at the end of a chain of {LONGEST_CHAIN} bases: name an earlier preset of the chain as base"
+        )
     if not isinstance(values, dict):
         raise PresetError(f"{file} must hold a mapping of sections, got {type(values).__name__}")
     (skip,) = _sections("skip", values)
@@ -122,15 +124,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    beside = path.parent / str(base)
-    base_path = beside if beside.suffix in (".yaml", ".yml") else preset_path(str(base))
+    sibling = path.parent / str(base)
+    base_path = sibling if sibling.suffix in (".yaml", ".yml") else preset_path(str(base))
     merged = _read(base_path, (*seen, real))
     _apply(merged, values)
     return merged
 
 
 def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Merges changes into values; choosing a form of a section drops what the values said for others."""
+    """Merge changes into values; choosing a form of a section drops the values of other forms."""
     for name, formed in FORMED.items():
         section, chosen = _sections(name, values, changes)
         for key in formed.foreign_keys(chosen.get(formed.chooser)):
@@ -144,7 +146,7 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
         for key in LOOP_KEYS:
             forecast.pop(key, None)
     if chosen_skip.get("policy") not in (None, skip.get("policy")):
-        for key in ("layers", "refresh", "residual"):  # what blocks changed, and how masks are kept, was the other's
+        for key in ("layers", "refresh", "residual"):  # keys of the previous policy
             skip.pop(key, None)
     drop_foreign_keys(skip, chosen_skip)
     layers, changed_layers = _sections("layers", skip, chosen_skip)
@@ -154,7 +156,7 @@ def _apply(values: dict[str, Any], changes: dict[str, Any]) -> None:
 
 
 def _sections(name: str, *holders: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each has under a name; something empty where that is no mapping, which validation will complain about."""
+    """Return the section of each holder under a name; empty if it is no mapping, which validation rejects later."""
     return [held if isinstance(held := holder.get(name), dict) else {} for holder in holders]
 
 

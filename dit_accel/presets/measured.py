@@ -1,4 +1,4 @@
-"""What shipped presets measured, from ``configs/measured.json``."""
+"""Measurements of shipped presets, from ``configs/measured.json``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dit_accel.presets.loading import preset_path
 
 
 class Run(NamedTuple):
-    """Runs of some number of steps, over the models and schedules that were measured.
+    """Measured runs of one number of steps, over models and schedules.
 
     Args:
-        steps: of the schedule.
-        computed: least and most share of the plain run's FLOPs.
-        psnr: least and most mean over prompts, in dB, against all steps computed.
+        steps: number of steps.
+        computed: smallest and largest share of the plain run's FLOPs.
+        psnr: smallest and largest mean over prompts, in dB, compared with the plain run.
         models: names of the demo models.
-        dtype: of the models' weights.
-        source: file in docs/results that the figures come from.
+        dtype: dtype of the models' weights.
+        source: file in docs/results with the figures.
     """
 
     steps: int
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def measured(name: str) -> tuple[Run, ...]:
-    """Runs of a shipped preset, from most to fewest steps; none where nothing was measured.
+    """Return the measured runs of a shipped preset, from most to fewest steps; empty if none was measured.
 
     Raises:
         PresetError: no such preset.

@@ -1,4 +1,4 @@
-"""Which preset a name means: the usual one, and the video form of a plain name."""
+"""Choose the preset that a name means: the default preset, and the video form of a plain name."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from dit_accel.presets.preset import Preset
 
 DEFAULT = "balanced"
-PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; one that makes videos gets their video form
+PLAIN = ("quality", "balanced", "turbo")  # names for any pipeline; video pipelines get the video form
 
 
 def default_preset(preset: str | Path | Preset | None, *, is_video: bool) -> str | Path | Preset:
-    """What a preset means for a pipeline, as :func:`load_preset` takes it.
+    """Return the argument of :func:`load_preset` for a pipeline.
 
     Args:
-        preset: None, for the usual one; a name, a path or a :class:`Preset`. Only None and the plain names `quality`,
-            `balanced` and `turbo` mean one thing for images and another for videos.
-        is_video: whether the pipeline makes videos.
+        preset: a name, a path or a :class:`Preset`; None = `balanced`. Only None and the plain names `quality`,
+            `balanced` and `turbo` have a separate form for videos.
+        is_video: True = the pipeline makes videos.
     """
     name = DEFAULT if preset is None else preset
     return f"video-{name}" if is_video and name in PLAIN else name

@@ -1,4 +1,4 @@
-"""A preset as a whole: its sections, and what one of them means for the others."""
+"""The whole preset: its sections, and the checks of sections against each other."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from dit_accel.presets.sections import (
 )
 from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
-# Sections that only level head reads (but for reuse also `skip.steps: all`).
+# Sections that only level head reads; with `skip.steps: all` other levels read all but reuse.
 _HEAD_SECTIONS = ("reuse", "skip", "blocks")
-LOOP_KEYS = ("beyond", "damping")  # of section forecast, that control adaptive alone reads
+LOOP_KEYS = ("beyond", "damping")  # keys of section forecast that only control adaptive reads
 FORMED: dict[str, type[Formed]] = {"schedule": Schedule, "forecast": Forecast, "skip": Skip}  # sections with forms
 
 
 class Preset(Section):
-    """One method with all its thresholds. Frozen; make changed copies with :func:`load_preset`."""
+    """One method with all its settings. Frozen; :func:`load_preset` makes changed copies."""
 
     name: str = Field(default="custom", exclude=True)
     description: str = ""
     """One line for `dit-accel presets list`."""
     model: str = "any"
-    """Model family that the preset is made for; level head needs one with blocks of our own."""
+    """Model family that the preset is made for; level head needs a family with fused blocks."""
     schedule: AnySchedule
     forecast: AnyForecast = OutputForecast()
     reuse: Reuse = Reuse()
@@ -48,11 +48,11 @@ class Preset(Section):
 
     @property
     def works_inside(self) -> bool:
-        """Whether anything is asked for inside of the transformer: forecasts in its blocks, or sparse attention."""
+        """Return True if the preset changes the transformer's blocks: by forecasts inside or sparse attention."""
         return self.forecast.level != "output" or self.skip.steps == "all"
 
     def effective(self) -> dict[str, Any]:
-        """All values that have an effect, defaults included, as plain values: a preset file's content."""
+        """Return all values that have an effect, defaults included, as the plain values of a preset file."""
         values = self.model_dump(mode="json")
         for key in self.skip.idle_keys():
             del values["skip"][key]
@@ -73,17 +73,17 @@ class Preset(Section):
         return values
 
     def _unread_sections(self) -> tuple[str, ...]:
-        """Sections that have no effect at this level."""
+        """Return the sections that have no effect at this level."""
         if self.forecast.level == "head":
             return ()
         return ("reuse",) if self.skip.steps == "all" else _HEAD_SECTIONS
 
     def _idle_forecast_keys(self) -> tuple[str, ...]:
-        """Keys of section forecast that have no effect under the preset's control."""
+        """Return the keys of section forecast that have no effect under the preset's control."""
         return LOOP_KEYS if self.forecast.level == "output" and self.schedule.control != "adaptive" else ()
 
     def _idle_kernel_keys(self) -> dict[str, str]:
-        """Keys of section kernels that have no effect, with what to set for one."""
+        """Return the keys of section kernels that have no effect, each with the setting that would give it one."""
         level, idle = self.forecast.level, {}
         if level != "head" and self.skip.steps != "all":
             chosen = [key for key in Kernels.model_fields if key != "graphs"]
@@ -91,18 +91,18 @@ class Preset(Section):
         return idle if level == "output" else idle | {"graphs": "set forecast.level to output"}
 
     def _idle_memory_keys(self) -> dict[str, str]:
-        """Keys of section memory that have no effect, with the reason."""
+        """Return the keys of section memory that have no effect, with the reason."""
         idle = {}
         if self.forecast.level == "output" and not self.skip.keeps_residuals:
-            idle["history_dtype"] = "at level 'output' blocks remember nothing"
+            idle["history_dtype"] = "at level 'output' blocks record nothing"
         if self.forecast.level != "head":
-            idle["offload"] = "attention outputs are remembered at level 'head' only"
+            idle["offload"] = "attention outputs are recorded at level 'head' only"
         elif self.forecast.order == 0:
-            idle["offload"] = "with order 0 no attention outputs are remembered"
+            idle["offload"] = "with order 0 no attention outputs are recorded"
         return idle
 
     def _kernels_refuse(self) -> str | None:
-        """Why no kernel can do what sections skip and kernels ask for together, or None."""
+        """Return why no kernel supports sections skip and kernels together, or None."""
         kernels = self.kernels
         if kernels.qk_dtype is None:
             return None
@@ -111,22 +111,22 @@ class Preset(Section):
         if any(variant.policy == "static" for variant in self.skip.variants):
             return (
                 f"kernels.qk_dtype '{kernels.qk_dtype}' multiplies whole tiles, and skip.policy 'static' has masks "
-                "inside them: remove one of them"
+                "inside of tiles: remove one of them"
             )
         return None
 
     def _outputs_refuse(self) -> str | None:
-        """Why what is done with whole outputs can't be, or None."""
+        """Return why the settings for whole outputs conflict with others, or None."""
         if self.schedule.per_prompt and self.forecast.level != "output":
             return (
-                "schedule.per_prompt works on the transformer's output, which is forecast at level 'output' alone, and "
+                "schedule.per_prompt works on the transformer's output, which only level 'output' forecasts, and "
                 f"forecast.level is '{self.forecast.level}': remove schedule.per_prompt"
             )
         for key in self._idle_forecast_keys():
             if getattr(self.forecast, key):
-                return f"forecast.{key} rests on what control 'adaptive' measures, and control is 'interval': remove it"
+                return f"forecast.{key} needs the errors that control 'adaptive' measures, got 'interval': remove it"
         if self.schedule.per_prompt and any(variant.refresh > 1 for variant in self.skip.variants):
-            return "schedule.per_prompt changes the batch between steps, and masks belong to one: set skip.refresh to 1"
+            return "schedule.per_prompt changes the batch between steps, so masks can't be kept: set skip.refresh to 1"
         return None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Files and YAML from anywhere, read within bounds: no file makes reading it endless, or fills the memory."""
+"""Read untrusted files and YAML within bounds on size, depth and number of values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import yaml
 from dit_accel.errors import PresetError, shortened
 
 LONGEST_FILE = 2**16  # bytes of YAML; a preset tuned block by block has 10,000
-MOST_LEVELS = 20  # lists and mappings inside each other
-MOST_VALUES = 5_000  # keys among them
+MOST_LEVELS = 20  # nested lists and mappings
+MOST_VALUES = 5_000  # keys included
 LONGEST_VALUE = 1_000  # characters
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
 def read_text(path: Path, most: int = LONGEST_FILE) -> str:
-    """The text of a UTF-8 file of at most so many bytes.
+    """Return the text of a UTF-8 file of at most ``most`` bytes.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it has more bytes or is not UTF-8, or its name holds a NUL.
+        OSError: the file can't be read.
+        ValueError: the file has more bytes or is not UTF-8, or its name has a NUL.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -32,10 +32,10 @@ def read_text(path: Path, most: int = LONGEST_FILE) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Plain values from YAML without tags, dates as strings. What an alias repeats is a copy, and counts as one.
+    """Return plain values from YAML without tags, dates as strings. Aliases are written out, and count as copies.
 
     Raises:
-        PresetError: the text is not valid YAML, has a key twice, or passes a bound.
+        PresetError: the text is not valid YAML, has a key twice, or exceeds a bound.
     """
     try:
         return _written_out(yaml.load(text, _Loader))
@@ -61,21 +61,21 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level = 0
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each node that is complete
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each complete node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next value; it is checked when it is complete, and its depth before."""
+        """Compose the next value; check its depth before, and its size afterwards."""
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
             raise _refusal(f"tags such as {shortened(event.tag)} are not allowed", event)
         if self._level == MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} levels inside each other", event)
+            raise _refusal(f"more than {MOST_LEVELS} nested levels", event)
         self._level += 1
         node = super().compose_node(parent, index)
         self._level -= 1
         if isinstance(event, yaml.AliasEvent):
             if node not in self._extents:
-                raise _refusal(f"alias {shortened(event.anchor)} stands inside what it repeats", event)
+                raise _refusal(f"alias {shortened(event.anchor)} contains itself", event)
             return node
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST_VALUE:
             raise _refusal(f"a value has {len(event.value):,} characters, of {LONGEST_VALUE:,} at most", event)
@@ -83,7 +83,7 @@ class _Loader(yaml.SafeLoader):
             _refuse_repeated_keys(node)
         self._extents[node] = values, levels = self._extent(node)
         if levels > MOST_LEVELS:
-            raise _refusal(f"more than {MOST_LEVELS} levels inside each other, aliases written out", event)
+            raise _refusal(f"more than {MOST_LEVELS} nested levels, aliases written out", event)
         if values > MOST_VALUES:
             raise _refusal(f"more than {MOST_VALUES:,} values, aliases written out", event)
         return node
@@ -99,7 +99,7 @@ def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
     for key, _ in mapping.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
-                raise _refusal(f"key {shortened(key.value)!r} stands twice in one mapping", key)
+                raise _refusal(f"key {shortened(key.value)!r} occurs twice in one mapping", key)
             seen.add(key.value)
 
 

@@ -1,4 +1,4 @@
-"""What sections of a preset are made of: frozen strict models, some of which have several forms."""
+"""Base classes of preset sections: frozen, strict models, some of which have several forms."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 
 from dit_accel.errors import PresetError, shown
 
-MOST_STEPS = 10_000  # more than any run has: a bound for keys that count steps
-MOST_TOKENS = 2**31 - 1  # likewise for keys that count tokens or blocks of them
+MOST_STEPS = 10_000  # more than any run has; bound for keys that count steps
+MOST_TOKENS = 2**31 - 1  # bound for keys that count tokens or blocks
 
 
 class Section(BaseModel):
@@ -18,22 +18,22 @@ class Section(BaseModel):
 
 
 class Formed(Section):
-    """A section whose keys depend on one of them: each value of that one is a form, a class with keys of its own.
+    """A section with forms: the value of one key, the chooser, selects a subclass with its own keys.
 
-    A section called by its own name makes the form that the key says: ``Schedule(control="interval", interval=5)`` is
-    an ``IntervalSchedule``. Keys of other forms that readers ask for are constants of the form, with the value that has
-    no effect; section ``skip`` is read by its policy alone, and has none.
+    Calling the section's class returns the form: ``Schedule(control="interval", interval=5)`` is an
+    ``IntervalSchedule``. If code reads a key that a form lacks, the form has it as a class constant, with the value
+    that has no effect. Section ``skip`` needs no such constants, because only its policy reads it.
     """
 
-    chooser: ClassVar[str]  # the key
-    forms: ClassVar[dict[str, type[Any]]]  # by its value; the section's own, not a form's
+    chooser: ClassVar[str]  # the key that selects the form
+    forms: ClassVar[dict[str, type[Any]]]  # by the chooser's value; only the section has them, not its forms
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         return super().__new__(cls._form(values) if cls.is_formed() else cls)
 
     @classmethod
     def form_of(cls, values: Any) -> str | None:
-        """The form that a section's values are of, which may be no valid one; None = they are no values."""
+        """Return the name of the form that a section's values choose, perhaps an invalid one; None = not a section."""
         if isinstance(values, cls):
             return str(getattr(values, cls.chooser))
         if not isinstance(values, dict):
@@ -42,7 +42,7 @@ class Formed(Section):
 
     @classmethod
     def foreign_keys(cls, form: Any) -> list[str]:
-        """Keys that other forms have and this one has not; of what is no form none."""
+        """Return the keys that other forms have and this form lacks; empty if ``form`` is no form."""
         if not isinstance(form, str) or form not in cls.forms:
             return []
         own = cls.forms[form].model_fields
@@ -50,7 +50,7 @@ class Formed(Section):
 
     @classmethod
     def is_formed(cls) -> bool:
-        """Whether this is a section itself, and not one of its forms."""
+        """Return True if this class is a section, and False if it is one of its forms."""
         return "forms" in vars(cls)
 
     @classmethod
@@ -78,7 +78,7 @@ class Formed(Section):
 
     @model_validator(mode="after")
     def _says_its_form(self) -> Self:
-        """Values that were set have the form among them, for they may be all that is kept."""
+        """Mark the chooser as set, because a dump may contain the set values only."""
         section = formed(type(self))
         assert section is not None
         if getattr(self, self.chooser) != section.model_fields[self.chooser].default:
@@ -87,12 +87,12 @@ class Formed(Section):
 
 
 def formed(model: type[BaseModel]) -> type[Formed] | None:
-    """The section that a model is, or is a form of; None = a model without forms."""
+    """Return the section that a model is, or is a form of; None = a model without forms."""
     return next((base for base in model.__mro__ if issubclass(base, Formed) and base.is_formed()), None)
 
 
 def section_in(field: FieldInfo) -> type[Section] | None:
-    """The section that a field of a model holds, of several forms the one that they are forms of; None = a value."""
+    """Return the section that a field of a model holds, not one of its forms; None = the field holds a value."""
     kind: Any = field.annotation
     while get_args(kind):  # Annotated[Form, …] | …
         kind = get_args(kind)[0]

@@ -1,4 +1,4 @@
-"""The sections of a preset but for ``skip``, which has a page of its own."""
+"""Sections of a preset with all their keys; ``skip`` has its own file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dit_accel.presets.section import MOST_STEPS, Formed, Section
 
 
 class Schedule(Formed):
-    """When to compute."""
+    """Choice of the computed steps."""
 
     chooser: ClassVar[str] = "control"
 
     control: Literal["interval", "adaptive"] = "adaptive"
-    """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures at every
-    UPDATE how wrong the forecast would have been and sets the next gap by it."""
+    """interval: an UPDATE every `interval` steps (the papers). adaptive: the closed loop, which measures the forecast
+    error at every UPDATE and sets the distance to the next UPDATE by it."""
     warmup: int = Field(default=4, ge=0, le=MOST_STEPS)
     """Steps at the start that compute everything."""
     cooldown: int = Field(default=1, ge=0, le=MOST_STEPS)
@@ -24,29 +24,29 @@ class Schedule(Formed):
 
 
 class AdaptiveSchedule(Schedule):
-    """When to compute: where the closed loop finds that forecasts would err too much."""
+    """Choice of the computed steps by the closed loop, which bounds the errors of forecasts."""
 
     interval: ClassVar[int | None] = None
 
     control: Literal["adaptive"] = "adaptive"
-    """The closed loop, which measures at every UPDATE how wrong the forecast would have been and sets the next gap by
+    """The closed loop, which measures the forecast error at every UPDATE and sets the distance to the next UPDATE by
     it."""
     target_error: float = Field(gt=0.0, allow_inf_nan=False, examples=[0.05])
-    """Relative L2 errors of the forecast outputs, ‖F − F̂‖/‖F‖, that the forecasts between two computed steps may come
-    to together. Each counts by what it does to the result: by how far its step moves the latents, and how much that
-    has grown by the end."""
+    """Bound on the sum of the relative L2 errors ‖F − F̂‖/‖F‖ of the forecasts between two computed steps. Each error is
+    weighted by its effect on the result: by how far its step moves the latents, and how much that shift grows until
+    the end. Lower is closer to the plain result and slower."""
     cooldown: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps at the end that compute everything whatever they would count; the loop computes the last one where it
-    does."""
+    """Steps at the end that compute everything, whatever their error. With 0 the loop computes the last step only if
+    the forecast error there is too large."""
     max_interval: int = Field(default=16, ge=1, le=MOST_STEPS)
-    """Most steps from one UPDATE to the next."""
+    """Largest number of steps from one UPDATE to the next."""
     per_prompt: bool = False
-    """level output: the loop runs for each prompt of a batch by itself, and those that need a step are computed as a
-    smaller batch; false = all compute when one needs to."""
+    """level output: the loop decides for each prompt of a batch separately, and the prompts that need a step are
+    computed as a smaller batch. false = all prompts compute when one needs to."""
 
 
 class IntervalSchedule(Schedule):
-    """When to compute: on a fixed interval, as the papers."""
+    """Choice of the computed steps by a fixed interval, as in the papers."""
 
     target_error: ClassVar[float | None] = None
     max_interval: ClassVar[int] = 16
@@ -55,8 +55,8 @@ class IntervalSchedule(Schedule):
     control: Literal["interval"] = "interval"
     """An UPDATE every `interval` steps (the papers)."""
     interval: int = Field(ge=1, le=MOST_STEPS, examples=[5])
-    """One UPDATE and interval − 1 DISPATCH steps, from the step behind the warm-up on, which is an UPDATE; 1 computes
-    every step in full."""
+    """One UPDATE, then interval − 1 DISPATCH steps. The first step after the warm-up is an UPDATE; 1 computes every
+    step in full."""
 
 
 Schedule.forms = {"adaptive": AdaptiveSchedule, "interval": IntervalSchedule}
@@ -67,22 +67,22 @@ AnySchedule = Annotated[
 
 
 class Forecast(Formed):
-    """What a DISPATCH step fills in, and how."""
+    """Forecasts of DISPATCH steps: of which tensors, and how."""
 
     chooser: ClassVar[str] = "level"
 
     level: Literal["output", "layer", "head"] = "output"
-    """output: the transformer's output, for any model. layer: attention and MLP outputs of each block (TaylorSeer,
-    FORA). head: rows of each head, chosen by the symbols (FlashOmni)."""
+    """Tensors that are forecast. output: the transformer's output, for any model. layer: attention and MLP outputs of
+    each block (TaylorSeer, FORA). head: rows of each head, chosen by the symbols (FlashOmni)."""
     method: Literal["newton", "taylor", "reuse"] = "newton"
     """newton: polynomial through the recorded values, exact on any spacing. taylor: TaylorSeer's finite differences.
     reuse: the last value."""
     order: int = Field(default=1, ge=0, le=4)
-    """Degree D of the polynomial; order + 1 values are remembered. With control adaptive the highest degree: every
-    computed step goes on with the one that would have reached farthest. reuse wants 0."""
+    """Degree D of the polynomial; order + 1 values are kept. With control adaptive it is the highest degree: each
+    computed step chooses the degree whose forecasts reach farthest. reuse needs 0."""
     coordinate: Literal["step", "sigma", "auto"] = "step"
-    """What the polynomial runs over: the step's index; the scheduler's noise level; or auto, the index where the noise
-    level falls evenly and the noise level where it does not."""
+    """Variable of the polynomial. step: the step's index. sigma: the scheduler's noise level. auto: the index if the
+    noise level falls evenly, otherwise the noise level."""
 
     @model_validator(mode="after")
     def _complete(self) -> Forecast:
@@ -92,20 +92,20 @@ class Forecast(Formed):
 
 
 class OutputForecast(Forecast):
-    """What a DISPATCH step fills in: the transformer's output, for any model."""
+    """Forecasts of the transformer's output, for any model."""
 
     level: Literal["output"] = "output"
     """The transformer's output, for any model."""
     corrector: bool = False
-    """A computed step also makes good what the forecasts before it missed, judged by interpolation through its own
-    output. For flow models, under schedulers that add up outputs without noise (Euler, UniPC, DPM++); elsewhere the
-    report says that nothing is corrected."""
+    """A computed step also corrects the errors of the forecasts before it, estimated by interpolation through its own
+    output. This works for flow models and schedulers that add up outputs without noise (Euler, UniPC, DPM++); otherwise
+    the report says that nothing is corrected."""
     beyond: float = Field(default=0.0, ge=0.0, le=1.0)
-    """control adaptive: forecasts go so far beyond the degree that would have reached farthest; 0.5 adds half of what
-    the next degree adds, up to order."""
+    """control adaptive: share of the next degree that is added to the chosen degree, up to order. 0.5 adds half of the
+    next degree's term."""
     damping: bool = False
-    """control adaptive: a degree between 0 and 1 is tried too, which follows that share of the slope: the one that
-    would have fitted best at the computed step before. For outputs that wander, as video models' do."""
+    """control adaptive: the loop also tries a degree between 0 and 1, the share of the slope that fitted best at the
+    previous computed step. For outputs that do not keep their slope, such as video models'."""
 
 
 class _InBlocks(Forecast):
@@ -115,14 +115,14 @@ class _InBlocks(Forecast):
 
 
 class LayerForecast(_InBlocks):
-    """What a DISPATCH step fills in: what each block computes."""
+    """Forecasts of each block's outputs."""
 
     level: Literal["layer"] = "layer"
     """Attention and MLP outputs of each block (TaylorSeer, FORA)."""
 
 
 class HeadForecast(_InBlocks):
-    """What a DISPATCH step fills in: single rows of each head."""
+    """Forecasts of single rows of each head."""
 
     level: Literal["head"] = "head"
     """Rows of each head, chosen by the symbols (FlashOmni)."""
@@ -138,53 +138,54 @@ AnyForecast = Annotated[
 
 
 class Reuse(Section):
-    """Level head: which rows a DISPATCH step takes from the cache."""
+    """Level head: choice of the rows that a DISPATCH step takes from the cache."""
 
     policy: Literal["flashomni"] = "flashomni"
-    """How row-blocks are scored: FlashOmni, equation 1; without joint text (Wan), by the attention they receive."""
+    """Score of row-blocks: FlashOmni, equation 1; without joint text (Wan), the attention that they receive."""
     tau_q: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the cumulative score, lowest first, that is reused (FlashOmni's τ_q)."""
     ramp: float = Field(default=0.1, gt=0.0)
-    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp, the sooner the smaller it is."""
+    """τ_q and τ_kv start at 0 and grow as (step / steps) ** ramp; a smaller ramp grows sooner."""
     degrade_below: float = Field(default=0.0, ge=0.0, le=1.0)
-    """A layer whose rows without text compute less than this share of their scores is forecast whole until the next
+    """If the rows without text compute less than this share of their scores, the layer is forecast whole until the next
     UPDATE (FlashOmni's S_q)."""
 
 
 class Blocks(Section):
-    """How the sequence is cut."""
+    """Blocks of tokens."""
 
     size: Literal[64, 128] = 128
     """Tokens in a block."""
     token_order: Literal["raster", "hilbert", "tiles"] = "raster"
-    """How a clip's tokens run through the blocks, so that neighbours share one. raster: frame by frame, row by row.
-    hilbert: along a Hilbert curve (SpargeAttn, section 3.7). tiles: box by box, each of about `size` tokens."""
+    """Order of a video's tokens in the blocks. raster: frame by frame, row by row. hilbert: along a Hilbert curve
+    (SpargeAttn, section 3.7). tiles: box by box, each of about `size` tokens. In the last two, neighbours in space and
+    time share a block."""
 
 
 class Kernels(Section):
-    """Which implementation runs each op; auto picks by device, anything else must be able to run."""
+    """Implementation of each op; auto chooses by device, any other choice raises if it can't run."""
 
     attention: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """Sparse attention."""
     gemm: Literal["auto", "reference", "triton", "cuda"] = "auto"
     """GEMM-Q and GEMM-O."""
     qk_dtype: Literal["int8", "int8+fp8"] | None = None
-    """Sparse attention multiplies queries and keys in 8 bits (int8), and probabilities and values too (int8+fp8);
-    null = in their own dtype. Calls that leave no tile out keep the model's own attention."""
+    """int8: sparse attention multiplies queries and keys in 8 bits. int8+fp8: probabilities and values too. null = in
+    their own dtype. Calls that leave no tile out keep the model's own attention."""
     graphs: Literal["auto", "always", "never"] = "auto"
-    """Level output, on a GPU. always: computed steps are captured as CUDA graphs and replayed, which takes the host's
-    time out of them; where that can't be, they run as ever, and the report says why. auto: where the GPU waits for the
-    host, a quarter of its memory is free, and all code is torch's, diffusers' and peft's."""
+    """Level output, on a GPU. always: computed steps are captured as CUDA graphs and replayed, which removes Python
+    overhead; if capture is not possible, they run without graphs, and the report says why. auto: the same if the GPU
+    waits for the host, a quarter of its memory is free, and all code is torch's, diffusers' and peft's."""
 
 
 class Linear(Section):
     """Linear layers of the blocks in 8 bits, on computed steps."""
 
     dtype: Literal["int8", "float8"] | None = None
-    """What rows and weights are rounded to, with a scale each; null = as they are. int8 errs by a third of what float8
-    (e4m3) does where features are of a like size; float8 wants an RTX 4090, H100 or later."""
+    """8-bit dtype of rows and weights, with one scale each; null = no rounding. If features have similar sizes, the
+    error of int8 is a third of float8's (e4m3); float8 needs an RTX 4090, H100 or later."""
     exclude: list[str] = Field(default_factory=list, examples=[["*.to_out.0"]])
-    """Layers that stay as they are, by their names in the transformer; `*` stands for anything: `*.to_out.0`."""
+    """Layers that are not rounded, by their names in the transformer; `*` matches anything: `*.to_out.0`."""
 
     @model_validator(mode="after")
     def _excludes_from_something(self) -> Linear:
@@ -194,16 +195,16 @@ class Linear(Section):
 
 
 class Memory(Section):
-    """How much the caches of a run may hold, and how they are kept."""
+    """Memory of a run's caches, and their storage."""
 
     budget_gib: float | None = Field(default=None, gt=0.0)
-    """Most GiB on the device for histories, symbols and cached biases of all branches together; null = no limit. What
-    it takes is done, in this order and no more than needed: attention outputs of text blocks left out, float8, host
-    memory, lower orders. A run that does not fit then is refused."""
+    """Limit in GiB on the device memory of histories, symbols and cached biases of all branches together; null = no
+    limit. To fit, these measures are taken in order, as few as needed: no attention outputs of text blocks, float8,
+    host memory, lower orders. A run that still does not fit is an error."""
     history_dtype: Literal["float8"] | None = None
-    """float8: what blocks remember is kept as e4m3 with a scale per 128 values; null = as computed."""
+    """float8: blocks' histories are kept as e4m3 with a scale per 128 values; null = as computed."""
     offload: bool = False
-    """Level head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""
+    """Level head: attention outputs, which only UPDATE steps read, are kept in pinned host memory."""
 
 
 class Stages(Section):

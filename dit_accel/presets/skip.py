@@ -1,4 +1,4 @@
-"""Section ``skip``: one policy for all blocks, with keys of its own, and what single blocks change."""
+"""Section ``skip``: one policy for all blocks, with its own keys, and changes for single blocks."""
 
 from __future__ import annotations
 
@@ -11,63 +11,62 @@ from dit_accel.presets.complaints import explained
 from dit_accel.presets.section import MOST_STEPS, MOST_TOKENS, Formed
 
 _WHOLE_RUN = ("steps", "layers")  # can't differ from block to block
-_ALTERNATIVES = (("tau_kv", "top_k"),)  # a block or an override that names one of them means it instead of the other
-_COMPUTED_STEPS = {  # keys of steps 'all', with what they do
+_ALTERNATIVES = (("tau_kv", "top_k"),)  # naming one of them in a block or an override replaces the other
+_COMPUTED_STEPS = {  # keys of steps 'all', with their effect
     "refresh": "says how long computed steps keep their masks",
-    "residual": "corrects what computed steps leave out",
-    "probe_blocks": "measures what computed steps leave out",
-    "probe_error": "bounds what computed steps leave out",
+    "residual": "corrects computed steps that leave tiles out",
+    "probe_blocks": "measures the error of computed steps that leave tiles out",
+    "probe_error": "bounds the error of computed steps that leave tiles out",
 }
 
 
 class Skip(Formed):
-    """Which attention tiles are left out of rows that compute."""
+    """Attention tiles that are left out of rows that compute."""
 
     chooser: ClassVar[str] = "policy"
 
     policy: Literal["none", "sparge", "sla", "fg_attn", "static"] = "none"
-    """sparge: per row, the tiles of least probability in the pooled map (SpargeAttn). sla: critical tiles attend,
-    marginal ones go through linear attention, negligible ones are left out (SLA). fg_attn: single keys for each row of
-    tiles (FG-Attn). static: a pattern that no query or key changes (OmniAttention)."""
+    """none: nothing is left out. sparge: in each row, the tiles of least probability in the pooled map (SpargeAttn).
+    sla: critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA).
+    fg_attn: single keys for each row of tiles (FG-Attn). static: a fixed pattern (OmniAttention)."""
     steps: Literal["dispatch", "all"] = "dispatch"
-    """dispatch: tiles are left out of DISPATCH steps only, which attend at level head alone. all: of every step after
-    the warm-up, at any level; a computed step then chooses its tiles by its own queries and keys."""
+    """dispatch: only DISPATCH steps leave tiles out; they attend at level head alone. all: every step after the warm-up
+    does, at any level; a computed step chooses its tiles by its own queries and keys."""
     refresh: int = Field(default=1, ge=1, le=MOST_STEPS)
-    """steps all: a computed step keeps the masks of an earlier one until so many steps have passed since they were
-    drawn; 1 = they are drawn at each computed step."""
+    """steps all: number of steps for which computed masks are kept; 1 = each computed step computes new masks."""
     residual: bool = False
-    """steps all, refresh > 1: a step that draws masks attends densely, and what these leave out of its output is added
-    to the outputs of the steps that keep them (DiTFastAttn's residual sharing); takes memory for one attention output a
-    block and branch."""
+    """steps all, refresh > 1: a step that computes masks uses dense attention. The difference to its sparse output is
+    added to the outputs of the steps that keep the masks (DiTFastAttn's residual sharing). It takes the memory of one
+    attention output for each block and branch."""
     probe_blocks: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """steps all: so many row-blocks of each computed step that leaves tiles out attend densely as well, and the report
-    has by how much both differ. They are spread over the sequence, and change from step to step."""
+    """steps all: number of row-blocks for which each computed step that leaves tiles out also computes dense attention;
+    the report has the difference. The row-blocks are spread over the sequence and change from step to step."""
     layers: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What single blocks change: block name, as in the report, to changed keys of this section."""
+    """Changes for single blocks: from the block's name, as in the report, to changed keys of this section."""
 
     _by_layer: dict[str, Skip] = PrivateAttr(default_factory=dict)
 
     def at(self, name: str) -> Skip:
-        """The section as it is for one block; ``name`` is the block's name in the report."""
+        """Return the section for one block; ``name`` is the block's name in the report."""
         return self._by_layer.get(name, self)
 
     @property
     def variants(self) -> tuple[Skip, ...]:
-        """The section itself, and what it is for each block that changes something."""
+        """The section itself, and its variant for each block that changes something."""
         return (self, *self._by_layer.values())
 
     @property
     def skips(self) -> bool:
-        """Whether any block leaves anything out."""
+        """Return True if any block leaves something out."""
         return any(variant.policy != "none" for variant in self.variants)
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether any block remembers what its masks leave out."""
+        """Return True if any block keeps a residual."""
         return any(variant.residual for variant in self.variants)
 
     def idle_keys(self) -> list[str]:
-        """Keys of the policy that have no effect beside the others."""
+        """Return the keys of the policy that have no effect with its other keys."""
         return [] if self.steps == "all" else [key for key in _COMPUTED_STEPS if key in type(self).model_fields]
 
     @model_validator(mode="after")
@@ -83,14 +82,14 @@ class Skip(Formed):
         return self
 
     def _changed(self, name: str, changes: dict[str, Any]) -> Skip:
-        """The section for one block."""
+        """Return the section with one block's changes."""
         for key in _WHOLE_RUN:
             if key in changes:
                 raise ValueError(f"layers.{shortened(name)}: {key} is the same for all blocks: set skip.{key}")
         values = self.model_dump(exclude_unset=True, exclude={"layers"})
         drop_foreign_keys(values, changes)
         values |= changes
-        if values.get("policy", "none") == "none":  # such a block has no masks to draw, whatever the others do
+        if values.get("policy", "none") == "none":  # such a block has no masks, whatever the others do
             values = {key: value for key, value in values.items() if key not in ("steps", *_COMPUTED_STEPS)}
         form = Skip.forms.get(str(values.get("policy", "none")), Skip)
         try:
@@ -101,35 +100,35 @@ class Skip(Formed):
 
 
 class NoSkip(Skip):
-    """Nothing is left out, but by blocks that say so."""
+    """Nothing is left out, except in blocks with their own policy."""
 
     policy: Literal["none"] = "none"
     """Nothing is left out."""
 
 
 class SpargeSkip(Skip):
-    """Which attention tiles are left out: those of least probability in the pooled map (SpargeAttn)."""
+    """Leaves out the attention tiles of least probability in the pooled map (SpargeAttn)."""
 
     policy: Literal["sparge"] = "sparge"
-    """Per row, the tiles of least probability in the pooled map (SpargeAttn)."""
+    """In each row, the tiles of least probability in the pooled map (SpargeAttn)."""
     tau_kv: float = Field(default=0.15, ge=0.0, le=1.0)
     """Probability mass of the pooled map that a row may lose (FlashOmni's τ_kv; SpargeAttn's τ is 1 − tau_kv). At level
-    head it grows as reuse.ramp says."""
+    head it grows with reuse.ramp."""
     top_k: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a row's tiles that is kept, instead of tau_kv. At level head what is left out grows likewise."""
+    """Share of a row's tiles that is kept, instead of tau_kv. At level head the rest grows with reuse.ramp."""
     similarity: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, for their mean does
-    not stand for them (SpargeAttn's θ); null = no block is judged."""
+    """Blocks whose tokens have a lower mean pairwise cosine compute whole, as queries and as keys, because their mean
+    does not represent them (SpargeAttn's θ); null = no block is tested."""
     sinks: bool = False
     """The first block of keys is always attended to."""
     pv_threshold: float | None = Field(default=None, lt=0.0)
-    """Within attention, 64 queries leave out a tile whose best score lies further than this below their best so far, in
-    units of the scaled scores (SpargeAttn's λ); null = none is."""
+    """Within attention, 64 queries leave out a tile whose highest score lies further than this below their highest
+    score so far, in units of the scaled scores (SpargeAttn's λ); null = no tile is left out this way."""
     means: bool = False
-    """Tiles that are left out still count, each as one key: the means of its block's keys and values."""
+    """Each tile that is left out still counts as one key: the means of its block's keys and values."""
     probe_error: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Relative L2 error ‖O' − O‖/‖O‖ of attention on the probe's rows that a block is held to: what it may leave out
-    shrinks where it errs more, and grows again, up to tau_kv or top_k, where it errs less; null = none is."""
+    """Bound on the relative L2 error ‖O' − O‖/‖O‖ of a block's attention on the probe's rows. A block with a larger
+    error leaves less out; with a smaller error it leaves more out again, up to tau_kv or top_k. null = no bound."""
 
     def idle_keys(self) -> list[str]:
         return [*super().idle_keys(), *(["tau_kv"] if self.top_k is not None else [])]
@@ -138,7 +137,7 @@ class SpargeSkip(Skip):
     def _consistent(self) -> SpargeSkip:
         for key, other in _ALTERNATIVES:
             if self._says(key) and self._says(other):
-                raise ValueError(f"{other} stands instead of {key}: remove one of them")
+                raise ValueError(f"{other} replaces {key}: remove one of them")
         if self.probe_error is not None and not self.probe_blocks:
             raise ValueError(
                 "probe_error bounds an error that is measured on probe_blocks: set probe_blocks, e.g. to 4"
@@ -150,19 +149,19 @@ class SpargeSkip(Skip):
 
 
 class SlaSkip(Skip):
-    """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
+    """Critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA)."""
 
     policy: Literal["sla"] = "sla"
-    """Critical tiles attend, marginal ones go through linear attention, negligible ones are left out (SLA)."""
+    """Critical tiles attend, marginal tiles go through linear attention, negligible tiles are left out (SLA)."""
     critical: float = Field(default=0.05, gt=0.0, le=1.0)
-    """Share of a row's tiles, of most probability, that attend."""
+    """Share of a row's tiles, of highest probability, that attend."""
     negligible: float = Field(default=0.10, ge=0.0, lt=1.0)
-    """Share of a row's tiles, of least probability, that are left out of everything."""
+    """Share of a row's tiles, of lowest probability, that are left out."""
     feature_map: Literal["softmax", "elu", "relu"] = "softmax"
-    """What linear attention makes of queries and keys."""
+    """Feature map of linear attention, for queries and keys."""
     projection: str | None = None
-    """safetensors file with one matrix ``[D, D]`` a block, by its name, which linear attention goes through; null =
-    without linear attention. In a preset file the path begins at the file's folder."""
+    """safetensors file with the projections of linear attention, one matrix ``[D, D]`` by block name; null = without
+    linear attention. In a preset file the path is relative to the file's folder."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SlaSkip:
@@ -174,22 +173,23 @@ class SlaSkip(Skip):
 
 
 class FgAttnSkip(Skip):
-    """Which keys are left out, one by one, of each row of tiles (FG-Attn)."""
+    """Leaves out single keys for each row of tiles (FG-Attn)."""
 
     policy: Literal["fg_attn"] = "fg_attn"
     """Single keys for each row of tiles (FG-Attn)."""
     mask: Literal["exact", "average_query"] = "exact"
-    """Whether a key stays is decided by its scores with all queries of a row, or with their mean."""
+    """exact: a key's scores with all queries of a row decide whether it stays. average_query: its score with their mean
+    does, which is cheaper and less accurate."""
     key_threshold: float | None = Field(default=None, gt=0.0)
-    """Probability from which on a key stays, in units of 1 / N, the mean over N keys; null = the paper's 0.5 for exact,
-    and for average_query 0.1."""
+    """Least probability of a key that stays, in units of 1 / N, the mean over N keys; null = the paper's 0.5 for exact,
+    and 0.1 for average_query."""
 
 
 class StaticSkip(Skip):
-    """A pattern that no query or key changes (OmniAttention)."""
+    """A fixed pattern, which does not depend on queries and keys (OmniAttention)."""
 
     policy: Literal["static"] = "static"
-    """A pattern that no query or key changes (OmniAttention)."""
+    """A fixed pattern, which does not depend on queries and keys (OmniAttention)."""
     pattern: Literal["causal", "sliding"] = "sliding"
     """causal: keys up to the query. sliding: keys within half a window on either side."""
     window: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
@@ -218,7 +218,7 @@ else:
 
 
 def drop_foreign_keys(values: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Takes out of a section's values what changes to it exclude: keys of other policies, and alternatives."""
+    """Drop the values that changes exclude: keys of other policies, and alternatives."""
     for key in Skip.foreign_keys(changes.get("policy")):
         values.pop(key, None)
     for pair in _ALTERNATIVES:

@@ -1,4 +1,4 @@
-"""SLA: attention that is exact on critical tiles and linear on marginal ones, to be fine-tuned (SLA, section 4).
+"""SLA as a trainable module: exact attention on critical tiles, linear attention on marginal tiles (section 4).
 
 >>> from dit_accel.sla.module import SparseLinearAttention
 >>> attend = SparseLinearAttention(head_dim=128)
@@ -28,7 +28,7 @@ BACKENDS = ("auto", "reference", "triton")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a :class:`SparseLinearAttention` was made with; arguments as there."""
+    """Arguments of a :class:`SparseLinearAttention`."""
 
     head_dim: int
     critical: float = 0.05
@@ -48,12 +48,13 @@ class Settings:
 
 
 class SparseLinearAttention(nn.Module):
-    """``O = O^s + Proj(O^l)``, in place of a self-attention (SLA, equation 6), for inference and training.
+    """Self-attention ``O = O^s + Proj(O^l)`` (SLA, equation 6), for inference and training.
 
-    Each call classifies its tiles by the pooled map: in each row the ``critical`` share of most probability attends
-    (O^s), the ``negligible`` share of least takes no part, and linear attention stands for the marginal others (O^l).
-    ``projection``, the one thing to learn, starts at zero: a fresh module is sparse attention alone. Gradients flow to
-    q, k, v and ``projection``, none through the classification. Forward and backward never make the host wait.
+    Each call classifies its tiles by the pooled map. In each row the ``critical`` share of highest probability attends
+    (O^s), the ``negligible`` share of lowest probability is left out, and linear attention approximates the marginal
+    tiles in between (O^l). ``projection`` is the only parameter. It starts at zero, so a new module is sparse attention
+    alone. Gradients flow to q, k, v and ``projection``, but not through the classification. Forward and backward never
+    make the host wait.
 
     Args:
         head_dim: D of the inputs.
@@ -61,10 +62,10 @@ class SparseLinearAttention(nn.Module):
         negligible: share of a row's tiles that are left out, 0..1; with ``critical`` at most 1.
         feature_map: phi of linear attention: "softmax" over the head dimension, "elu" (elu + 1) or "relu".
         block: tokens in a block, 64 or 128; a tile is block × block.
-        backend: "auto", "reference" or "triton", of all kernels.
+        backend: backend of all kernels: "auto", "reference" or "triton".
 
     Raises:
-        ShapeError: a setting is not as above.
+        ShapeError: an argument is out of range.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class SparseLinearAttention(nn.Module):
         layout: TokenLayout | None = None,
         kv_len: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` in q's dtype; under autocast q, k and v are cast to its dtype first.
+        """Return attention ``[B, S, H, D]`` in q's dtype; under autocast q, k and v are cast to its dtype first.
 
         Args:
             q, k, v: ``[B, S, H, D]``, float16, bfloat16 or float32.
-            layout: of the S tokens, in blocks of the module's size: rows and columns that hold text are critical as a
+            layout: layout of the S tokens, in blocks of the module's size: rows and columns with text are critical as a
                 whole. None = no token is text.
             kv_len: int32 ``[B]``, valid keys of each sample. None = all.
 
@@ -106,7 +107,7 @@ class SparseLinearAttention(nn.Module):
         device = q.device.type
         if torch.is_autocast_enabled(device):
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-            with torch.autocast(device, enabled=False):  # it would round what classes are chosen by
+            with torch.autocast(device, enabled=False):  # autocast would round the classification's inputs
                 return self.forward(q, k, v, layout=layout, kv_len=kv_len)
         plan = self.plan(q, k, layout, kv_len)
         linear = {"feature_map": settings.feature_map, "kv_len": kv_len, "backend": settings.backend}
@@ -127,7 +128,7 @@ class SparseLinearAttention(nn.Module):
         layout: TokenLayout | None = None,
         kv_len: torch.Tensor | None = None,
     ) -> AttentionPlan:
-        """The classes of the tiles of q and k; arguments and errors as for :meth:`forward`."""
+        """Return the classes of the tiles of q and k; see :meth:`forward` for arguments and errors."""
         settings = self.settings
         if q.dim() != 4 or q.shape[-1] != settings.head_dim:
             raise ShapeError(f"q must have shape [B, S, H, {settings.head_dim}], got {list(q.shape)}")

@@ -1,11 +1,11 @@
-"""SLA in the place of a diffusers model's attention, to fine-tune the model with it.
+"""Replace a diffusers model's attention by SLA, and fine-tune the model with it.
 
 sites = swap_attention(pipe, critical=0.05, negligible=0.10)
-...                                        # train pipe.transformer.parameters(), the projections are among them
-save_swapped(pipe, folder)                 # load_swapped(pipe, folder) goes on with it
+...                                        # train pipe.transformer.parameters(), which include the projections
+save_swapped(pipe, folder)                 # load_swapped(pipe, folder) resumes the training
 
-What is saved runs without this module: ``folder/transformer`` is a plain diffusers model, or ``folder`` a LoRA of
-diffusers where one was trained, and the preset key ``skip.projection`` takes ``folder/sla.safetensors``.
+The saved model runs without this module: ``folder/transformer`` is a plain diffusers model, or ``folder`` is a LoRA of
+diffusers if one was trained. The preset key ``skip.projection`` takes ``folder/sla.safetensors``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sparse.projections import PROJECTIONS, TRAINED_WITH, load_projections, trained_with
 from dit_accel.sparse.tile_site import Inputs
 
-LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for it
+LORA = "pytorch_lora_weights.safetensors"  # diffusers' file name of a LoRA
 
 
 class TransformerCalls:
-    """Keeps the tokens of a transformer's latest call, which its backward pass may run again to save memory.
+    """Keep the token layout of a transformer's latest call, because gradient checkpointing may rerun its blocks.
 
     Args:
-        family: facts of the transformer's family, which tell them from the arguments.
-        transformer: whose calls these are.
+        family: facts of the transformer's family, which find the layout from the arguments.
+        transformer: the transformer.
     """
 
     def __init__(self, family: Family, transformer: nn.Module) -> None:
@@ -54,13 +54,13 @@ class TransformerCalls:
 
 
 class SlaProcessor(nn.Module):
-    """A family's own attention processor, with SLA where that one attends over the block's own tokens.
+    """A model's own attention processor, with SLA in place of its attention over the block's own tokens.
 
     Args:
-        own: the processor, which projects, normalises, rotates and projects back as before.
-        attention: what attends instead; its projection is a parameter of the transformer from now on.
-        calls: knows the tokens of the transformer call in progress.
-        sees_text: whether text is among the attention's tokens.
+        own: the processor, which still computes projections, norms and rotary embeddings.
+        attention: SLA's attention; its projection becomes a parameter of the transformer.
+        calls: has the token layout of the transformer call in progress.
+        sees_text: True = text is among the attention's tokens.
     """
 
     def __init__(self, own: Any, attention: SparseLinearAttention, calls: TransformerCalls, sees_text: bool) -> None:
@@ -69,13 +69,13 @@ class SlaProcessor(nn.Module):
         self.attention = attention
         self.calls = calls
         self._sees_text = sees_text
-        # diffusers reads from the signature of __call__ which arguments a processor takes.
+        # diffusers reads a processor's arguments from the signature of __call__.
         self.__dict__["__call__"] = update_wrapper(partial(SlaProcessor.__call__, self), own.__call__)
 
-    @torch.compiler.disable  # compilers can't trace what catches the processor's attention
+    @torch.compiler.disable  # compilers can't trace the context that catches the processor's attention
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tokens, block = self.calls.tokens, self.attention.settings.block
-        if tokens is None:  # no call of the transformer, but of an attention alone
+        if tokens is None:  # the attention was called outside of the transformer
             return self.own(attn, *args, **kwargs)
 
         def attend(inputs: Inputs) -> torch.Tensor:
@@ -96,20 +96,20 @@ class SlaProcessor(nn.Module):
 def swap_attention(
     pipe: Any, *, critical: float = 0.05, negligible: float = 0.10, feature_map: str = "softmax", block: int = 64
 ) -> dict[str, SparseLinearAttention]:
-    """Puts a new :class:`~dit_accel.sla.SparseLinearAttention` in the place of each block's self- or joint attention.
+    """Replace each block's self- or joint attention by a new :class:`~dit_accel.sla.SparseLinearAttention`.
 
-    Projections are submodules of the transformer from then on: in its parameters, its ``state_dict`` and what
-    accelerate saves of it. They start at zero. A second swap takes the place of the first.
+    The projections become submodules of the transformer: they are in its parameters, in its ``state_dict`` and in
+    checkpoints of accelerate. They start at zero. A second swap replaces the first.
 
     Args:
-        pipe: a plain (not accelerated) pipeline of a family whose facts are known, or a transformer of one.
-        critical, negligible, feature_map, block: of each attention.
+        pipe: a plain (not accelerated) pipeline of an adapted family, or its transformer.
+        critical, negligible, feature_map, block: arguments of each attention.
 
     Returns:
-        The attentions by site, which is the block's name as in the report; ``.attn2`` follows that of a second one.
+        The attentions by site. A site has the block's name in the report; a second attention ends with ``.attn2``.
 
     Raises:
-        UnsupportedError: the pipeline is accelerated, or the blocks of this transformer are not known here.
+        UnsupportedError: the pipeline is accelerated, or the blocks of this transformer are not known.
     """
     attentions = {}
     for transformer, found in _attentions(pipe):
@@ -123,7 +123,7 @@ def swap_attention(
 
 
 def restore_attention(pipe: Any) -> None:
-    """Undoes :func:`swap_attention`; nothing happens where nothing was swapped."""
+    """Undo :func:`swap_attention`; without a swap, do nothing."""
     for module in _modules(pipe).values():
         if isinstance(module.processor, SlaProcessor):
             module.processor.calls.remove()
@@ -131,18 +131,18 @@ def restore_attention(pipe: Any) -> None:
 
 
 def swapped_attention(pipe: Any) -> dict[str, SparseLinearAttention]:
-    """The attentions that :func:`swap_attention` put in, by the names of their sites."""
+    """Return the attentions of :func:`swap_attention`, by site."""
     processors = {site: module.processor for site, module in _modules(pipe).items()}
     return {site: held.attention for site, held in processors.items() if isinstance(held, SlaProcessor)}
 
 
 def save_swapped(pipe: Any, folder: str | Path) -> None:
-    """Writes each transformer as diffusers does, without projections, and these to ``sla.safetensors``.
+    """Write each transformer as diffusers does, without projections, and the projections to ``sla.safetensors``.
 
-    Of a transformer with a LoRA in it the LoRA alone is written, as ``pipe.load_lora_weights(folder)`` takes it.
+    If a transformer has a LoRA, only the LoRA is written, in the form of ``pipe.load_lora_weights(folder)``.
 
     Raises:
-        UnsupportedError: nothing is swapped, there are several LoRAs, or one in a pipeline of several transformers.
+        UnsupportedError: nothing is swapped, there are several LoRAs, or a LoRA in a pipeline of several transformers.
     """
     attentions = swapped_attention(pipe)
     if not attentions:
@@ -159,13 +159,13 @@ def save_swapped(pipe: Any, folder: str | Path) -> None:
 
 
 def load_swapped(pipe: Any, folder: str | Path) -> dict[str, SparseLinearAttention]:
-    """Puts what :func:`save_swapped` wrote into a pipeline of the same kind, and SLA with it.
+    """Load the files of :func:`save_swapped` into a pipeline of the same kind, and swap its attention.
 
     Returns:
-        The attentions by site, with their settings and projections of then.
+        The attentions by site, with the saved settings and projections.
 
     Raises:
-        UnsupportedError: the projections are of other blocks than the pipeline's.
+        UnsupportedError: the file has projections for other blocks than the pipeline's.
     """
     folder = Path(folder)
     if (folder / LORA).exists():
@@ -215,8 +215,8 @@ def _put_in(pipe: Any, attentions: dict[str, SparseLinearAttention]) -> None:
 
 
 def _set_processor(attention: nn.Module, processor: Any) -> None:
-    """What diffusers' own ``set_processor`` does, which Mochi's attention lacks."""
-    del attention.processor  # a module's would else stay among the submodules
+    """Set the processor as diffusers' ``set_processor`` does, which Mochi's attention lacks."""
+    del attention.processor  # otherwise a module would stay among the submodules
     attention.processor = processor
 
 
@@ -225,8 +225,8 @@ def _modules(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _attentions(pipe: Any) -> list[tuple[nn.Module, list[Attention]]]:
-    """Each transformer, with the attentions of its blocks over their own tokens."""
+    """Return each transformer with its blocks' self- and joint attentions."""
     transformers = {"transformer": pipe} if isinstance(pipe, nn.Module) else denoisers(pipe)
     if any(find_hook(transformer) is not None for transformer in transformers.values()):
-        raise UnsupportedError("SLA is swapped into a plain pipeline, got an accelerated one: restore it first")
+        raise UnsupportedError("pipe must be a plain pipeline for SLA, got an accelerated one: restore it first")
     return [(each, require_family(each).all_attentions(each, name)) for name, each in transformers.items()]

@@ -1,10 +1,10 @@
-"""Which pairs of tokens does a computed step attend to?
+"""Decide which pairs of tokens a computed step attends to.
 
-Read ``policies/policy.py`` first: a policy is one object, and this file has all that is asked of it; ``static.py`` and
-``sparge.py`` beside it are the shortest and the usual one. Then ``tile_site.py``, which follows one attention in one
-call: the policy draws symbols, attention runs under them, and the residual and the probe (``probe.py``) correct and
-measure what they leave out. ``head_site.py`` goes on from there at level head (FlashOmni): rows that are reused, and
-the cached bias of the output projection. ``site_state.py`` has what both remember from step to step.
-``token_order.py`` orders a video's tokens so that tiles are compact, and ``projections.py`` reads what SLA learned.
-The package knows no models and no pipelines.
+Read ``policies/policy.py`` first: it is the interface of a policy, which turns queries and keys into symbols (masks).
+``policies/dense.py`` is the shortest policy, ``policies/sparge.py`` the usual one. Then read ``tile_site.py``, which
+follows one attention in one call: the policy computes symbols, attention runs under them, the residual corrects the
+output, and the probe (``probe.py``) measures the error. ``head_site.py`` extends it at level head (FlashOmni) with rows
+that are reused and the cached bias of the output projection. ``site_state.py`` has the records that both keep from step
+to step. ``token_order.py`` orders a video's tokens so that blocks are compact, and ``projections.py`` reads the learned
+projections of SLA. The package knows no models and no pipelines.
 """

@@ -1,4 +1,4 @@
-"""The heads of one attention at level head (FlashOmni): rows that are reused, GEMM-Q and GEMM-O under them."""
+"""Attention of one site at level head (FlashOmni): reused rows, and GEMM-Q and GEMM-O under the same symbols."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dit_accel.sparse.tile_site import Inputs, TileSite, densities_of
 
 
 class HeadSite(TileSite):
-    """The site's state in one call, with the ops that read and write it in the order of the data flow.
+    """One attention in one call at level head; methods stand in the order of the data flow.
 
-    A computed call: :meth:`attend_computed`, and at an UPDATE :meth:`project_out`.
-    DISPATCH: :meth:`query`, :meth:`attend`, :meth:`project_out`.
+    A computed call runs :meth:`attend_computed` and, at an UPDATE, :meth:`project_out`.
+    A DISPATCH call runs :meth:`query`, :meth:`attend`, :meth:`project_out`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,19 +33,19 @@ class HeadSite(TileSite):
 
     @property
     def caches_bias(self) -> bool:
-        """Whether the output projection goes through :meth:`project_out`, and not through its module."""
+        """Return True if :meth:`project_out` replaces the output projection's module."""
         return self._call.mode is not StepMode.FULL
 
     @property
     def plan(self) -> AttentionPlan:
-        """The lowered symbols of DISPATCH steps."""
+        """Lowered symbols of DISPATCH steps."""
         if self._plan is None:
             self._plan = self.heads.plan or lower(self.state.symbols)
         return self._plan
 
     def attend_computed(self, inputs: Inputs) -> torch.Tensor:
         o = super().attend_computed(inputs)
-        if self._call.records and not self.caches_bias:  # else project_out does
+        if self._call.records and not self.caches_bias:  # otherwise project_out records
             self._record(o)
         return o
 
@@ -57,7 +57,7 @@ class HeadSite(TileSite):
         kv_len: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` under a plan; None = that of this DISPATCH call."""
+        """Return attention ``[B, S, H, D]`` under a plan; None = the plan of this DISPATCH call."""
         return super().attend(q, k, v, kv_len, self.plan if plan is None else plan)
 
     def query(
@@ -70,7 +70,7 @@ class HeadSite(TileSite):
         out: torch.Tensor,
         offset: int,
     ) -> torch.Tensor:
-        """GEMM-Q of the stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
+        """Run GEMM-Q on a stream ``x`` ``[B, S, C]`` from token ``offset``, into the joint ``out`` ``[B, T, H, D]``."""
         turned = {"norm_weight": norm.weight, "norm_eps": norm.eps, "rope": rope}
         backend = self._preset.kernels.gemm
         return gemm_q(x, weight, bias, self.plan, offset=offset, out=out, backend=backend, **turned)
@@ -78,9 +78,9 @@ class HeadSite(TileSite):
     def project_out(
         self, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stream: slice = slice(None)
     ) -> torch.Tensor:
-        """GEMM-O of the tokens ``stream`` of ``o`` ``[B, T, H, D]``: ``[B, S, N]``.
+        """Run GEMM-O on the tokens ``stream`` of ``o`` ``[B, T, H, D]``; return ``[B, S, N]``.
 
-        An UPDATE makes the bias stack under the new symbols from earlier attention outputs and remembers this one;
+        An UPDATE computes the bias stack under the new symbols from earlier attention outputs, and records this output.
         DISPATCH reads the stack.
         """
         heads, call, branch = self.heads, self._call, self._call.branch
@@ -100,13 +100,13 @@ class HeadSite(TileSite):
         return out
 
     def take_densities(self, measured: Sequence[float]) -> None:
-        """Also decides whether the layer degrades."""
+        """Read the densities, and decide whether the layer is forecast whole."""
         super().take_densities(measured)
         threshold, layout = self._preset.reuse.degrade_below, self._call.branch.size.layout
         self.heads.degraded = threshold > 0 and _vision_density(self.state.densities.tiles, layout) < threshold
 
     def _draw(self, inputs: Inputs) -> AttentionPlan | None:
-        """Under the new symbols of an UPDATE rows are reused, too; its own attention computes all of them."""
+        """Compute tile and row symbols; return the plan of this call's own attention, which computes every row."""
         if not (self._skips or self.caches_bias):
             return None
         q, k, _, layout, _, kv_len = inputs
@@ -114,7 +114,7 @@ class HeadSite(TileSite):
         symbols = self._tiles(inputs, pooled)
         drawn = lower(symbols) if self._skips else None
         attended = None if drawn is None else self._attended(drawn)
-        if not self.caches_bias:  # a FULL step's tiles are not those of the cached bias
+        if not self.caches_bias:  # a FULL step's tiles do not belong to the cached bias
             self.announce(self.state.symbols, densities_of(drawn, attended))
             return attended
         every_row, reuse = symbols.cache_bits, self._preset.reuse
@@ -139,15 +139,15 @@ class HeadSite(TileSite):
 
     @property
     def _recorded(self) -> tuple[float, ...]:
-        """Coordinates of the remembered attention outputs, newest first."""
+        """Coordinates of the recorded attention outputs, newest first."""
         return () if self.heads.attention is None else self.heads.attention.coordinates
 
     @property
     def _rebases(self) -> bool:
-        """Whether an UPDATE takes the older entries of its bias stack over from the last stack.
+        """Return True if an UPDATE takes the older entries of its bias stack from the last stack.
 
-        It must hold one for each remembered output (FULL steps record an output alone), and not be float8: an entry's
-        roundings would add up.
+        That stack must have an entry for each recorded output (FULL steps record an output alone). It must not be
+        float8, because rounding errors would add up.
         """
         recorded = self._recorded
         held = self.heads.bias_coordinates[: len(recorded)]
@@ -155,6 +155,6 @@ class HeadSite(TileSite):
 
 
 def _vision_density(density: float, layout: TokenLayout) -> float:
-    """The share of scores that rows without text compute, by that of all rows: rows with text compute every score."""
+    """Return the density of rows without text from the density of all rows; rows with text compute every score."""
     text = len(range(layout.blocks)[layout.text_blocks])
     return (density * layout.blocks - text) / (layout.blocks - text) if text < layout.blocks else 1.0

@@ -1,17 +1,16 @@
-"""The probe: how far sparse attention lies from dense attention on a few rows of queries, and what follows from it.
+"""The probe: measure the error of sparse attention on a few rows of queries, and adjust how much it leaves out.
 
-The error of a site is ``e = ‖O' − O‖ / ‖O‖`` over the rows measured, all heads together, of the worst sample. What a
-policy may leave out is scaled by a *growth* g in (0, 1]; near the growth in force the error behaves like ``e ∝ g^p``.
-With tiles taken by mass p is about 1; with a share of tiles, the least first, it is 2 to 3 (each further tile weighs
-more than the last). The next growth is
+The error of a site is ``e = ‖O' − O‖ / ‖O‖`` over the measured rows, all heads together, of the worst sample. A
+*growth* g in (0, 1] scales how much a policy may leave out. Near the current growth the error behaves like ``e ∝ g^p``.
+If tiles are chosen by mass, p is about 1. If a share of the tiles is left out, smallest first, p is 2 to 3, because
+each further tile has more weight than the last. The next growth is
 
     g' = min(1, g · (target / e)^½),   the factor between ½ and 5/4,   g = 1 at first
 
-In ``x = log g − log g*``, where g* meets the target, that is ``x' = (1 − p/2) x``: it converges for every p below 4,
-and in one step for p = 2. The undamped rule, ``g · target / e``, gives ``(1 − p) x`` and swings for p ≥ 2. The bounds
-of the factor keep one odd measurement, also one that is no number, from emptying or filling the masks. They let go more
-slowly than they take hold, because masks are whole tiles: where none is left out the error is 0, and says nothing of
-what the next tile would cost.
+With ``x = log g − log g*``, where g* meets the target, this is ``x' = (1 − p/2) x``: it converges for every p below 4,
+and in one step for p = 2. The undamped rule ``g · target / e`` gives ``(1 − p) x`` and oscillates for p ≥ 2. The bounds
+of the factor keep one outlier or NaN from emptying or filling the masks. The growth rises more slowly than it falls,
+because masks are whole tiles: if no tile is left out, the error is 0 and does not predict the cost of the next tile.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from torch.nn import functional
 
 from dit_accel.kernels.layout import TokenLayout
 
-FACTORS = (0.5, 1.25)  # by which the growth changes at most from one measurement to the next
+FACTORS = (0.5, 1.25)  # bounds on the change of the growth per measurement
 
 
 def probed_rows(layout: TokenLayout, count: int, turn: int) -> list[slice]:
-    """Tokens of ``count`` row-blocks, spread evenly over those without text (which compute whole) and moved on by one
-    each ``turn``, so that every row has its turn within ``ceil(blocks / count)``; all rows where there are no more.
+    """Return the tokens of ``count`` row-blocks, spread evenly over the blocks without text.
+
+    Each ``turn`` shifts them by one block, so every block is measured within ``ceil(blocks / count)`` turns. Blocks
+    with text compute whole and are left out. If there are fewer than ``count`` blocks, all are returned.
     """
     blocks = layout.vision_blocks
     rows = len(range(blocks.start, blocks.stop))
@@ -48,11 +49,11 @@ def attention_error(
     *,
     kv_len: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``‖O' − O‖ / ‖O‖`` of the worst sample, float32 ``[1]`` on the device; O is dense attention in q's dtype.
+    """Return ``‖O' − O‖ / ‖O‖`` of the worst sample, float32 ``[1]`` on the device; O is dense attention in q's dtype.
 
     Args:
         o: O', sparse attention of q, k and v ``[B, S, H, D]``.
-        rows: tokens of the queries that are measured; none gives 0.
+        rows: tokens of the measured queries; without rows the error is 0.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
     """
     if not rows:
@@ -67,7 +68,7 @@ def attention_error(
 
 
 def adjusted(growth: float, error: float, target: float) -> float:
-    """The growth that follows the one in force, by the error that was measured under it."""
+    """Return the next growth from the current one and the error measured under it."""
     lowest, highest = FACTORS
     factor = math.sqrt(target / error) if error != 0 else highest
-    return min(1.0, growth * min(highest, max(lowest, factor)))  # max gives `lowest` where the factor is no number
+    return min(1.0, growth * min(highest, max(lowest, factor)))  # max gives `lowest` if the factor is NaN

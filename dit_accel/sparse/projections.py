@@ -1,4 +1,4 @@
-"""The projections that SLA learned, as presets name them: read once, when a pipeline is accelerated."""
+"""Read the learned projections of SLA from the files that a preset names, once per accelerated pipeline."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ TRAINED_WITH: dict[str, Callable[[str], Any]] = {  # the file's metadata
 
 
 class Projections:
-    """The projections of a transformer's attentions, wherever the preset asks for them.
+    """Projections of those attentions of a transformer for which the preset names a file.
 
-    A preset with other shares, feature map or blocks than a file was trained with is a warning.
+    Warns if the preset has another share, feature map or block size than the fine-tuning that wrote a file.
 
     Args:
-        preset: says which blocks run SLA, and names the files.
+        preset: names the blocks that run SLA, and the files.
         transformer: the transformer's name in the pipeline.
-        siblings: names of all transformers that the pipeline may have; names of their blocks begin so.
-        sites: names of its attentions, with that of the block whose settings each has.
-        head_dim: D of their attention.
+        siblings: names of all transformers that the pipeline may have; block names begin with them.
+        sites: name of each attention, and of the block whose settings it uses.
+        head_dim: D of the attentions.
 
     Raises:
-        UnsupportedError: a file is missing, lacks an attention, holds one that the transformer lacks, or a matrix that
-            is not ``[D, D]``.
+        UnsupportedError: a file is missing, lacks an attention, has an attention that the transformer lacks, or has a
+            matrix that is not ``[D, D]``.
     """
 
     def __init__(
         self, preset: Preset, transformer: str, siblings: Collection[str], sites: Mapping[str, str], head_dim: int
     ) -> None:
-        self._held: dict[str, torch.Tensor] = {}  # as they were read
+        self._held: dict[str, torch.Tensor] = {}  # as read from the files
         wanted: dict[str, list[str]] = {}  # sites by file
         for name, block in sites.items():
             settings = preset.skip.at(block)
             if (file := policy_of(settings).projection(settings)) is not None:
                 wanted.setdefault(file, []).append(name)
-        self._on_device: Kept[torch.Tensor] = Kept(2 * len(sites))  # as two dtypes or devices use them
+        self._on_device: Kept[torch.Tensor] = Kept(2 * len(sites))  # room for two dtypes or devices
         others = tuple(f"{name}." for name in siblings if name != transformer)
         for file, names in wanted.items():
             held = load_projections(file)
@@ -60,7 +60,7 @@ class Projections:
             if missing or unknown:
                 raise UnsupportedError(
                     f"skip.projection {file} must hold the blocks of this {transformer}: it lacks "
-                    f"{', '.join(missing) or 'none'}, and holds besides {', '.join(unknown) or 'none'}"
+                    f"{', '.join(missing) or 'none'}, and has in addition {', '.join(unknown) or 'none'}"
                 )
             for name in names:
                 if len(held[name]) != head_dim:
@@ -73,7 +73,7 @@ class Projections:
             _compare(file, [{**vars(settings), "block": preset.blocks.size} for settings in used.values()])
 
     def of(self, site: str, like: torch.Tensor) -> torch.Tensor | None:
-        """The site's projection ``[D, D]`` on the device and in the dtype of ``like``; None = it has none."""
+        """Return the site's projection ``[D, D]`` on the device and in the dtype of ``like``; None = it has none."""
         projection = self._held.get(site)
         if projection is None:
             return None
@@ -82,21 +82,21 @@ class Projections:
 
 
 def trained_with(path: str | Path) -> dict[str, Any]:
-    """Settings of the fine-tuning that wrote a file, by their names in `TRAINED_WITH`; those that it tells.
+    """Return the settings in `TRAINED_WITH` that the fine-tuning wrote into a file.
 
     Raises:
-        UnsupportedError: it is no safetensors file.
+        UnsupportedError: the file is no safetensors file.
     """
     try:
         with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
+            metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UnsupportedError(f"projection must be a safetensors file, and {path} is not: {error}") from None
-    return {key: cast(told[key]) for key, cast in TRAINED_WITH.items() if key in told}
+    return {key: cast(metadata[key]) for key, cast in TRAINED_WITH.items() if key in metadata}
 
 
 def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
-    """Learned projections by attention site, ``[D, D]`` each, from a safetensors file.
+    """Return the learned projections by attention site, ``[D, D]`` each, from a safetensors file.
 
     Raises:
         UnsupportedError: there is no such file, or it holds something else.
@@ -116,7 +116,7 @@ def load_projections(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _compare(path: str, variants: Sequence[Mapping[str, Any]]) -> None:
-    """Warns of settings of a preset that are not those that a file was trained with."""
+    """Warn if settings of a preset differ from the fine-tuning that wrote a file."""
     trained = trained_with(path)
     for used in variants:
         others = [f"{key} {value} (the preset: {used[key]})" for key, value in trained.items() if used[key] != value]

@@ -1,4 +1,4 @@
-"""What a transformer block and its attention remember in one branch, and how much memory symbols take."""
+"""State of a transformer block and its attention in one branch, and the memory of symbols."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from dit_accel.presets import Preset
 from dit_accel.sparse.policies import policy_of
 from dit_accel.sparse.probe import adjusted
 
-KEPT_TILES = 1 << 20  # a plan lists every tile in 4 bytes; longer ones are lowered again at each use
+KEPT_TILES = 1 << 20  # a plan takes 4 bytes a tile; larger plans are lowered again at each use
 
 
 Number = TypeVar("Number", float, torch.Tensor)
 
 
 class Densities(NamedTuple, Generic[Number]):
-    """What a site measures when it draws symbols, shares of all: numbers, or float32 ``[1]`` on the device.
+    """Measurements of a site's new symbols: numbers, or float32 ``[1]`` on the device.
+
+    All but ``error`` are shares of the whole.
 
     Args:
         rows, tiles: rows, and tiles over all rows, that a DISPATCH step computes.
-        row_blocks: row-blocks in which it computes any head.
+        row_blocks: row-blocks in which a DISPATCH step computes any head.
         attended: tiles that this computed step attends to.
         projected: rows that this UPDATE projects for each of B_1 and older.
-        error: that the probe measured; 0 where it has not.
+        error: error that the probe measured; 0 without a measurement.
     """
 
     rows: Number
@@ -48,17 +50,18 @@ EVERYTHING = Densities(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
 
 @dataclass
 class TileState:
-    """What a tile site remembers.
+    """State of a tile site.
 
     Args:
-        symbols: what the latest call drew; at level head what a DISPATCH step computes.
-        densities: of these, as the host read them in step ``measured_step``.
-        kept: symbols of the skip policy, every row computing, drawn at step ``drawn_step`` and kept for later ones.
-        residual: dense attention at step ``drawn_step`` less what is left of it under these tiles, ``[B, S, H, D]``.
-        growth: of what the skip policy may leave out, as the probe has found it; for the next masks.
-        drawn_growth: that under which the latest masks were drawn.
-        probe_turn: how often the probe has measured.
-        probed: share of queries on which it measured in the latest step.
+        symbols: symbols of the latest call; at level head the symbols of DISPATCH steps.
+        densities: densities of these symbols, which the host read in step ``measured_step``.
+        kept: symbols of the skip policy, under which every row computes; computed at step ``drawn_step`` and kept for
+            later steps.
+        residual: dense attention at step ``drawn_step`` minus sparse attention under these tiles, ``[B, S, H, D]``.
+        growth: growth that the probe found, for the next masks; see :mod:`~dit_accel.sparse.probe`.
+        drawn_growth: growth of the latest masks.
+        probe_turn: number of the probe's measurements.
+        probed: share of the queries that the probe measured in the latest step.
     """
 
     symbols: SparseSymbols | None = None
@@ -73,7 +76,7 @@ class TileState:
     probed: float = 0.0
 
     def tighten(self, error: float, target: float) -> None:
-        """Takes the probe's error into account; masks that pass the target are not kept for later steps."""
+        """Adjust the growth to the probe's error; masks with an error above the target are not kept for later steps."""
         self.growth = adjusted(self.drawn_growth, error, target)
         if not error <= target:
             self.kept = None
@@ -81,11 +84,11 @@ class TileState:
 
 @dataclass
 class HeadState:
-    """What a head site remembers besides.
+    """Additional state of a head site.
 
     Args:
         attention: attention outputs O ``[B, S, H, D]``, for the cached biases of the next UPDATE.
-        plan: the lowered symbols of DISPATCH steps; None = it is long, and made again at each use.
+        plan: the lowered symbols of DISPATCH steps; None = the plan is large, and is lowered again at each use.
         bias_stack: B_m ``[M, B, S, N]`` under these symbols, recorded at ``bias_coordinates``, newest first.
         bias_mask64: the computed heads, which B_m leaves out, as the plan's ``mask64``.
         degraded: the layer is forecast whole until the next UPDATE.
@@ -101,11 +104,11 @@ class HeadState:
 
 @dataclass
 class SiteState:
-    """What one transformer block remembers in one branch.
+    """State of one transformer block in one branch.
 
     Args:
         features: whole outputs (attention, MLP) by name, before their gates; for level layer and for degraded layers.
-        tiles, heads: of its attention.
+        tiles, heads: state of its attention.
     """
 
     features: dict[str, History] = field(default_factory=dict)
@@ -113,11 +116,11 @@ class SiteState:
     heads: HeadState = field(default_factory=HeadState)
 
     def history(self, feature: str, memory: MemoryPlan) -> History:
-        """Of a whole feature."""
+        """Return the history of a whole feature."""
         return self.features.setdefault(feature, History(memory.order + 1, memory.features))
 
     def adopt(self, memory: MemoryPlan, size: ModelSize) -> None:
-        """Goes on under another memory plan; what is there is converted."""
+        """Change the memory plan and convert the existing records."""
         values, tiles, heads = memory.order + 1, self.tiles, self.heads
         for history in self.features.values():
             history.adopt(values, memory.features)
@@ -130,12 +133,12 @@ class SiteState:
             heads.bias_coordinates = heads.bias_coordinates[:values]
 
     def fetch(self) -> None:
-        """Starts to bring attention outputs that lie in host memory to the device."""
+        """Start to copy attention outputs from host memory to the device."""
         if self.heads.attention is not None:
             self.heads.attention.fetch()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What lies on the device."""
+        """Yield the tensors on the device."""
         tiles, heads = self.tiles, self.heads
         symbols = tiles.symbols, heads.plan, tiles.kept
         for holder in (*self.features.values(), heads.attention, *symbols, tiles.residual, heads.bias_stack):
@@ -144,24 +147,24 @@ class SiteState:
             yield heads.bias_mask64
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """What lies in host memory instead."""
+        """Yield the tensors in host memory."""
         if self.heads.attention is not None:
             yield from self.heads.attention.host_tensors()
 
 
 def state_name(site: str, sample: int) -> str:
-    """By which a branch keeps a site's state, of its own for each sample where a model attends to each apart."""
+    """Return the name of a site's state; each sample has its own if the model attends to samples separately."""
     return f"{site}, sample {sample + 1}" if sample else site
 
 
 def states_of(sites: Mapping[str, Any], site: str) -> Iterator[SiteState]:
-    """A site's states among a branch's, sample by sample."""
+    """Yield the states of a site, sample by sample."""
     names = (state_name(site, sample) for sample in count())
     return takewhile(lambda state: isinstance(state, SiteState), map(sites.get, names))
 
 
 def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) -> int:
-    """One site's symbols under a preset, and their plan where it is kept."""
+    """Return the bytes of one site's symbols under a preset, and of their plan if it is kept."""
     blocks = layout.blocks
     rows = batch * heads * blocks
     symbols = batch * blocks * block_count(heads, 8)
@@ -169,9 +172,9 @@ def symbol_bytes(preset: Preset, layout: TokenLayout, batch: int, heads: int) ->
     symbols += rows * max(policy.row_bytes(layout) for policy in policies)
     if preset.forecast.level != "head":
         return symbols
-    if any(variant.refresh > 1 for variant in preset.skip.variants):  # a FULL step's masks, beside the last UPDATE's
+    if any(variant.refresh > 1 for variant in preset.skip.variants):  # masks of a FULL step and of an UPDATE
         symbols *= 2
-    words = 8 * batch * blocks  # of the plan, and of the symbols that the cached biases are made under
+    words = 8 * batch * blocks  # mask64 of the plan, and of the cached biases
     if rows * blocks > KEPT_TILES:
         return symbols + words
     lists = rows * blocks + 3 * rows + batch * heads + 1  # int32

@@ -1,4 +1,4 @@
-"""The tiles of one attention in a call that computes: q and k to symbols, attention under them, and its error."""
+"""One attention in a computed call: compute symbols from q and k, attend under them, and measure the error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dit_accel.sparse.site_state import Densities, SiteState, state_name
 
 
 class Inputs(NamedTuple):
-    """What one attention gets.
+    """Inputs of one attention.
 
     Args:
         q, k, v: ``[B, S, H, D]``.
-        layout: of the S tokens.
-        dense: the model's own attention of them, for calls that leave no tile out.
+        layout: layout of the S tokens.
+        dense: runs the model's own attention on them, for calls that leave no tile out.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
     """
 
@@ -39,15 +39,15 @@ class Inputs(NamedTuple):
 
 
 class TileSite:
-    """One attention in one call, at every level of forecasts; at level head :class:`~.head_site.HeadSite` goes on.
+    """One attention in one call, at every forecast level; :class:`~.head_site.HeadSite` extends it at level head.
 
     Args:
-        name: the site's name in the report, which is its block's where that has one attention.
+        name: the site's name in the report; the block's name if the block has one attention.
         call: the call in progress.
-        preset: of the run; section ``skip`` holds as it is for this block.
-        projections: learned matrices, where the policy needs them.
-        block: whose settings hold; None = that of the same name.
-        sample: place in the call of the only one that the attention sees; 0 also where it sees all.
+        preset: preset of the run.
+        projections: learned matrices, for policies that need them.
+        block: the block whose settings apply; None = the block called ``name``.
+        sample: place in the batch of the one sample that the attention sees; 0 also if it sees all samples.
     """
 
     caches_bias = False
@@ -75,7 +75,7 @@ class TileSite:
         return self._call.mode is StepMode.DISPATCH
 
     def attend_computed(self, inputs: Inputs) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` of a call that computes every row; draws and records what the preset asks for."""
+        """Return attention ``[B, S, H, D]`` of a call that computes every row; compute and record its symbols."""
         q, k, v, _, dense, kv_len = inputs
         plan = self._draw(inputs)
         o = dense() if plan is None else self.attend(q, k, v, kv_len, plan)
@@ -95,7 +95,7 @@ class TileSite:
         kv_len: torch.Tensor | None,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Attention ``[B, S, H, D]`` under a plan, with the policy's extra pass; rows that are reused hold nothing."""
+        """Return attention ``[B, S, H, D]`` under a plan, with the policy's extra pass; reused rows are undefined."""
         kernels, config = self._preset.kernels, self._skip
         options = {"qk_dtype": kernels.qk_dtype, "backend": kernels.attention, **self._policy.options(config)}
         o = attention(q, k, v, plan, kv_len=kv_len, **options)
@@ -104,10 +104,10 @@ class TileSite:
         return self._policy.add(o, q, k, v, plan, config, projection=projection, kv_len=kv_len, backend=backend)
 
     def announce(self, symbols: SparseSymbols | None, densities: torch.Tensor) -> None:
-        """Tells the call of new symbols, and of what :meth:`take_densities` is to read of them, on the device.
+        """Store new symbols in the call, and queue their densities for :meth:`take_densities`.
 
         Args:
-            densities: float32 ``[6]``, as :class:`Densities` lists them.
+            densities: float32 ``[6]`` on the device, in the order of :class:`Densities`.
         """
         self.state.symbols = symbols
         if symbols is not None:
@@ -118,7 +118,7 @@ class TileSite:
         self._call.measure([densities], self.take_densities)
 
     def take_densities(self, measured: Sequence[float]) -> None:
-        """Decides by what the host has read how much this attention may leave out from now on."""
+        """Decide from the measured densities how much this attention may leave out from now on."""
         state, call = self.state, self._call
         state.densities, state.measured_step = Densities(*measured), call.tick.step
         probed = state.densities.error if state.probed else None
@@ -129,7 +129,7 @@ class TileSite:
             state.tighten(probed, target)
 
     def _draw(self, inputs: Inputs) -> AttentionPlan | None:
-        """New symbols; returns the plan of this call's own attention, None where that is dense."""
+        """Compute new symbols; return the plan of this call's own attention, None = dense."""
         if not self._skips:
             return None
         symbols = self._tiles(inputs)
@@ -139,7 +139,7 @@ class TileSite:
         return attended
 
     def _tiles(self, inputs: Inputs, pooled: PooledMap | None = None) -> SparseSymbols:
-        """What the policy leaves in, every row computing: of an earlier step, or by these queries and keys."""
+        """Return the policy's symbols, under which every row computes: kept from an earlier step, or new ones."""
         state, step = self.state, self._call.tick.step
         if state.kept is not None and step - state.drawn_step < self._skip.refresh:
             return state.kept
@@ -154,21 +154,22 @@ class TileSite:
         return symbols
 
     def _attended(self, drawn: AttentionPlan) -> AttentionPlan | None:
-        """The plan of this call's own attention; None where masks that later calls keep come from all of its scores,
-        to which it then attends as well.
+        """Return the plan of this call's own attention; None = dense.
+
+        Dense attention costs nothing more if new masks for later calls are computed from all scores.
         """
         skip, is_new = self._skip, self.state.drawn_step == self._call.tick.step
         in_full = self._policy.keeps_scores(skip) and skip.refresh > 1 and is_new and not skip.residual
         return None if in_full else drawn
 
     def _keep_residual(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Remembers what new tiles leave out, and returns the dense output, which is counted beside the sparse one."""
+        """Record the difference that new tiles leave out; return the dense output, which adds 1 to the density."""
         self.state.residual = self._call.branch.memory.features.keep(dense - sparse)
         self._densities.attended.add_(1)
         return dense
 
     def _probe(self, inputs: Inputs, o: torch.Tensor) -> None:
-        """Dense attention of a few rows, whose error the host reads later."""
+        """Compute dense attention on a few rows, and the error, which the host reads later."""
         q, k, v, layout, _, kv_len = inputs
         rows = probed_rows(layout, self._skip.probe_blocks, self.state.probe_turn)
         self.state.probe_turn += 1
@@ -177,23 +178,23 @@ class TileSite:
 
     @property
     def _ramp(self) -> float:
-        """The growth of what may be left out over the run."""
+        """Growth of the left-out share over the run."""
         return 1.0
 
     @property
     def _skips(self) -> bool:
-        """Whether this call's own attention leaves something out, though the call computes."""
+        """Return True if this computed call's own attention leaves something out."""
         return self._call.skips and self._policy.leaves_out
 
 
 def densities_of(
     plan: AttentionPlan, attended: AttentionPlan | None, projected: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float32 ``[6]``, the :class:`Densities` of a plan, with no error yet.
+    """Return the :class:`Densities` of a plan as float32 ``[6]``, with error 0.
 
     Args:
         attended: the plan of this call's own attention; None = dense.
-        projected: share of rows projected for older biases; None = none is.
+        projected: share of rows projected for older biases; None = 0.
     """
     rows, row_blocks = plan.work_count / plan.kv_count.numel(), (plan.mask64 != 0).float().mean()[None]
     scores = [torch.ones_like(rows) if each is None else _density(each) for each in (plan, attended)]
@@ -202,11 +203,10 @@ def densities_of(
 
 
 def _density(plan: AttentionPlan) -> torch.Tensor:
-    """float32 ``[1]``, the share of scores that a plan computes: of tiles, and of single keys beside them.
+    """Return the share of scores that a plan computes, in tiles and in single keys, as float32 ``[1]``.
 
-    A ragged tile counts as a whole one, so single keys are counted in whole tiles too.
-
-    Linear attention takes the same time whatever its tiles, little, and is not counted.
+    A ragged tile counts as a whole tile, so single keys are also counted relative to whole tiles. Linear attention is
+    not counted: it is fast, and its time does not depend on the number of tiles.
     """
     tiles = plan.kv_count.sum()[None] / plan.kv_index.numel()
     if plan.slices is None:

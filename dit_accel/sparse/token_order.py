@@ -1,12 +1,12 @@
-"""Orders of a clip's tokens in which neighbours in space and time share a block.
+"""Orders of a video's tokens in which neighbours in space and time share a block.
 
-A clip is a grid of tokens, ``(frames, height, width)``, which diffusers lists in raster order: frame by frame, row by
-row. A block of 128 consecutive tokens is then a strip of two or three rows of one frame. Both orders here cut compact
-boxes instead, whose tokens resemble each other more (SpargeAttn, section 3.7 and table 4): their mean stands for them
-better, and fewer tiles carry the mass of a row. How far blocks spread is given below as the mean squared distance of
-their tokens from their centres, for a grid of 21 × 30 × 52 and blocks of 128; in raster order it is 234.
+A video is a grid of tokens, ``(frames, height, width)``, which diffusers lists in raster order: frame by frame, row by
+row. A block of 128 consecutive tokens is then a strip of two or three rows of one frame. The two other orders cut
+compact boxes instead. The tokens of a box are more similar (SpargeAttn, section 3.7 and table 4), so their mean
+represents them better, and fewer tiles carry the mass of a row. The *spread* of blocks below is the mean squared
+distance of tokens from their block's centre, for a grid of 21 × 30 × 52 and blocks of 128; in raster order it is 234.
 
-An order is a permutation, int64 ``[S]``: the token at place i is the one that raster order has at place ``order[i]``.
+An order is a permutation, int64 ``[S]``: place i of the order has the token at place ``order[i]`` of raster order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TOKEN_ORDERS = ("raster", "hilbert", "tiles")
 
 @lru_cache(maxsize=16)
 def token_order(name: str, grid: Grid, block: int, *, first_frame_apart: bool = False) -> torch.Tensor:
-    """The order of that name; computed once, so the tensor must not be written to.
+    """Return the order of that name. The tensor is cached, so do not write to it.
 
     Args:
         name: one of ``TOKEN_ORDERS``.
         grid: tokens along frames, height and width.
-        block: tokens in a block, to which ``tiles`` are cut.
-        first_frame_apart: the first frame's tokens stay first, in an order of their own, for models that tell them by
-            their place.
+        block: tokens in a block, which is the size of the boxes of ``tiles``.
+        first_frame_apart: the first frame's tokens stay first, in their own order, for models that find them by their
+            place.
 
     Raises:
         ShapeError: unknown name, or an axis without tokens.
@@ -51,18 +51,18 @@ def token_order(name: str, grid: Grid, block: int, *, first_frame_apart: bool = 
 
 
 def inverse_order(order: torch.Tensor) -> torch.Tensor:
-    """The order that undoes one: ``x[order][inverse_order(order)]`` is ``x``."""
+    """Return the inverse permutation: ``x[order][inverse_order(order)]`` is ``x``."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
 
 def hilbert_order(grid: Grid) -> torch.Tensor:
-    """Along a Hilbert curve, of the axes that have more than one token. Blocks spread by 8.9.
+    """Return the order along a Hilbert curve over the axes that have more than one token. Its spread is 8.9.
 
-    Sides are stretched to the next power of two, which the curve needs. Leaving out what lies beyond the grid instead
-    would keep the curve tighter on the whole, but lets it leave the grid and come back far away: the worst block then
-    spreads by 40, here by 16.
+    Sides are stretched to the next power of two, which the curve needs. Dropping the points outside of the grid instead
+    makes the curve tighter on average. But the curve then leaves the grid and returns far away: the worst block has a
+    spread of 40, with stretched sides 16.
     """
     axes = [places * (1 << _bits(side)) // side for places, side in zip(_places(grid), grid, strict=True) if side > 1]
     if not axes:
@@ -71,11 +71,11 @@ def hilbert_order(grid: Grid) -> torch.Tensor:
 
 
 def tiles_order(grid: Grid, block: int) -> torch.Tensor:
-    """Boxes of about ``block`` tokens, as near to cubes as the grid allows. Blocks spread by 6.6.
+    """Return the order of boxes of about ``block`` tokens, as near to cubes as the grid allows. Its spread is 6.6.
 
-    Frames are cut into slabs and rows into bands, each into even parts, and every band is listed column by column. So
-    any run of ``block`` tokens is a box of the band, wherever it begins, and no ragged boxes shift those behind them.
-    Every other band is listed backwards, and every other slab too: blocks that hold a seam stay in one piece.
+    Frames are cut into equal slabs and rows into equal bands, and every band is listed column by column. So any
+    ``block`` consecutive tokens are a box of the band, and no ragged box shifts the following ones. Every second band
+    and every second slab is listed backwards, so a block that crosses a seam stays connected.
     """
     frame, row, column = _places(grid)
     frames, height, width = grid
@@ -88,7 +88,7 @@ def tiles_order(grid: Grid, block: int) -> torch.Tensor:
 
 
 def hilbert_index(axes: list[torch.Tensor], bits: int) -> torch.Tensor:
-    """Places of points along the Hilbert curve of a cube (Skilling, "Programming the Hilbert curve", 2004).
+    """Return the places of points along a cube's Hilbert curve (Skilling, "Programming the Hilbert curve", 2004).
 
     Args:
         axes: coordinates, an int64 ``[S]`` an axis, from 0 to ``2 ** bits - 1``.
@@ -117,7 +117,7 @@ def hilbert_index(axes: list[torch.Tensor], bits: int) -> torch.Tensor:
 
 
 def _places(grid: Grid) -> tuple[torch.Tensor, ...]:
-    """Frame, row and column of each token in raster order, int64 ``[S]`` each."""
+    """Return frame, row and column of each token in raster order, int64 ``[S]`` each."""
     return torch.cartesian_prod(*(torch.arange(side) for side in grid)).unbind(1)
 
 

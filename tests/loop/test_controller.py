@@ -109,7 +109,7 @@ def test_a_run_and_its_decisions_are_logged(caplog, capfd):
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert told[0] == ("INFO", f"run of {STEPS} steps begins: balanced on any")
     assert [text for level, text in told if "full, transformer" in text and level == "DEBUG"]
-    assert [text for level, text in told if "would have missed" in text and level == "DEBUG"]
+    assert [text for level, text in told if "forecast error" in text and level == "DEBUG"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -286,9 +286,9 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
         watch.remove()
         restore_pipeline(pipe)
     message = str(caught.value)
-    for words in ("budget_gib is 1e-06", "1 branch need", "everything as it is", ROWS, FLOAT8, OFFLOAD, "order 0"):
+    for words in ("budget_gib is 1e-06", "1 branch need", "no measures", ROWS, FLOAT8, OFFLOAD, "order 0"):
         assert words in message
-    for way_out in ("Raise the budget", "forecast.level to output", "smaller picture"):
+    for way_out in ("Raise the budget", "forecast.level to output", "smaller image"):
         assert way_out in message
     assert torch.equal(pipe(**tiny_inputs("flux", steps=STEPS))[0], plain)
 
@@ -297,7 +297,7 @@ def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
     """Where the expectation was wrong and the budget is broken, the report says so, once."""
     monkeypatch.setattr(Family, "size", lambda *_: ModelSize())
     _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
-    assert report.notes == ["caches took more than was expected, and more than memory.budget_gib"]
+    assert report.notes == ["caches took more memory than estimated, and more than memory.budget_gib"]
 
 
 # Without a model

@@ -47,7 +47,7 @@ def test_remarks_and_fallbacks_are_logged(caplog):
         told.fall_back("block.9", "it is compiled")
     assert [record.getMessage() for record in caplog.records] == [
         "caches dropped",
-        "block.9 runs densely: it is compiled",
+        "block.9 falls back to dense: it is compiled",
     ]
 
 
@@ -90,8 +90,8 @@ def test_text_states_what_ran():
         "tiles left out 50% on computed steps after the warm-up",
         "attention error 0.1250 on the probe's rows, 0.1875 at most (transformer_blocks.0, step 3)",
         "note shapes changed at step 2: caches dropped",
-        "ran densely block.0, block.1, block.2 and 2 more: LoRA",
-        "ran densely last: hooked",
+        "dense fallback block.0, block.1, block.2 and 2 more: LoRA",
+        "dense fallback last: hooked",
     ]
 
 

@@ -281,12 +281,12 @@ def test_an_acceleration_that_is_not_in_effect_says_so():
     assert not pipe.dit_accel.report().notes
     hooked_forward, first.forward = first.forward, type(first).forward.__get__(first)
     tiny_output(pipe, "flux", steps=STEPS)
-    with pytest.warns(UserWarning, match="begun another run since this one, in which the transformer's hook was not"):
+    with pytest.warns(UserWarning, match="begun a later run, in which the transformer's hook was not"):
         pipe.dit_accel.report()
 
     first.forward = hooked_forward
     first._diffusers_hook.remove_hook("dit_accel")
-    with pytest.warns(UserWarning, match="its hook on the transformer was taken off"):
+    with pytest.warns(UserWarning, match="its hook on the transformer was removed"):
         pipe.dit_accel.report()
 
 

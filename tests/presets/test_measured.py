@@ -56,7 +56,7 @@ def test_headers_repeat_the_figures_of_50_steps(name):
     """With the models that they are of, where it is one; a preset without figures claims none."""
     (run,) = (run for run in measured(name) if run.steps == 50)
     text = re.sub(r"\n# *", " ", header(name))
-    assert f"50 steps: {span(run.computed, 2)} of the work, {span(run.psnr, 0)} dB" in text
+    assert f"50 steps: {span(run.computed, 2)} of the FLOPs, {span(run.psnr, 0)} dB" in text
     if len(run.models) == 1:
         assert f"Measured on {run.models[0]}" in text
     assert run.dtype.replace("bfloat", "bf") in text

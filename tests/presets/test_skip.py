@@ -112,7 +112,7 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
     base = wan(policy="sparge", **first)
     skip = load_preset(base, skip=second).skip
     assert skip.model_fields_set & {"tau_kv", "top_k"} == second.keys()
-    with pytest.raises(PresetError, match="top_k stands instead of tau_kv"):
+    with pytest.raises(PresetError, match="top_k replaces tau_kv"):
         load_preset(base, skip=first | second)
 
 
@@ -122,7 +122,7 @@ def test_mass_and_number_of_tiles_stand_for_each_other(first, second):
         ({"policy": "sparge", "steps": "dispatch", "refresh": 2}, "skip: refresh says how long computed steps keep"),
         (
             {"policy": "sparge", "steps": "dispatch", "probe_blocks": 2},
-            "skip: probe_blocks measures what computed steps",
+            "skip: probe_blocks measures the error of computed steps",
         ),
         (
             {"policy": "sparge", "residual": True},

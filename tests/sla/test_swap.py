@@ -175,7 +175,7 @@ def test_gradients_survive_checkpointing():
 def test_only_plain_pipelines_are_swapped():
     """Accelerated ones are refused, and so are attentions that torch does not compute."""
     pipe = accelerate_pipeline(tiny_pipeline("wan"), "exact")
-    with pytest.raises(UnsupportedError, match="plain pipeline, got an accelerated one: restore it first"):
+    with pytest.raises(UnsupportedError, match="plain pipeline for SLA, got an accelerated one: restore it first"):
         swap_attention(pipe)
     with pytest.raises(UnsupportedError, match="call swap_attention first"):
         save_swapped(tiny_pipeline("wan"), None)
@@ -263,10 +263,10 @@ def test_projections_must_fit_the_blocks(tmp_path):
     with pytest.raises(UnsupportedError, match=r"sla\.safetensors is not: "):
         accelerate()
     save(_0=torch.zeros(32, 32))
-    with pytest.raises(UnsupportedError, match=r"it lacks transformer\.blocks\.1, and holds besides none"):
+    with pytest.raises(UnsupportedError, match=r"it lacks transformer\.blocks\.1, and has in addition none"):
         accelerate()
     save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 32), _2=torch.zeros(32, 32))
-    with pytest.raises(UnsupportedError, match=r"it lacks none, and holds besides transformer\.blocks\.2"):
+    with pytest.raises(UnsupportedError, match=r"it lacks none, and has in addition transformer\.blocks\.2"):
         accelerate()
     save(_0=torch.zeros(32, 32), _1=torch.zeros(32, 31))
     with pytest.raises(UnsupportedError, match=r"floating matrices \[D, D\], got torch.float32 \[32, 31\] for"):

@@ -1,6 +1,6 @@
 """Policies turn scores of token blocks into masks; every threshold comes from the preset.
 
-Each is one object in a file of its own, and :mod:`~dit_accel.sparse.policies.policy` has all that is asked of it.
+Each policy is one object in its own file; :mod:`~dit_accel.sparse.policies.policy` has the interface.
 
 >>> from dit_accel.kernels import attention
 >>> from dit_accel.sparse.policies import plan
@@ -25,7 +25,7 @@ from dit_accel.sparse.policies.policy import Policy
 if TYPE_CHECKING:
     from dit_accel.presets import Skip
 
-POLICIES: dict[str, Policy] = {  # by what `skip.policy` calls them
+POLICIES: dict[str, Policy] = {  # by the value of `skip.policy`
     "none": dense.Dense(),
     "sparge": sparge.Sparge(),
     "sla": sla.Sla(),
@@ -38,7 +38,7 @@ def policy_of(config: Skip) -> Policy:
     """Return the policy that a section ``skip`` names.
 
     Raises:
-        UnsupportedError: ``config`` is something else.
+        UnsupportedError: ``config`` is no section ``skip``.
     """
     if getattr(config, "policy", None) not in POLICIES:
         raise UnsupportedError(f"config must be a section skip, such as Skip(policy='sparge'), got {shown(config)}")
@@ -55,18 +55,18 @@ def draw(
     pooled: PooledMap | None = None,
     **options: Any,
 ) -> SparseSymbols:
-    """Symbols of one attention by the policy that ``config`` names; every row computes.
+    """Return the symbols of one attention under the policy that ``config`` names; every row computes.
 
     Args:
-        q, k: ``[B, S, H, D]`` as attention gets them.
-        layout: of the S tokens.
-        config: section ``skip`` of a preset, as it is for one block (:meth:`~dit_accel.presets.Skip.at`).
+        q, k: ``[B, S, H, D]``, the inputs of attention.
+        layout: layout of the S tokens.
+        config: section ``skip`` of a preset, for one block (:meth:`~dit_accel.presets.Skip.at`).
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-        pooled: the pooled map of these q and k, where the caller has it; a policy that needs it makes it otherwise.
-        options: what the policy's own ``draw`` takes beyond these.
+        pooled: the pooled map of these q and k; None = the policy computes it if it needs it.
+        options: further arguments of the policy's own ``draw``.
 
     Raises:
-        UnsupportedError: ``config`` is something else.
+        UnsupportedError: ``config`` is no section ``skip``.
     """
     return policy_of(config).draw(q, k, layout, config, kv_len=kv_len, pooled=pooled, **options)
 
@@ -80,11 +80,11 @@ def plan(
     kv_len: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionPlan:
-    """The plan of one attention: :func:`draw`, lowered.
+    """Return the plan of one attention: the lowered symbols of :func:`draw`.
 
     Args:
-        q, k, config, kv_len, options: as for :func:`draw`.
-        layout: None = no token is text, and blocks have 128 tokens.
+        q, k, config, kv_len, options: see :func:`draw`.
+        layout: layout of the tokens; None = no token is text, and blocks have 128 tokens.
     """
     layout = TokenLayout(0, q.shape[1]) if layout is None else layout
     return lower(draw(q, k, layout, config, kv_len=kv_len, **options))

@@ -12,7 +12,7 @@ from dit_accel.sparse.policies.policy import Policy, every_row
 
 
 class Dense(Policy):
-    """Every tile of every row."""
+    """Compute every tile of every row."""
 
     leaves_out = False
 

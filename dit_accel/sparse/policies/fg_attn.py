@@ -1,9 +1,9 @@
-"""FG-Attn's policy: each row-block attends to the single keys that carry weight, wherever in the sequence they lie.
+"""FG-Attn's policy: each row-block attends to the single keys with large weights, anywhere in the sequence.
 
 Both masks keep keys whose probability among all N exceeds ``key_threshold / N`` (section 4.3): "exact" for any query of
 the row-block, "average_query" for the mean of its queries. FG-Attn-cached is "exact", kept for 15 steps
-(``skip.refresh``), and the step that draws it attends to every key. A tile all of whose keys stay computes whole, which
-is the same but needs no gathering.
+(``skip.refresh``); the step that computes the mask attends to every key. If all keys of a tile stay, the whole tile
+computes: the result is the same, and no keys are gathered.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dit_accel.sparse.policies.policy import Policy, every_row
 if TYPE_CHECKING:
     from dit_accel.presets.skip import FgAttnSkip
 
-# In units of 1 / N. The paper has 0.5 for both; the mean of queries is flatter than any of them, and at 0.5 it leaves
-# out 45% of demo-wan's keys for 19.6 dB.
+# In units of 1 / N. The paper has 0.5 for both. The mean of queries has a flatter distribution than single queries: at
+# 0.5 it leaves out 45% of demo-wan's keys, at 19.6 dB.
 THRESHOLDS = {"exact": 0.5, "average_query": 0.1}
 
 
 class FgAttn(Policy):
-    """Single keys in ``slice_bits``, every row computing; rows and columns that hold text compute whole."""
+    """Select single keys in ``slice_bits``; every row computes, and rows and columns with text compute whole."""
 
     def draw(
         self,
@@ -40,7 +40,7 @@ class FgAttn(Policy):
         kv_len: torch.Tensor | None = None,
         pooled: PooledMap | None = None,
     ) -> SparseSymbols:
-        """Keys that compute (FG-Attn, section 4.3); ``pooled`` is not needed, for it knows no single keys."""
+        """Return the keys that compute (FG-Attn, section 4.3); ``pooled`` is ignored, as it has no single keys."""
         averages = config.mask == "average_query"
         queries, group = (block_means(q, layout.block), 1) if averages else (q, layout.block)
         threshold = config.key_threshold or THRESHOLDS[config.mask]
@@ -64,9 +64,9 @@ class FgAttn(Policy):
 
 
 def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.Tensor | None) -> torch.Tensor:
-    """Takes tiles of which every valid key stays out of ``slice_bits``, in place, and returns them as ``skip_bits``.
+    """Move tiles whose valid keys all stay, and tiles with text, from ``slice_bits`` to the returned ``skip_bits``.
 
-    Tiles that hold text go with them.
+    ``slice_bits`` is changed in place.
     """
     keys = torch.arange(layout.blocks * layout.block, device=slice_bits.device)[None]
     is_padding = keys >= (layout.tokens if kv_len is None else kv_len.clamp(max=layout.tokens)[:, None])
@@ -79,5 +79,5 @@ def promote_tiles(slice_bits: torch.Tensor, layout: TokenLayout, kv_len: torch.T
 
 
 def _words_by_tile(bits: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """uint8 ``[..., T * block / 8]`` as int64 ``[..., T, block / 64]``, a view."""
+    """Return uint8 ``[..., T * block / 8]`` as int64 ``[..., T, block / 64]``, a view."""
     return bits.view(torch.int64).unflatten(-1, (layout.blocks, layout.block // 64))

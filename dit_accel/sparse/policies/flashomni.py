@@ -1,6 +1,6 @@
-"""FlashOmni's row policy: vision blocks that hardly matter to text, and to which text hardly matters, are reused.
+"""FlashOmni's row policy: reuse vision blocks that exchange little attention with text.
 
-Wan's self-attention holds no text. There a block counts for as much as all blocks together attend to it.
+Wan's self-attention has no text. There the score of a block is the attention that all blocks pay to it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dit_accel.kernels.selection import select_rows, select_tiles
 
 
 def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> torch.Tensor:
-    """Rows that compute (FlashOmni, section 3.3, equation 1), packed.
+    """Return the rows that compute (FlashOmni, section 3.3, equation 1), packed.
 
     Vision block i is scored by its contribution to text, ``C_i = Σ_{text j} P̃[j, i]``, and by the guidance it takes
     from text, ``G_i = Σ_{text j} softmax_vision(P̃[vision, j])_i``. With each score sorted ascending, a block is
-    reused iff its running sum stays within ``tau`` of the total in both. Rows that hold text always compute.
+    reused if and only if both running sums stay within ``tau`` of the total. Rows with text always compute.
 
-    In a sequence without text the one score is the attention that the block receives, ``M_i = Σ_j P̃[j, i]``, and the
-    block that receives most of it in its head always computes.
+    In a sequence without text the only score is the attention that the block receives, ``M_i = Σ_j P̃[j, i]``. In each
+    head the block with the highest score always computes.
 
     Args:
         probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
-        layout: which blocks hold text.
+        layout: layout, which has the blocks with text.
         tau: share of the score that is reused, 0..1, after its ramp.
 
     Returns:
@@ -37,7 +37,7 @@ def row_bits(probabilities: torch.Tensor, layout: TokenLayout, tau: float) -> to
 
 
 def _bits_by_received_mass(probabilities: torch.Tensor, tau: float) -> torch.Tensor:
-    """One distribution a head, over the blocks that are attended to; its lowest masses are left out as tiles are."""
+    """Return rows chosen by the attention mass that blocks receive in each head; the lowest masses are reused."""
     batch, heads, blocks, _ = probabilities.shape
     received = probabilities.mean(2).flatten(0, 1)  # [B * H, T], each row sums to 1
     maps = functional.pad(received, (0, 0, 0, -len(received) % blocks)).view(1, -1, blocks, blocks)
@@ -46,5 +46,5 @@ def _bits_by_received_mass(probabilities: torch.Tensor, tau: float) -> torch.Ten
 
 
 def ramped(tau: float, progress: float, power: float) -> float:
-    """A threshold that grows from 0 at the first step: ``tau · progress ** power`` (FlashOmni, appendix A.1.1)."""
+    """Return a threshold that grows from 0 at the first step: ``tau · progress ** power`` (appendix A.1.1)."""
     return tau * progress**power

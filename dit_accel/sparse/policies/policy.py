@@ -1,4 +1,4 @@
-"""A policy: one object, which has all that a site and the tools ask of it."""
+"""Interface of a policy, for sites and tools."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 
 
 class Policy(ABC):
-    """Draws the symbols of an attention; a subclass in a file of its own overrides what differs from the defaults.
+    """Compute the symbols of an attention; each subclass has its own file and overrides some defaults.
 
-    ``config`` is the policy's own section ``skip`` of a preset, as it is for one block.
+    ``config`` is the policy's section ``skip`` of a preset, for one block.
     """
 
-    leaves_out = True  # False: attention is dense, and the site draws nothing
+    leaves_out = True  # False: attention is dense, and the site computes no symbols
 
     @abstractmethod
     def draw(
@@ -35,41 +35,43 @@ class Policy(ABC):
     ) -> SparseSymbols:
         """Return the symbols of one attention, under which every row computes.
 
-        Nothing here may make the host wait for the GPU.
+        The method must not make the host wait for the GPU.
 
         Args:
-            q, k: ``[B, S, H, D]`` as attention gets them.
-            layout: of the S tokens.
+            q, k: ``[B, S, H, D]``, the inputs of attention.
+            layout: layout of the S tokens.
             kv_len: int32 ``[B]``, valid keys of each sample; None = all.
-            pooled: the pooled map of these q and k; None = a policy that needs it makes it.
+            pooled: the pooled map of these q and k; None = the policy computes it if it needs it.
         """
 
     def row_bytes(self, layout: TokenLayout) -> int:
-        """Return the bytes that symbols take for one row of a head: by default a bit a tile."""
+        """Return the bytes of the symbols for one row of a head; by default one bit a tile."""
         return block_count(layout.blocks, 8)
 
     def plan_entries(self, rows: int) -> int:
-        """Return the int32 entries that a plan of ``rows`` rows has beside the list of its tiles."""
+        """Return the int32 entries of a plan of ``rows`` rows, without the list of its tiles."""
         return 0
 
     def keeps_scores(self, config: Any) -> bool:
-        """Return True if drawing computes all scores: a step that draws masks for later steps then attends to all
-        keys, which costs nothing more.
+        """Return True if computing the symbols computes all scores.
+
+        A step that computes masks for later steps then attends to all keys, which costs nothing more.
         """
         return False
 
     def options(self, config: Any) -> dict[str, Any]:
-        """Return the arguments that :func:`~dit_accel.kernels.attention` gets for this policy alone."""
+        """Return this policy's extra arguments of :func:`~dit_accel.kernels.attention`."""
         return {}
 
     def ramped(self, config: Any, growth: float) -> Any:
-        """Return the section with what may be left out scaled by ``growth``, 0..1: little early in a run at level
-        head, and where the probe found too large an error. By default nothing scales.
+        """Return the section with its left-out share scaled by ``growth``, 0..1; by default unchanged.
+
+        The growth is small early in a run at level head, and after the probe found too large an error.
         """
         return config
 
     def target_error(self, config: Any) -> float | None:
-        """Return the error on the probe's rows to which a block is held by :meth:`ramped`; None = no bound."""
+        """Return the bound on the error on the probe's rows, which :meth:`ramped` enforces; None = no bound."""
         return None
 
     def projection(self, config: Any) -> str | None:
@@ -89,7 +91,7 @@ class Policy(ABC):
         kv_len: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> torch.Tensor:
-        """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default as it is.
+        """Return attention's output ``o`` ``[B, S, H, D]`` with an extra pass added in place; by default unchanged.
 
         Args:
             projection: the block's matrix of :meth:`projection`, or None.
@@ -97,17 +99,17 @@ class Policy(ABC):
         return o
 
     def thresholds(self, config: Any) -> Mapping[str, Sequence[float]]:
-        """Return the values that ``dit-accel tune`` tries by key of the section, from the closest to the cheapest.
+        """Return the values that ``dit-accel tune`` tries, by key of the section, from most accurate to cheapest.
 
-        It goes along the last key for each combination of the others. Empty = it measures the preset's own keys.
+        Tuning varies the last key for each combination of the others. Empty = it measures the preset's own keys.
         """
         return {}
 
     def fitted(self, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return changes of these keys with what they need of others."""
+        """Return the changes, extended by changes of other keys that they need."""
         return changes
 
 
 def every_row(q: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    """``cache_bits`` under which all rows of ``q`` ``[B, S, H, D]`` compute: uint8 ``[B, T, ceil(H / 8)]``."""
+    """Return ``cache_bits`` under which all rows of ``q`` ``[B, S, H, D]`` compute: uint8 ``[B, T, ceil(H / 8)]``."""
     return pack_bits(torch.ones(q.shape[0], layout.blocks, q.shape[2], dtype=torch.bool, device=q.device))

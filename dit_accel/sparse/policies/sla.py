@@ -1,5 +1,7 @@
-"""SLA's tile policy: per row, the tiles of most probability attend, those of least are left out, and linear attention
-stands for the others."""
+"""SLA's tile policy: in each row, tiles of high probability attend, tiles of low probability are left out.
+
+Linear attention approximates the tiles in between.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Sla(Policy):
-    """Critical tiles in ``skip_bits``, marginal ones in ``linear_bits``, every row computing."""
+    """Put critical tiles into ``skip_bits`` and marginal tiles into ``linear_bits``; every row computes."""
 
     def draw(
         self, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, config: SlaSkip, **options: Any
@@ -44,7 +46,7 @@ class Sla(Policy):
         projection: torch.Tensor | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Linear attention over the marginal tiles, through the learned projection."""
+        """Add linear attention over the marginal tiles, through the learned projection."""
         if projection is not None:
             options |= {"feature_map": config.feature_map, "projection": projection}
             linear_attention(q, k, v, plan, out=o, accumulate=True, **options)
@@ -54,7 +56,7 @@ class Sla(Policy):
         return {"critical": (0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03)}
 
     def fitted(self, config: SlaSkip, changes: dict[str, Any]) -> dict[str, Any]:
-        """Both classes are shares of the same tiles: a large critical one leaves less for the negligible."""
+        """Return the changes with a smaller negligible share if both shares would exceed 1."""
         critical = changes["critical"]
         return changes if critical + config.negligible <= 1 else {**changes, "negligible": round(1 - critical, 4)}
 
@@ -70,15 +72,15 @@ def classified(
     pooled: PooledMap | None = None,
     backend: str = "auto",
 ) -> SparseSymbols:
-    """Classes of the tiles by numbers (SLA, section 4.1, equations 2 and 3).
+    """Classify tiles by shares of each row (SLA, section 4.1, equations 2 and 3).
 
-    Rows and columns that hold text are critical as a whole, beside the row's share of other tiles: text guides vision
-    and is guided by it (FlashOmni, observation 1).
+    Rows and columns with text are critical as a whole, in addition to the row's share of other tiles, because text
+    guides vision and vision guides text (FlashOmni, observation 1).
 
     Args:
-        critical: share of a row's tiles, those of most pooled probability, that attend; at least one, unless it is 0.
-        negligible: share of a row's tiles, those of least, that take no part.
-        backend: "auto", "reference" or "triton", of the pooled map and the classification.
+        critical: share of a row's tiles, of highest pooled probability, that attend; at least one tile unless it is 0.
+        negligible: share of a row's tiles, of lowest pooled probability, that are left out.
+        backend: backend of the pooled map and the classification: "auto", "reference" or "triton".
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len, backend=backend) if pooled is None else pooled
     valid_blocks = None if kv_len is None else (kv_len.clamp(0, layout.tokens) + layout.block - 1) // layout.block

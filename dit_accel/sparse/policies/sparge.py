@@ -1,11 +1,11 @@
-"""SpargeAttn's tile policy: per row, tiles that carry little probability in the pooled map are skipped.
+"""SpargeAttn's tile policy: in each row, skip tiles of low probability in the pooled map.
 
-A mean stands for the tokens of its block only if they resemble each other. With ``similarity`` (θ) blocks of queries or
-keys are judged by their mean pairwise cosine, and those below θ are *fix* blocks (section 3.2): a fix block of queries
-computes its whole row; a fix block of keys computes its whole column and is taken out of the compressed softmax, whose
-rows sum to 1 over the others. Blocks are judged by their valid tokens that are not 0, for 0 has no direction: ragged
-tails, padding and blocks of zeros are no reason to compute. (Queries of 0 attend to all keys alike; as equal
-probabilities go or stay together, such a row keeps its tiles all the same.)
+A mean represents the tokens of its block only if they are similar. With ``similarity`` (θ), blocks of queries or keys
+whose mean pairwise cosine is below θ are *fix* blocks (section 3.2). A fix block of queries computes its whole row. A
+fix block of keys computes its whole column and is removed from the compressed softmax, whose rows sum to 1 over the
+other blocks. The cosine covers valid tokens that are not 0, because 0 has no direction: ragged tails, padding and
+blocks of zeros are no reason to compute. (Queries of 0 attend to all keys equally. Tiles of equal probability are kept
+or skipped together, so such a row keeps its tiles.)
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dit_accel.sparse.policies.policy import Policy, every_row
 if TYPE_CHECKING:
     from dit_accel.presets.skip import SpargeSkip
 
-# Values that tuning tries.
+# Values that `dit-accel tune` tries.
 SIMILARITIES = (0.7, 0.5, 0.3, 0.15)
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 MASSES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.55)
 
 
 class Sparge(Policy):
-    """Tiles that compute (SpargeAttn, sections 3.2 and 3.3), every row computing."""
+    """Select the tiles that compute (SpargeAttn, sections 3.2 and 3.3); every row computes."""
 
     def draw(
         self,
@@ -44,11 +44,11 @@ class Sparge(Policy):
         pooled: PooledMap | None = None,
         causal: bool = False,
     ) -> SparseSymbols:
-        """The tiles of most probability in the pooled map.
+        """Return the tiles of highest probability in the pooled map.
 
         Args:
-            causal: queries attend to keys up to themselves. Tiles on the diagonal always compute, under a causal mask;
-                later ones never do, and rows of the map sum to 1 over the others.
+            causal: queries attend to keys up to their own place. Tiles on the diagonal always compute, under a causal
+                mask; later tiles never compute, and rows of the map sum to 1 over the other tiles.
         """
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len) if pooled is None else pooled
         probabilities, whole_rows, whole_columns = pooled.probabilities, None, None
@@ -72,7 +72,7 @@ class Sparge(Policy):
         return {"pv_threshold": config.pv_threshold, "tile_means": config.means}
 
     def ramped(self, config: SpargeSkip, growth: float) -> SpargeSkip:
-        """Mass and share of tiles that are left out grow."""
+        """Return the section with the left-out mass and share of tiles scaled by ``growth``."""
         if growth == 1:
             return config
         top_k = None if config.top_k is None else 1 - (1 - config.top_k) * growth
@@ -94,17 +94,17 @@ def tile_bits(
     whole_rows: torch.Tensor | None = None,
     whole_columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
+    """Return the tiles that compute (SpargeAttn, equations 4 and 5, with τ = 1 − tau_kv), packed.
 
-    In each row, tiles are kept from the largest pooled probability down until their mass *reaches* ``1 − tau_kv``; so
-    at least one tile is kept, and tiles of equal probability go or stay together. Rows and columns that hold text are
-    kept whole, for text guides vision and is guided by it (FlashOmni, observation 1).
+    In each row, tiles are kept from the largest pooled probability down until their mass *reaches* ``1 − tau_kv``. So
+    at least one tile is kept, and tiles of equal probability are kept or skipped together. Rows and columns with text
+    are kept whole, because text guides vision and vision guides text (FlashOmni, observation 1).
 
     Args:
         probabilities: pooled attention map P̃, float32 ``[B, H, T, T]``.
-        layout: which blocks hold text.
+        layout: layout, which has the blocks with text.
         tau_kv: probability mass that a row may lose, 0..1, after its ramp.
-        top_k: share of a row's tiles that is kept instead, whatever their mass.
+        top_k: share of a row's tiles that is kept, instead of ``tau_kv``.
         whole_rows, whole_columns: fix blocks of queries and keys, bool ``[B, H, T]``; None = none.
 
     Returns:
@@ -115,7 +115,7 @@ def tile_bits(
 
 
 def _diagonal_masks(layout: TokenLayout, device: torch.device) -> TileMasks:
-    """CAUSAL on the diagonal, FULL elsewhere."""
+    """Return masks that are CAUSAL on the diagonal and FULL elsewhere."""
     codes = torch.full((layout.blocks, layout.blocks), FULL_TILE, dtype=torch.int32, device=device)
     codes.fill_diagonal_(CAUSAL_TILE)
     pool = torch.empty(0, layout.block, layout.block // 8, dtype=torch.uint8, device=device)

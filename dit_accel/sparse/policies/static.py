@@ -1,8 +1,8 @@
-"""Masks that no query or key changes, from lengths of segments, tile by tile: the S × S mask is never made.
+"""Masks that do not depend on queries and keys, built tile by tile without an S × S mask.
 
 The patterns are OmniAttention's (section 3.1.2): causal, packed documents, text interleaved with images, and random
-FULL / CAUSAL / PARTIAL tiles; beside them a sliding window, and the policy ``static`` of presets. All give
-:class:`~dit_accel.kernels.symbols.SparseSymbols` in which every row computes:
+FULL / CAUSAL / PARTIAL tiles. In addition there are a sliding window and the policy ``static`` of presets. All return
+:class:`~dit_accel.kernels.symbols.SparseSymbols` under which every row computes:
 
 >>> from dit_accel.kernels import lower
 >>> plan = lower(interleaved([133, 309, 70], [True, False, True], heads=8))  # text, an image, text
@@ -25,7 +25,7 @@ from dit_accel.sparse.policies.policy import Policy
 if TYPE_CHECKING:
     from dit_accel.presets.skip import StaticSkip
 
-_SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has a layout or two, and a few layers of their own pattern
+_SYMBOLS: Kept[SparseSymbols] = Kept(16)  # a pipeline has one or two layouts, and a few layers with another pattern
 TILE_KINDS = ("full", "causal", "partial")
 
 
@@ -37,22 +37,23 @@ def block_mask_from_segments(
     device: str | torch.device = "cpu",
     **options: int,
 ) -> SparseSymbols:
-    """The symbols of a sequence of segments, each of which attends to itself.
+    """Return the symbols of a sequence of segments, each of which attends to itself.
 
     Args:
         lengths: tokens of each segment, at least 1, in the order of the sequence.
-        causal: whether a query attends to its own segment up to itself only, or to all of it; one for each segment, or
-            one for all.
-        past: whether a query attends to all segments before its own as well.
-        device: where the symbols are.
-        options: ``block``, tokens in a block, 64 or 128 (usual); ``batch`` and ``heads``, which share the mask, each 1.
+        causal: True = a query attends to its own segment up to its own place; False = to the whole segment. One value
+            for each segment, or one for all.
+        past: True = a query also attends to all earlier segments.
+        device: device of the symbols.
+        options: ``block``, tokens in a block, 64 or 128 (default); ``batch`` and ``heads``, which share the mask, 1 by
+            default.
 
     Raises:
         ShapeError: there is no segment, a length is below 1, or ``causal`` has another number of entries.
     """
     causal = [causal] * len(lengths) if isinstance(causal, bool) else list(causal)
     if not lengths or min(lengths) < 1:
-        raise ShapeError(f"lengths must be those of one segment or more, each at least 1, got {list(lengths)}")
+        raise ShapeError(f"lengths must be one or more numbers, each at least 1, got {list(lengths)}")
     if len(causal) != len(lengths):
         raise ShapeError(f"causal must have one entry for each of {len(lengths)} segments, got {len(causal)}")
     length = torch.tensor(lengths, device=device)
@@ -65,25 +66,34 @@ def block_mask_from_segments(
 
 
 def causal(tokens: int, **options: Any) -> SparseSymbols:
-    """Each query attends to itself and to what comes before; options as for :func:`block_mask_from_segments`."""
+    """Return a causal mask: each query attends to itself and to earlier keys.
+
+    See :func:`block_mask_from_segments` for the options.
+    """
     return block_mask_from_segments([tokens], causal=True, **options)
 
 
 def documents(lengths: Sequence[int], *, causal: bool | Sequence[bool] = False, **options: Any) -> SparseSymbols:
-    """Packed documents, none of which sees another; options as for :func:`block_mask_from_segments`."""
+    """Return the mask of packed documents, which do not attend to each other.
+
+    See :func:`block_mask_from_segments` for the options.
+    """
     return block_mask_from_segments(lengths, causal=causal, **options)
 
 
 def interleaved(lengths: Sequence[int], causal: Sequence[bool], **options: Any) -> SparseSymbols:
-    """Text, which attends causally, and images, which see themselves whole; both see all that comes before.
+    """Return the mask of text, which attends causally, and images, which attend to themselves whole.
 
-    Options are those of :func:`block_mask_from_segments`.
+    Both attend to all earlier segments. See :func:`block_mask_from_segments` for the options.
     """
     return block_mask_from_segments(lengths, causal=causal, past=True, **options)
 
 
 def sliding(tokens: int, window: int, *, device: str | torch.device = "cpu", **options: int) -> SparseSymbols:
-    """Query q attends to the ``window`` keys from ``q - window // 2`` on; other arguments as for the segments'."""
+    """Return a sliding window: query q attends to the ``window`` keys from ``q - window // 2`` on.
+
+    See :func:`block_mask_from_segments` for the options.
+    """
     first, end = _around(torch.arange(tokens, device=device), window)
     return symbols_from_intervals(first[:, None], end[:, None], **options)
 
@@ -98,13 +108,13 @@ def random_tiles(
     heads: int = 1,
     device: str | torch.device = "cpu",
 ) -> SparseSymbols:
-    """Tiles on and below the diagonal, each of a random kind; in PARTIAL ones every second pair attends, at random.
+    """Return random tiles on and below the diagonal; in PARTIAL tiles each pair attends with probability ½.
 
     Args:
         tokens: S.
-        kinds: "full", "causal" and "partial", those that are drawn, with equal odds.
-        generator: on ``device``; None = torch's own.
-        block, batch, heads, device: as for :func:`block_mask_from_segments`.
+        kinds: "full", "causal" and "partial"; each is chosen with equal probability.
+        generator: random generator on ``device``; None = torch's own.
+        block, batch, heads, device: see :func:`block_mask_from_segments`.
 
     Raises:
         ShapeError: a kind is unknown.
@@ -125,7 +135,7 @@ def random_tiles(
 
 
 class Static(Policy):
-    """Vision tokens attend by ``config.pattern``; text attends to all, and all attend to text."""
+    """Apply ``config.pattern`` to vision tokens; text attends to all tokens, and all tokens attend to text."""
 
     def draw(
         self,
@@ -137,7 +147,7 @@ class Static(Policy):
         kv_len: Any = None,
         pooled: Any = None,
     ) -> SparseSymbols:
-        """The symbols of a layout, made once and shared by all sites and steps."""
+        """Return the symbols of a layout, which are computed once and shared by all sites and steps."""
         key = layout, config.pattern, config.window, q.shape[0], q.shape[2], q.device
         return _SYMBOLS.get(key, lambda: _symbols_of_layout(*key))
 
@@ -161,6 +171,6 @@ def _symbols_of_layout(
 
 
 def _around(query: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First key, and the one behind the last, of the window around each query."""
+    """Return the first key of the window around each query, and the key after its last."""
     first = query - window // 2
     return first, first + window
