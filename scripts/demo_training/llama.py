@@ -51,7 +51,7 @@ def make_llama_tokenizer(words: list[str], *, most_tokens: int) -> LlamaTokenize
 
 @torch.no_grad()
 def make_llama_encoder(tokenizer: LlamaTokenizerFast, seed: int) -> LlamaModel:
-    """Build an encoder whose first layer mixes each word with earlier words at OFFSETS; unused layers get no gradient."""
+    """Build an encoder whose first layer mixes a word with earlier ones at OFFSETS; unused layers get no gradient."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
