@@ -1,6 +1,6 @@
-"""Runs that change one thing under way, drawn at random, beside plain runs that undergo the same change.
+"""Runs that randomly change one thing midway, compared with plain runs that change the same way.
 
-The long run: ``CHANGED_RUNS=300 pytest tests/test_changes_under_way.py``. ``CHANGED_RUNS=300-500`` draws other ones.
+The long run: ``CHANGED_RUNS=300 pytest tests/test_changes_under_way.py``. ``CHANGED_RUNS=300-500`` uses other cases.
 """
 
 import math
@@ -95,7 +95,7 @@ def toggles_guidance(pipe, tensors, strength):
 
 
 def ends_guidance(pipe, tensors, strength):
-    """As diffusers' guide has it: the scale is 0, and the prompt's half goes on alone."""
+    """End guidance as in diffusers' guide: the scale becomes 0, and only the prompt's half continues."""
     if pipe._guidance_scale > 1:
         pipe._guidance_scale = 0.0
         for name in ("prompt_embeds", "pooled_prompt_embeds"):
@@ -220,7 +220,7 @@ CHANGES = {
 
 
 class Case:
-    """A pipeline, what it is called with, and a preset, drawn at random."""
+    """A random pipeline with its arguments and a preset."""
 
     def __init__(self, choose, names=MOST, guided=None):
         self.name = choose.choice(names)

@@ -67,7 +67,7 @@ def imports(path: Path) -> Iterator[Import]:
 
 
 def _is_for_checkers(node: ast.AST) -> bool:
-    """Whether a node is ``if TYPE_CHECKING:``, whose body never runs."""
+    """Return True if a node is ``if TYPE_CHECKING:``, whose body never runs."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
@@ -161,7 +161,7 @@ def test_public_names_exist():
 
 
 def test_type_checkers_see_the_public_names():
-    """What stands there for type checkers is each public name, from where it is imported at first use."""
+    """The names for type checkers are the public names, from the modules of their first use."""
     seen = {module for module, at_import in imports(PACKAGE / "__init__.py") if not at_import}
     assert seen == {f"dit_accel.{home}.{name}" for name, home in dit_accel._HOMES.items()}
 

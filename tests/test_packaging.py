@@ -51,7 +51,7 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def metadata(wheel):
-    """What a package index reads."""
+    """Metadata that a package index reads."""
     (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     return message_from_bytes(wheel.read(path))
 
@@ -71,7 +71,7 @@ def test_wheel_holds_every_preset(wheel):
 
 
 def test_wheel_holds_the_package_without_demo_models(wheel, built):
-    """Every file of the package but the models ships, and nothing beside package and presets."""
+    """The wheel has every file of the package except the models, and nothing but package and presets."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {f"dit_accel/{name}" for name in _files("dit_accel")}
     package = {name for name in package if not name.startswith(f"{ASSETS}/demo-")}
@@ -201,7 +201,7 @@ def test_description_has_no_relative_link(metadata):
 
 
 def test_indexes_render_the_description(metadata):
-    """As a package index makes HTML of it: tables, code and pictures, and every link a whole address."""
+    """HTML as from a package index: tables, code and images, and every link a complete address."""
     page = markdown.render(metadata.get_payload(decode=True).decode())
     assert min(page.count(tag) for tag in ("<table", "<pre", "<img", "<h2")) >= 2
     assert re.findall(r'(?:src|href)="(?!https://|#)[^"]*"', page) == []

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank has found, by check; both run all checks, in one go."""
+    """Results of each rank, by check; both run all checks, in one go."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -40,7 +40,7 @@ def found(tmp_path_factory):
 
 
 def on_both(found, check):
-    """What both ranks have found in a check that failed on neither."""
+    """Results of both ranks in a check that failed on neither."""
     rows = [rank[check] for rank in found[:2]]
     assert not any("failed" in row for row in rows), rows
     return rows
@@ -73,7 +73,7 @@ def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_leave_tiles_out(found, family):
-    """Symbols are drawn where a rank has all tokens of its heads; both tell the share of the one that computes most."""
+    """Symbols are computed where a rank has all tokens of its heads; both report the highest computed share."""
     first, second = (rank["sparse"] for rank in on_both(found, family))
     assert first["computed"] == second["computed"] < 0.999
 
@@ -81,7 +81,7 @@ def test_ranks_leave_tiles_out(found, family):
 @pytest.mark.parametrize("family", ["flux", "flux2", "wan", "hunyuan", "qwen-image"])
 @pytest.mark.parametrize("preset", ["exact", "layer"])
 def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
-    """As on a GPU, where they run in every step; HunyuanVideo's prompt has an odd number of tokens here."""
+    """Fused kernels run in every step, as on a GPU; HunyuanVideo's prompt has an odd number of tokens here."""
     first, second = (rank[f"{family}, {preset}"] for rank in on_both(found, "fused"))
     require_as_alone(first, second)
 
@@ -90,7 +90,7 @@ def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
 @pytest.mark.parametrize("preset", ["exact", "balanced"])
 @pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
 def test_a_rank_replays_graphs_beside_one_that_runs_as_ever(found, family, preset, blocks):
-    """What is exchanged stays between graphs, so that ranks meet whatever each of them does."""
+    """Communication stays between graphs, so that ranks meet whether they replay or not."""
     replaying, other = (rows[f"{family}, {preset}, {blocks}"] for rows in on_both(found, "graphs"))
     assert replaying["equal"] and other["equal"]
     assert replaying["parts"] > 4 and replaying["replays"] > 0 == other["replays"]
@@ -126,7 +126,7 @@ def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
 
 @pytest.mark.parametrize("case", [f"wan, {preset}" for preset in ("exact", "balanced", "layer", "residual")])
 def test_branches_on_two_ranks_make_what_one_makes(found, case):
-    """Each computes its own branch; the second one's first call of all tells it what to receive."""
+    """Each rank computes its own branch; the second one's first call determines the shape to receive."""
     first, second = (rank[case] for rank in on_both(found, "branches"))
     require_as_alone(first, second)
     assert [first["calls"], second["calls"]] == [first["plain_calls"] // 2, first["plain_calls"] // 2 + 1]

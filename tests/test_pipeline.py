@@ -39,7 +39,7 @@ def call(pipe, name="flux", steps=STEPS, **overrides):
 
 
 def fresh(preset, **overrides):
-    """What a newly built pipeline gives in its first call."""
+    """Result of a newly built pipeline's first call."""
     return call(accelerate_pipeline(tiny_pipeline("flux"), preset), **overrides)
 
 
@@ -453,7 +453,7 @@ def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
 
 
 def test_outputs_may_hold_what_is_no_tensor():
-    """An output with a None beside the sample is forecast with the None in its place."""
+    """An output with a None next to the sample is forecast with the None in its place."""
 
     class Transformer(torch.nn.Module):
         def forward(self, hidden_states, timestep):
@@ -492,4 +492,4 @@ def test_the_host_waits_once_a_computed_call(preset):
     finally:
         pipe.transformer.forward = forward
     computed = [step.mode != "dispatch" for step in pipe.dit_accel.report().steps]
-    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has nothing to be judged by
+    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has no forecast to compare with

@@ -1,4 +1,4 @@
-"""What the README and the docs show works as they show it."""
+"""Code in the README and the docs works as shown."""
 
 import functools
 import re

@@ -80,7 +80,7 @@ def test_eight_threads_get_what_each_gets_alone(preset):
 
 
 def test_loops_in_threads_have_steps_of_their_own():
-    """Loops of the caller's own over one transformer are told apart by their threads."""
+    """Loops of the caller's own over one transformer are distinguished by their threads."""
     pipe = tiny_pipeline("flux")
     timesteps = [1 - step / 20 for step in range(20)]
     held = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))[
@@ -215,7 +215,7 @@ def test_a_transformer_outlives_its_pipeline():
 
 
 def test_a_call_within_another_leaves_it_in_progress():
-    """As where the arguments of a call are the output of another device's branch, which is received then."""
+    """For example an argument that is the output of another device's branch, received during the call."""
     pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
     runs = accelerate_pipeline(pipe, CLOSED_LOOP).dit_accel._runs
@@ -227,7 +227,7 @@ def test_a_call_within_another_leaves_it_in_progress():
 
 
 def test_finished_threads_leave_no_records():
-    """What a loop in a thread has recorded goes with the thread."""
+    """Records of a loop in a thread are freed with the thread."""
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, CLOSED_LOOP)
     for seed in range(3):

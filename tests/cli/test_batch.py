@@ -20,8 +20,8 @@ from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output, timed_output
 from tests.tiny import tiny_inputs, tiny_pipeline
 
-COUNT = 8  # pictures
-# The command line, which is killed while it makes the fourth picture.
+COUNT = 8  # images
+# The command line, which is killed while it makes the fourth image.
 DIES = """
 import os
 import signal
@@ -81,9 +81,9 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
-    """What is whole stays as it is; a spoilt file, a lost one and a line that was cut off are made again.
+    """Complete files stay; a corrupt file, a missing file and a truncated line are made again.
 
-    Lines of the manifest count wherever a broken one stands.
+    Lines of the manifest after a broken line count too.
     """
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
     folder, before = tmp_path / "out", manifest(tmp_path)
@@ -155,7 +155,7 @@ def calls(monkeypatch):
 
 
 def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tmp_path):
-    """The same pictures but for rounding, from the same noise, and each its own steps; other settings, other calls."""
+    """Images of a shared call equal separate ones up to rounding, with their own steps; other settings run apart."""
     lines = [{"prompt": f"picture {index}", "seed": index, "steps": 8} for index in range(4)]
     lines[2] |= {"steps": 7}
     options = map(json.dumps, lines), "--set", "target_error=0.06"

@@ -114,7 +114,7 @@ def test_quiet_prints_nothing(run, models):
 
 
 def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
-    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the picture changes."""
+    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the image changes."""
     common = ("generate", "-p", "a fox", "-m", models / "flux-schnell", *SMALL, "--preset", "exact")
     assert run(*common, "-o", "one.png").exit_code == 0
     assert run(*common, "--negative-prompt", "blue", "--guidance", 4, "-o", "two.png").exit_code == 0
@@ -210,7 +210,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
-    """What the user got wrong is said without a traceback, and nothing is written."""
+    """User errors give one line without a traceback, and nothing is written."""
     Image.new("RGB", (16, 16)).save(models / "picture.png")
     for folder in ("o-plain.png", "n-1.png"):
         (models / folder).mkdir(exist_ok=True)
@@ -315,7 +315,7 @@ def test_presets_list_filters_by_model(run, model, there, missing):
 
 
 def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
-    """What is shown, saved and checked is the preset itself; the check prints it whole."""
+    """Showing, saving and checking give the preset itself; the check prints it in full."""
     shown = run("presets", "show", "flux-flashomni-paper")
     assert shown.exit_code == 0
     (tmp_path / "mine.yaml").write_text(shown.stdout)
@@ -326,7 +326,7 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
 
 
 def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
-    """What is there goes before what is shipped, and its own values are printed."""
+    """An existing file takes precedence over the shipped preset, and its values are printed."""
     (tmp_path / "balanced").write_text("base: balanced\nschedule: {warmup: 7}\n")
     checked = run("presets", "check", "balanced")
     assert checked.exit_code == 0, checked.output

@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 
 def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
-    """Table, JSON and plots of presets and peers; asked again with one more peer, only that one is measured."""
+    """Table, JSON and plots of presets and other methods; a second run with one more method measures only that one."""
     asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "turbo,quality", *SMALL)
     result = run(*asked, "--peers", "fewer-steps")
     assert result.exit_code == 0, result.output
@@ -118,7 +118,7 @@ def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
 
 
 def test_methods_are_those_that_were_asked_for(monkeypatch):
-    """Presets by name, else the three levels of the model's kind and targets between them; peers, as many as wanted."""
+    """Presets by name, else the three levels of the model's kind and targets between; any number of other methods."""
     asked = {}
     bench = SimpleNamespace(pipe=tiny_pipeline("wan"), subject=SimpleNamespace(steps=6))
 

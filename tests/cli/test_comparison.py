@@ -1,4 +1,4 @@
-"""Both sides of one picture, timed in turn."""
+"""Both sides of one image, timed alternately."""
 
 import io
 from contextlib import contextmanager

@@ -170,13 +170,13 @@ def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint
     ids=["plot", "json", "plain", "default", "plot-and-json"],
 )
 def test_two_options_do_not_write_one_file(run, model, tmp_path, arguments, complaint):
-    """Files beside NAME and that of no --output count too."""
+    """Files derived from NAME, and the default file without --output, count too."""
     assert_refused(run("generate", "-p", "a", "-m", model, *SMALL, *arguments), complaint)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_force_replaces_what_generate_wrote(run, model, tmp_path):
-    """Without it a second run is refused, or writes beside the first where it names no output; files stay."""
+    """Without --force a second run is refused, or chooses another name if it has no output name; files stay."""
     asked = ("generate", "-p", "a", "-m", model, *SMALL, "--json", "run.json")
     assert run(*asked, "--seed", 1).exit_code == 0
     first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -190,7 +190,7 @@ def test_force_replaces_what_generate_wrote(run, model, tmp_path):
 
 
 def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, model, tmp_path):
-    """A layer without symbols is told with those that have some; the folder stays empty."""
+    """A layer without symbols gives an error that lists layers with symbols; the folder stays empty."""
     asked = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni-paper", "--quiet", "--output", "run")
     sized = ("--steps", 12, "--height", 64, "--width", 64)
     assert_refused(run(*asked, *sized, "--layer", "nope"), "--layer: no symbols of layer 'nope'; layers: transformer_")

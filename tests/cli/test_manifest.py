@@ -74,7 +74,7 @@ def test_a_crash_while_a_line_is_written_costs_that_line_alone(make, tmp_path):
 
 
 def test_what_is_no_row_is_passed_over(make, tmp_path):
-    """As a disk's block that was not written, or a line of another program."""
+    """Lines that are not rows, such as an unwritten disk block or another program's line, are skipped."""
     make(*LINES)
     manifest = tmp_path / batch.MANIFEST
     manifest.write_bytes(b'\xff\x00\n[1]\n5\n"text"\n{"index": []}\n\n' + manifest.read_bytes())
@@ -184,7 +184,7 @@ def test_one_process_of_several_writes(make, tmp_path, monkeypatch):
     ids=["single lines", "batch", "off", "on", "interval"],
 )
 def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkeypatch, settings, size, apart):
-    """What the preset says itself stays, and so does a preset without a closed loop."""
+    """Values set by the preset stay, and so does a preset without a closed loop."""
     preset, started = load_preset("balanced", **settings), []
     pipe = SimpleNamespace()
     monkeypatch.setattr(
@@ -235,7 +235,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
 
 
 def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
-    """The last one's mistake is told before the first one's hours."""
+    """An error in the last line is reported before the first line runs for hours."""
     pipe, looked = SimpleNamespace(), []
     monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(working, "start_pipeline", lambda *_: looked.append("started"))

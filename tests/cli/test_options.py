@@ -16,13 +16,13 @@ PICTURES, CLIPS = "some/pictures", "some/clips"
 
 
 class Acts(NamedTuple):
-    """What a command is given, and how what it hands on differs from what it hands on without.
+    """Effect of an option: the difference between a command's calls with it and without it.
 
     Args:
-        given: the option with a value, and whatever else it needs.
-        changes: by name, what is handed on.
-        model: that the command runs on, with and without.
-        replaces: options that are not given beside it.
+        given: the option with a value, and everything else it needs.
+        changes: changed arguments of the calls, by name.
+        model: model of the command, with and without the option.
+        replaces: options that are left out together with it.
     """
 
     given: tuple
@@ -207,7 +207,7 @@ def test_every_option_is_in_the_table():
 
 @pytest.mark.parametrize(("command", "acts"), ACTING.values(), ids=ACTING)
 def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, acts):
-    """Of everything that the command hands to the library, prints and writes."""
+    """The option changes these parts of the command's calls, output and files, and no other part."""
     base = list(BASES[command])
     for option in acts.replaces:
         place = base.index(option)

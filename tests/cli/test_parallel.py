@@ -164,7 +164,7 @@ def test_a_process_without_a_device_of_its_own_is_told(processes, monkeypatch, d
     ids=["counted", "gone", "none"],
 )
 def test_the_first_process_that_fails_tells_why(processes, monkeypatch, store, told):
-    """torchrun's store counts them; where there is none the leading one tells, whichever failed."""
+    """torchrun's store counts the processes; without a store the first rank reports, whichever rank failed."""
     count = itertools.count(1)
 
     class Store:

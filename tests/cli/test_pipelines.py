@@ -1,4 +1,4 @@
-"""What commands call a pipeline with, how its failures are told, and what lines of a file ask for."""
+"""Arguments of a command's pipeline calls, reports of pipeline errors, and jobs of a file's lines."""
 
 import logging
 from types import SimpleNamespace
@@ -87,7 +87,7 @@ def check_inputs(error):
 
 
 def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
-    """What a pipeline's own checks raise is the user's; the same error from elsewhere is a defect of somebody's."""
+    """Errors of a pipeline's own checks are the user's; the same error from elsewhere is a bug."""
     for kind in (ValueError, TypeError):
         with pytest.raises(UnsupportedError, match="dict refuses its arguments: not so"), explained_failures(dict):
             check_inputs(kind("not so"))
@@ -174,7 +174,7 @@ def test_a_demo_models_own_preset_is_the_default():
 
 
 def test_overrides_reach_the_preset_of_a_pipeline():
-    """Those of --set, also where the plain name stands for a video's form."""
+    """Overrides of --set also apply where the plain name stands for a video's form."""
     for name in ("flux", "wan"):
         preset = preset_for(tiny_pipeline(name), target_error=0.5)
         assert preset.schedule.target_error == 0.5 and preset.name.endswith("balanced")

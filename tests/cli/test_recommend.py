@@ -1,4 +1,4 @@
-"""What `dit-accel recommend` prints."""
+"""Output of `dit-accel recommend`."""
 
 import shlex
 
@@ -31,7 +31,7 @@ def test_recommend_prints_figures_notes_and_lines(run):
     ],
 )
 def test_mistakes_exit_with_2(run, options, message):
-    """An unknown model or card is told in one line, with what is known."""
+    """An unknown model or card gives a one-line error with the known ones."""
     result = run("recommend", *options)
     assert result.exit_code == 2 and message in result.stderr
 

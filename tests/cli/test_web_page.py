@@ -1,4 +1,4 @@
-"""What the page of ``dit-accel app`` makes of a run's events, and who may ask for what; no server runs."""
+"""State of the ``dit-accel app`` page for a run's events, and access checks; no server runs."""
 
 import math
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def compared(psnr=30.0, notes=(), preset="balanced"):
 
 
 def test_figures_are_of_both_sides():
-    """Seconds of the denoising loop; a plain one that was kept says so, and equal pictures have no PSNR."""
+    """Seconds of the denoising loop; a cached plain run says so, and equal images have no PSNR."""
     black, white = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
     view = seen(made("plain", black, 6.0, kept=True), made("accelerated", white, 2.0), compared())
     assert "| 6.00 s (kept) | 2.00 s | 3.00× | 30.0 dB | 25% |" in view.figures

@@ -1,4 +1,4 @@
-"""Files that commands write, and the settings that they note beside them; nothing is loaded, run or drawn."""
+"""Files that commands write, and the settings in them; nothing is loaded, run or plotted."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ TUNE, COMPARE = ("tune", "--target-psnr", 30), ("compare", "--prompt", "a")
     ids=lambda given: given if isinstance(given, str) else " ".join(map(str, given)),
 )
 def test_force_is_what_replaces_files(run, reached, tmp_path, command, file):
-    """Every command leaves files that are there, even empty ones, and replaces them where it is told to."""
+    """Every command keeps existing files, even empty ones, and replaces them only with --force."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     model = () if command[0] == "presets" else ("--model", PICTURES)
@@ -142,7 +142,7 @@ def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
 
 
 def test_figures_of_a_comparison_are_over_everything_made():
-    """All pictures of both sides, and seconds of the loop and of the call by their names."""
+    """All images of both sides, and seconds of the loop and of the call by their names."""
     compared = []
     medium = SimpleNamespace(quality=lambda *sides: compared.append(sides) or {"psnr_db": 40.0})
     plain, fast = (

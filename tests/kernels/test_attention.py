@@ -133,7 +133,7 @@ def test_gpus_without_tensor_descriptors(block, options, monkeypatch, device, ma
 
 
 def test_strides_that_no_descriptor_takes(device, make_tensor, make_sparsity, assert_no_worse):
-    """Of 17 half-precision numbers, say: 34 bytes, where the copy engine wants a multiple of 16."""
+    """For example 17 half-precision numbers are 34 bytes, and the copy engine needs a multiple of 16."""
     q, k, v = (make_tensor(2, 130, 3, 17, dtype=torch.float16)[..., :16] for _ in range(3))
     check(q, k, v, make_sparsity(2, 3, 130), "triton", assert_no_worse)
 

@@ -102,7 +102,7 @@ THRESHOLDS = {
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("levels", "left_out"), THRESHOLDS.values(), ids=THRESHOLDS.keys())
 def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, make_sparsity, assert_no_worse):
-    """What remains is exactly the softmax without them, down to its lse."""
+    """The result is exactly the softmax without the skipped tiles, including its lse."""
     tokens = 4 * block - 50
     sparsity = make_sparsity(1, 1, tokens, block=block, rows=1.1, tiles=1.1)
     q, k, v = levelled(levels, tokens, block, device)

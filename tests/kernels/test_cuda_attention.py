@@ -1,6 +1,6 @@
-"""The Hopper attention kernel: what it refuses and, where there is such a GPU, the contract in both ways to share work.
+"""The Hopper attention kernel: refused arguments and, on such a GPU, results for both ways to share work.
 
-With fewer rows than four a multiprocessor the kernel cuts rows into parts; with more it draws whole rows.
+With fewer than four rows per multiprocessor the kernel splits rows; with more it fetches whole rows.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def test_auto_takes_it_and_the_host_never_waits(make_tensor, make_sparsity):
 
 
 def test_limits(make_sparsity, device):
-    """Arguments are judged before any launch, whatever the device."""
+    """Arguments are checked before any launch, on any device."""
     plan = make_sparsity(1, 2, 300, block=128).plan
     q = torch.zeros(1, 300, 2, 128, dtype=torch.float16, device=device)
     codes = torch.zeros(1, 1, plan.blocks, plan.blocks, dtype=torch.int32, device=device)

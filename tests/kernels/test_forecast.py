@@ -74,7 +74,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED.keys())
 def test_views_of_any_kind(view, backend, make_tensor):
-    """What lies beside a view is left alone, whether its rows can be addressed by one stride or not."""
+    """Memory around a view stays unchanged, whether its rows have a single stride or not."""
     strided = view(make_tensor(2, 48, 48))
     history = [strided, make_tensor(*strided.shape)]
     whole = torch.full((2, 48, 48), math.nan, device=strided.device)

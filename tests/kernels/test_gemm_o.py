@@ -76,7 +76,7 @@ def test_update_rebases_the_stack_before_onto_the_new_symbols(
 
 
 def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse, *, offset=0):
-    """Of the stack before, an entry is as good as any sum of it and the heads that changed; what o gives is as ever."""
+    """Compare rebased entries with the old ones plus the changed heads, and the output with the dense result."""
     stream = slice(offset, offset + o.shape[1])
     was, computes = (sparsity.tokens_computed()[:, stream] for sparsity in (before, now))
     options = {"offset": offset, "backend": backend}

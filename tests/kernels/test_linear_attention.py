@@ -95,7 +95,7 @@ def test_the_projection_comes_last(accumulate, backend, make_tensor, make_margin
 
 @every_case
 def test_gradients_are_those_of_autograd(case, backend, device, make_tensor, make_marginal):
-    """Of the definition in float64. What queries and gradients hold in rows that do not compute plays no part."""
+    """Gradients equal the float64 definition's; queries and gradients in reused rows have no effect."""
     batch, heads, tokens, block, kv_len, feature_map = case
     kv_len = lengths_of(kv_len, device)
     sparsity, marginal = make_marginal(batch, heads, tokens, block)
@@ -131,7 +131,7 @@ def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal,
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 needs a GPU")
 def test_a_mean_of_the_values_does_not_blur_bfloat16_gradients(device, make_tensor, make_marginal):
-    """What all values share changes neither dq nor dk, however large it is beside the rest."""
+    """A constant shared by all values changes neither dq nor dk, however large it is."""
     sparsity, marginal = make_marginal(1, 2, 1000, 64, rows=1.1)
     q, k, v, do = (make_tensor(1, 1000, 2, 64, dtype=torch.bfloat16) for _ in range(4))
     v = v + 8

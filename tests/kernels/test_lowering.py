@@ -62,7 +62,7 @@ def naive_lists(rows, tiles, order, masked=None):
 
 
 def plan_lists(plan):
-    """The same lists, from a plan: each list up to its count."""
+    """Lists of a plan, each up to its count."""
 
     def heads_of(index, count):
         return [row[:n] for row, n in zip(index.flatten(0, -2).tolist(), count.flatten().tolist(), strict=True)]

@@ -78,7 +78,7 @@ def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
 
 
 def test_tokens_may_lie_side_by_side(backend, make_tensor):
-    """As a patch embedding leaves them."""
+    """Tokens may be adjacent in memory, as a patch embedding leaves them."""
     x, row = make_tensor(2, 64, 7).transpose(1, 2), make_tensor(1, 1, 64)
     torch.testing.assert_close(norm_modulate(x, row, row, backend=backend), norm_modulate(x.contiguous(), row, row))
 

@@ -65,7 +65,7 @@ def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "apart"])
 @pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
 def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
-    """Whether or not queries and keys lie alike in memory; into joint sequences and into new tensors."""
+    """A pair gives the results of two single calls, for any memory layout, into new tensors or joint sequences."""
     projected = make_tensor(2, 5, 3 * 48)
     q, k = (projected[..., start : start + 48].unflatten(-1, (3, 16)) for start in (0, 48))
     k = k if alike else k.contiguous()

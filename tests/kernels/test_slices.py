@@ -106,7 +106,7 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_ten
 
 @pytest.mark.parametrize("case", ["ragged", "block-128"])
 def test_equals_dense_masked_attention(case, implementation, make_slices, make_tensor, assert_no_worse):
-    """As exact as the dense computation in its precision; reused rows are untouched, empty ones 0 with lse -inf."""
+    """Results are as exact as dense ones in the same precision; reused rows stay, empty ones are 0 with lse -inf."""
     backend, dtype = implementation
     case = CASES[case]
     sparsity, pairs = make_slices(**case)
@@ -212,7 +212,7 @@ def test_hopper_recovers_the_mask_of_one_hot_values(make_slices):
 
 @needs_gpu
 def test_masks_take_an_eighth_of_the_papers_memory():
-    """Bits, lists and what the kernel takes for the call, beside FG-Attn's int32 lists of a 12-head layer."""
+    """Memory of bits, lists and the kernel's own buffers, compared with FG-Attn's int32 lists of a 12-head layer."""
     heads, tokens, block = 12, 32760, 128
     blocks = -(-tokens // block)
     q = torch.randn(1, tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16)

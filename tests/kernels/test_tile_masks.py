@@ -27,7 +27,7 @@ def mixed(tokens: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
 
 
 def kind_by_definition(pairs: torch.Tensor, is_diagonal: bool) -> str:
-    """Of a tile's pairs inside the sequence, bool [queries, keys]."""
+    """Kind of a tile from its pairs inside the sequence, bool [queries, keys]."""
     if not pairs.any():
         return "skipped"
     if pairs.all():
@@ -74,7 +74,7 @@ def test_each_tile_is_of_the_cheapest_kind(tokens, block):
 
 
 def test_equal_tiles_share_an_entry():
-    """Of 6 PARTIAL tiles in 2 heads, 3 differ; a ragged one equals a whole one only if all its pairs do."""
+    """3 of 6 PARTIAL tiles in 2 heads differ; a ragged tile equals a full one only if all its pairs do."""
     tile = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
     mask = torch.zeros(1, 2, 150, 150, dtype=torch.bool)
     mask[0, 0, :64, :64] = mask[0, 0, 64:128, :64] = mask[0, 1, :64, 64:128] = tile

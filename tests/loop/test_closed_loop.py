@@ -1,4 +1,4 @@
-"""When the closed loop computes next, by the errors that it is told."""
+"""Choice of the next computed step from the measured errors."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_closed_loop_knows_the_errors_of_polynomials(order):
     ids=["nan", "infinite", "zero", "on-target"],
 )
 def test_closed_loop_at_extreme_errors(error, interval):
-    """What is no number computes the next step; a perfect forecast reaches max_interval; the target itself is met."""
+    """After NaN the next step is computed; a perfect forecast reaches max_interval; an error at the target passes."""
     control = closed_loop(target_error=0.05, max_interval=7)
     control.observe(5, [4, 3], 1, error)
     assert interval_after(control, 5) == interval
@@ -88,7 +88,7 @@ def test_closed_loop_at_extreme_errors(error, interval):
 
 @pytest.mark.parametrize("errors", [(0.0, 0.012), (0.012, 0.0), (0.012, 0.0, 0.001)], ids=str)
 def test_worst_error_of_a_step_decides(errors):
-    """Branches are judged one after the other at one step; the shortest interval counts, in any order."""
+    """Branches of one step report their errors one by one; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
     for error in errors:
         control.observe(5, [4, 3], 1, error)
@@ -164,7 +164,7 @@ def test_the_last_step_computes_where_an_error_would_stay(error, computed):
 
 
 def test_closed_loop_survives_equal_coordinates():
-    """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
+    """A scheduler with a constant noise level gives no distance to compare, so the next step is computed."""
     control = closed_loop([3.0, 2.0, 2.0, 1.0])
     control.observe(2, [2.0, 3.0], 1, 0.01)
     assert interval_after(control, 2) == 1
@@ -198,7 +198,7 @@ def test_interval_repeats_its_interval(keys, sequence):
     ],
 )
 def test_presets_of_papers_compute_the_published_steps(name, computed):
-    """Of 50 steps, those that the code published with TaylorSeer computes at N = 5."""
+    """The computed steps of 50 are those of TaylorSeer's published code at N = 5."""
     control = IntervalGap(load_preset(name), Course(range(50), [1.0] * 50))
     assert [step for step, letter in enumerate(modes(control)) if letter != "D"] == list(computed)
 

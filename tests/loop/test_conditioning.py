@@ -7,7 +7,7 @@ from dit_accel.loop.conditioning import Conditioning
 
 
 def told(*values):
-    """What is found changed at each of some calls with one item."""
+    """Changes found at each of some calls with one item."""
     conditioning = Conditioning()
     return [conditioning.changed({"item": value}) for value in values]
 

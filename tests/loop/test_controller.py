@@ -171,7 +171,7 @@ def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
 
 
 def test_an_output_that_hardly_lasts_corrects_nothing():
-    """Made good by the end, a miss would mean to go far astray until then."""
+    """Correcting the whole error at the end would mean large errors until then."""
     loop = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}})
     update = 6
     *before, end = FakeClock.moves
@@ -298,7 +298,7 @@ def test_recorded_output_is_a_copy():
 
 @pytest.mark.parametrize("contexts", [("cond", "uncond"), (None, None)], ids=["by-context", "by-call-order"])
 def test_branches_do_not_mix(contexts):
-    """Each CFG stream is forecast from its own outputs, told apart by name or by the order of calls in a step."""
+    """Each CFG branch is forecast from its own outputs, identified by name or by the order of calls in a step."""
     loop = Loop()
     for step in range(6):
         for value, context in zip((1.0, 2.0), contexts, strict=True):
@@ -319,7 +319,7 @@ def test_branches_share_the_steps_mode():
 
 
 def test_closed_loop_stretches_its_gaps_while_forecasts_hold():
-    """An output that is linear in the step is computed every max_interval steps, once two records tell the slope."""
+    """An output that is linear in the step is computed every max_interval steps, once two records give the slope."""
     loop = closed_loop()
     modes = [loop.call(step, 1.0 + step)[0].mode for step in range(STEPS)]
     assert modes == [FULL, FULL, UPDATE, *[DISPATCH] * 3, UPDATE, *[DISPATCH] * 3, UPDATE, DISPATCH]
@@ -366,7 +366,7 @@ def test_error_that_is_no_number_is_not_hidden():
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_the_worst_tensor_of_an_output_decides(bad):
-    """Video beside audio: the error of a step is that of the tensor that was forecast worst, wherever it stands."""
+    """For video and audio: the error of a step is that of the worst forecast tensor, wherever it is."""
     loop = closed_loop()
     for step in range(2):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
@@ -451,7 +451,7 @@ def test_changed_shape_drops_caches_and_is_noted():
 
 
 def test_changed_shape_keeps_unnamed_branches_apart():
-    """Calls that are told apart by their order still are after the first of them changed its shape."""
+    """Calls identified by their order stay so after the first of them changes its shape."""
     loop = Loop()
     for step in range(6):
         shapes = ((1, 4),) if step < 3 else ((2, 4),)
@@ -575,7 +575,7 @@ def test_latest_symbols_are_the_first_branchs():
 
 
 def test_fallbacks_are_listed_once():
-    """A site that runs densely step after step is one entry; another reason is another."""
+    """A site that uses dense attention step after step is one entry; another reason is another."""
     controller = Loop().controller
     for reason in ("LoRA", "LoRA", "offload"):
         controller.report.fall_back("first", reason)

@@ -49,7 +49,7 @@ def test_taylor_is_taylorseers_recursion(count):
 
 
 def test_taylor_is_newton_up_to_first_order_only():
-    """At D=1 both draw the same line; at D=2 the one-sided second difference misses a parabola that Newton meets."""
+    """At D=1 both give the same line; at D=2 the one-sided second difference misses a parabola that Newton meets."""
     assert taylor_weights(UNEVEN[:1], 9.0) == newton_weights(UNEVEN[:1], 9.0)
     assert taylor_weights(UNEVEN[:2], 9.0) == pytest.approx(newton_weights(UNEVEN[:2], 9.0))
     parabola = [t * t for t in (2.0, 1.0, 0.0)]
@@ -116,5 +116,5 @@ def test_missed_weights_sum_to_zero_and_need_forecasts(order):
     records = [9.0, 5.0, 4.0, 1.0]
     weights = missed_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
     assert len(weights) == 5 and sum(weights) == pytest.approx(0.0, abs=1e-12)
-    assert weights[0] > 0.0  # forecasts that fell short are made good by more of the new output
+    assert weights[0] > 0.0  # if forecasts fall short, more of the new output corrects them
     assert missed_weights("newton", records, order, 14.0, []) == [0.0] * 5

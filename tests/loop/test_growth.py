@@ -1,4 +1,4 @@
-"""What an error of each step counts, and what the model answers to one of the latents."""
+"""Weight of an error at each step, and the model's response to an error of the latents."""
 
 import math
 

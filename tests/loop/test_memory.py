@@ -23,7 +23,7 @@ HEADS = load_preset(
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
-ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # judges outputs at every level
+ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # measures outputs at every level
 GUIDED = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
 ROWS = "no attention history of text blocks"
 FLOAT8 = "float8 histories"
@@ -99,7 +99,7 @@ def test_rows_left_out_take_no_memory(float8, offload):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
 def test_copies_beside_the_computation_arrive_whole(float8):
-    """What left the device comes back as it was, although its memory was used again and its stream was busy."""
+    """Data copied from the device comes back unchanged, although its memory was reused and its stream was busy."""
     values = [torch.randn(1, 4096, 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
     expected = [Storage(float8).keep(value).read() for value in values]
     kept = []
@@ -175,9 +175,9 @@ def test_history_goes_on_in_another_form():
     ],
 )
 def test_estimate_is_what_the_caches_take(pipe, preset, overrides, arguments):
-    """What sizes alone say before the first block runs is what the tensors take in the end.
+    """The estimate from sizes before the first block runs equals the tensors' final memory.
 
-    To the byte, but that float8 fills up 128 values for each tensor by itself.
+    It is exact to the byte, except that float8 pads each tensor to 128 values.
     """
     _, report = run(pipe, load_preset(preset, **overrides), **arguments)
     assert report.steps_by_mode.keys() >= {"dispatch"} and report.fallbacks == []
@@ -188,7 +188,7 @@ def test_estimate_is_what_the_caches_take(pipe, preset, overrides, arguments):
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 @pytest.mark.parametrize("name, model", [("wan22", "wan"), ("hunyuan", "hunyuan_video")])
 def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
-    """The same for clips; of Wan 2.2's two transformers one remembers at a time."""
+    """Estimates for videos are exact too; of Wan 2.2's two transformers one keeps outputs at a time."""
     preset = load_preset({"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level], model=model)
     with accelerated(tiny_pipeline(name), preset) as pipe:
         tiny_output(pipe, name, steps=STEPS)
@@ -199,7 +199,7 @@ def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
 
 @pytest.mark.parametrize("name", ["flux-fill", "flux-control", "flux-kontext", "wan-i2v", "hunyuan-i2v-concat", "sd3"])
 def test_outputs_are_expected_as_wide_as_they_are(name):
-    """Where a transformer gets a picture beside the latents, it gives fewer channels than it gets."""
+    """A transformer that gets an image with the latents has fewer output than input channels."""
     with accelerated(tiny_pipeline(name), OUTPUT) as pipe:
         tiny_output(pipe, name, steps=STEPS)
         report = pipe.dit_accel.report()
@@ -217,7 +217,7 @@ def test_estimate_knows_the_models_dtype():
 
 @pytest.mark.parametrize("arguments", [{}, GUIDED], ids=["one-branch", "two-branches"])
 def test_offload_changes_no_bit(pipe, arguments):
-    """Attention outputs leave the device's account for the host's, and the picture stays the same."""
+    """Attention outputs move from the device's account to the host's, and the image stays the same."""
     plain, before = run(pipe, HEADS, **arguments)
     offloaded, after = run(pipe, load_preset(HEADS, **{"memory.offload": True}), **arguments)
     assert torch.equal(plain, offloaded)
@@ -238,7 +238,7 @@ def test_float8_histories_err_less_than_forecasts(pipe, preset, bound):
 
 
 def test_rows_of_text_blocks_are_never_read(pipe):
-    """A budget just below what the plain histories take leaves those rows out, and the picture stays the same."""
+    """A budget just below the plain histories' memory skips those rows, and the image stays the same."""
     plain, before = run(pipe, HEADS)
     budget = (before.cache_bytes - 1) / GIB
     trimmed, after = run(pipe, load_preset(HEADS, **{"memory.budget_gib": budget}))
@@ -304,7 +304,7 @@ def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
 
 
 def video(tokens: int, text: int, layers: int, heads: int) -> ModelSize:
-    """A video transformer in bfloat16 with heads of 128, all of whose blocks see text and clip as one sequence."""
+    """A video transformer in bfloat16 with heads of 128, whose blocks all see text and video as one sequence."""
     layout = TokenLayout(text, tokens, text_first=False)
     site = SiteSize(stream=layout.tokens, features=2 * layout.tokens)
     return ModelSize(4 * tokens, 2, 1, layout, heads, 128 * heads, (site,) * layers)

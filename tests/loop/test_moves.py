@@ -1,4 +1,4 @@
-"""What each step's output adds to the result of a run, read off the scheduler."""
+"""Contribution of each step's output to the result of a run, derived from the scheduler."""
 
 import copy
 from itertools import pairwise
@@ -162,6 +162,6 @@ def test_moves_of_a_sampler_that_calls_its_model():
     ],
 )
 def test_samplers_that_are_no_sum_are_refused(sample, reason):
-    """The reason tells what of the sampler can't be forecast."""
+    """The reason names the part of the sampler that cannot be forecast."""
     with pytest.raises(UnsupportedError, match=reason):
         sampler_moves(sample, SIGMAS)

@@ -135,7 +135,7 @@ def test_prompts_share_computed_steps_otherwise(flux):
 
 
 def test_pictures_of_one_prompt_go_their_own_ways(flux):
-    """num_images_per_prompt: every picture is a sample of its own."""
+    """num_images_per_prompt: every image is a separate sample."""
     with accelerated(flux, PRESET):
         together, density, _ = run(flux, "flux", PROMPTS[0], generators(2), num_images_per_prompt=2)
         alone = [run(flux, "flux", PROMPTS[0], seed) for seed in generators(2)]
@@ -193,7 +193,7 @@ def test_rows_of_a_prompt():
     assert prompt_rows(None, thrice) == prompt_rows(None, thrice, 3) == [(0, 2, 4), (1, 3, 5)]
     assert prompt_rows("cond_uncond", same) == prompt_rows(None, same, 2) == [(0, 3), (1, 4), (2, 5)]
     assert prompt_rows(None, same, 3) == [(0, 2, 4), (1, 3, 5)]
-    assert prompt_rows(None, same) == prompt_rows(None, latents, 3) == [None]  # nothing tells, so all together
+    assert prompt_rows(None, same) == prompt_rows(None, latents, 3) == [None]  # no information, so all together
 
 
 def test_arguments_of_rows():
@@ -229,7 +229,7 @@ def test_arguments_of_rows():
     ids=["unknown-tensor", "unknown-list", "another-list", "another-batch"],
 )
 def test_arguments_that_cannot_be_divided(argument, complaint):
-    """What is not known to have an entry a sample keeps the batch together."""
+    """An argument that may not have one entry per sample keeps the batch together."""
     assert re.search(complaint, why_not_divisible({"hidden_states": torch.zeros(3, 1), **argument}))
 
 

@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def skips(self) -> bool:
-        """Whether a computed step leaves tiles out."""
+        """Return True if a computed step skips tiles."""
         after_warmup = self.step >= self.preset.schedule.warmup
         return self.preset.skip.steps == "all" and after_warmup and self.mode != "dispatch"
 

@@ -21,7 +21,7 @@ from tests.models.naive_flux import NaiveAttention, Remembered, Schedule
 
 
 class Sequence(NamedTuple):
-    """What a model attends over.
+    """Sequence of a model's attention.
 
     Args:
         attentions: names of the attention modules, a regular expression.

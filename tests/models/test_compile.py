@@ -53,7 +53,7 @@ def pipe():
 # Graphs: one a block kind, and one more where FLUX's first single block reads what double blocks wrote.
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
-    """As with fused kernels, which run where blocks are not compiled; a second run compiles nothing more."""
+    """Decisions are the same as with fused kernels in uncompiled blocks; a second run compiles nothing more."""
     monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
     pipe = accelerate_pipeline(tiny_pipeline(name), "balanced", **{"schedule.target_error": 0.2})
     fused, steps = tiny_output(pipe, name, steps=STEPS), pipe.dit_accel.report().steps
@@ -207,7 +207,7 @@ class Compiled(torch.nn.Module):
 
 
 def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out():
-    """As the compiler has seen it, or with what another has put beneath; the hook is back whatever happens."""
+    """The forward seen by the compiler, or one put beneath, runs without our hook; the hook always comes back."""
     module = Compiled()
     hook = module.forward = lambda x: "hooked"
     entry = compiled_entry(module, module)

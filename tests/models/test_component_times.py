@@ -129,7 +129,7 @@ def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux, error):
 
 
 def test_a_part_that_fails_in_a_call_that_goes_on_hides_no_other():
-    """Where a pipeline catches a component's error and goes on, what runs behind it is told, and nothing twice."""
+    """If a pipeline catches a component's error and continues, later parts are reported, and nothing twice."""
 
     class Fails(torch.nn.Module):
         def forward(self, x):
@@ -166,7 +166,7 @@ def test_compiled_decoding_stays_whole(flux):
 
 
 def test_a_component_is_copied_and_pickled_as_ever(flux):
-    """Its copy tells nobody of its calls."""
+    """A copied component does not report its calls."""
     accelerate_pipeline(flux)
     call(flux)
     before = flux.dit_accel.report().parts
@@ -200,7 +200,7 @@ def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
 
 
 class Parts:
-    """Notes what is told."""
+    """Records the reported parts."""
 
     def __init__(self):
         self.told = []
@@ -249,7 +249,7 @@ def test_a_module_is_timed_once_under_its_first_name():
 
 
 def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
-    """Each call tells the beginning, and each component when it comes and goes; closed, nobody hears any more."""
+    """Each call reports its start, and each component its start and end; after closing nothing is reported."""
     pipe, parts = Pipe(), Parts()
     undo = component_times.time_components(pipe, parts)
     pipe.encode_prompt(1)
@@ -265,7 +265,7 @@ def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
 @pytest.mark.parametrize("own", [None, lambda x: ("own", x)], ids=["of the class", "own"])
 @pytest.mark.parametrize("later", [None, lambda x: ("later", x)], ids=["alone", "replaced"])
 def test_a_watched_method_is_what_it_was(own, later):
-    """What took its place meanwhile stays there."""
+    """A method replaced in the meantime keeps its replacement."""
     pipe = Pipe()
     if own is not None:
         pipe.encode_prompt = own

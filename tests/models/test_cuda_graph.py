@@ -1,4 +1,4 @@
-"""What is watched in a step before it is captured, with PyTorch's own watch of the GPU faked."""
+"""Checks of a step before its capture, with PyTorch's GPU checks faked."""
 
 import warnings
 

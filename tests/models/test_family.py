@@ -1,4 +1,4 @@
-"""Facts of families, one by one: tokens and grids of a call, what is judged, and what is to be remembered."""
+"""Facts of families: tokens and grids of a call, the outputs that count for the error, and expected memory."""
 
 import math
 from types import SimpleNamespace
@@ -133,7 +133,7 @@ VIDEOS = ("wan", "wan22-5b-i2v", "hunyuan", "hunyuan15", "mochi", "cogvideox", "
 @torch.no_grad()
 @pytest.mark.parametrize("name", VIDEOS)
 def test_a_grid_is_that_of_the_latents(name):
-    """Frames, rows and columns, in this order, of a clip whose sides all differ."""
+    """Frames, rows and columns, in this order, of a video whose sides all differ."""
     pipe, calls = tiny.pipeline(name), []
     handle = pipe.transformer.register_forward_pre_hook(lambda _, given, named: calls.append(named), with_kwargs=True)
     try:
@@ -187,7 +187,7 @@ def test_images_beside_wans_prompt_count_for_their_sample():
 @pytest.mark.parametrize("routed, activated", [(4, 2), (4, 1), (0, 0)], ids=["two experts", "one expert", "none"])
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
-    """As many numbers as their matrices have, at the model's own width, which is rounded up by little."""
+    """The count equals the matrices' numbers at the model's own width, which is rounded up by little."""
     from diffusers.models.transformers import transformer_hidream_image as own
 
     kind = own.HiDreamImageTransformerBlock if double else own.HiDreamImageSingleTransformerBlock
@@ -235,7 +235,7 @@ def test_an_attention_is_known_by_its_queries_and_keys():
 
 
 def test_latents_are_found_by_either_name_in_lists_too():
-    """Of a list each sample is one, whatever its size."""
+    """Each entry of a list is one sample, whatever its size."""
     samples = [torch.zeros(4, 2, 2), torch.zeros(4, 3, 2)]
     assert latents_of({"x": samples}) == samples and batch_of({"x": samples}) == 2
     assert batch_of({"hidden_states": torch.zeros(3, 5), "x": samples}) == 3 and latents_of({"prompt": 1}) == []

@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def own_attention_backend():
-    """What ``set_attention_backend`` sets is of the whole process."""
+    """Restore ``set_attention_backend``, whose setting is global to the process."""
     with attention_backend("native"):
         yield
 
@@ -62,7 +62,7 @@ def find_driver(pipe):
 
 
 def facts(report):
-    """What a report says of a run's decisions."""
+    """Decisions of a run, from its report."""
     steps = [(step.mode, step.error) for step in report.steps]
     return steps, report.density, report.attentions, report.fallbacks, report.computed_fraction, report.notes
 
@@ -363,7 +363,7 @@ def test_always_repeats_code_of_the_users_own(graph):
 
 
 def test_outputs_that_hold_more_than_tensors_are_not_repeated():
-    """As the cache that FLUX.2 Klein's transformer fills and returns."""
+    """For example the cache that FLUX.2 Klein's transformer fills and returns."""
     assert why_not_output((torch.ones(1), [None, 2])) is None
     assert why_not_output((torch.ones(1), object())) == "the output holds object"
 
@@ -405,7 +405,7 @@ def test_a_cpu_has_none():
 
 
 def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
-    """What a model raises under capture it raises again without, and then it is the caller's."""
+    """An error under capture is raised again without capture, and reaches the caller."""
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=2)
     with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:

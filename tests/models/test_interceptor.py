@@ -1,4 +1,4 @@
-"""What is caught of a model's own attentions, and how masks and padded text are put for the kernels."""
+"""Interception of a model's own attention, and conversion of masks and padded text for the kernels."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_leading_padding_is_counted_by_what_the_picture_reads():
     "valid", [[[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]], [[1, 0, 1, 0, 0], [0, 1, 1, 0, 1]]], ids=["leading", "scattered"]
 )
 def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
-    """Rows of text and picture are those of the masked attention, whatever lies where."""
+    """Rows of text and image equal the masked attention's, in any order."""
     tokens = Tokens(TEXT, VISION, padding="mask")
     counts = torch.cat([torch.tensor(valid).bool(), torch.ones(2, VISION, dtype=torch.bool)], dim=1)
     mask = counts[:, None, None, :].expand(2, 1, TEXT + VISION, -1)

@@ -226,7 +226,7 @@ def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monk
 
 
 def test_positional_arguments_without_names_run_plainly(pipe, monkeypatch):
-    """Where a forward takes ``*args``, nothing tells what is what; a note says what helps."""
+    """A forward with ``*args`` gives no argument names; a note says how to fix it."""
     arguments = []
     with monkeypatch.context() as patched:
         keep = lambda self, *args, **kwargs: arguments.append(kwargs) or OWN(self, *args, **kwargs)  # noqa: E731

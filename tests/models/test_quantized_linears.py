@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
 
 
 def test_an_input_that_changes_in_place_is_rounded_anew():
-    """As residual streams do; under no gradients, where versions are counted still."""
+    """For example residual streams; also under no_grad, where versions are still counted."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     linears, x = linears_of(pipe), torch.randn(1, 80, layer.in_features)

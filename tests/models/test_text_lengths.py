@@ -35,7 +35,7 @@ def test_an_empty_prompt_has_a_token():
 
 
 def test_gaps_count_up_to_the_last_token():
-    """As many tokens as the mask has ones are read, and none behind the last of them is needed."""
+    """The model reads as many tokens as the mask has ones; tokens after the last one are not needed."""
     found = TextMasks().lengths(torch.tensor([[1, 0, 0, 1, 0, 0]]))
     assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
 

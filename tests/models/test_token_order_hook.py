@@ -1,4 +1,4 @@
-"""Token orders in pipelines: blocks see clips in another order, and nothing else does."""
+"""Token orders in pipelines: only the blocks see videos in another order."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.tiny import tiny_output
 WAN = ("wan", "wan-i2v", "wan-i2v-clip", "wan22", "wan22-i2v", "wan22-5b", "wan22-5b-i2v")
 HUNYUAN = ("hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat")
 FIRST_FRAME_APART = ("hunyuan-i2v",)
-GRID = (3, 12, 10)  # tokens of the clips here, whose 96 × 80 pixels are 8 × 8 to a token
+GRID = (3, 12, 10)  # tokens of the videos here, whose 96 × 80 pixels are 8 × 8 to a token
 SCHEDULE = {"control": "interval", "warmup": 1, "interval": 2, "cooldown": 0}  # FULL UPDATE DISPATCH UPDATE
 DENSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.0}
 SPARSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
@@ -85,7 +85,7 @@ def test_what_blocks_remember_keeps_the_order(name, level, order):
 @every_order
 @pytest.mark.parametrize("name", ["wan", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"])
 def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
-    """Queries and keys of a whole denoising step are those of raster order, their clip's tokens permuted."""
+    """Queries and keys of a whole denoising step are those of raster order, with permuted video tokens."""
     seen = []
     attend = TileSite.attend_computed
 
@@ -188,7 +188,7 @@ def test_what_goes_by_frames_keeps_its_order(is_forcing):
 
 
 def test_a_part_of_the_tokens_is_refused():
-    """Where a clip's tokens are spread over devices, the message names the key and the way out."""
+    """If a video's tokens are spread over devices, the message names the key and the solution."""
     order = TokenOrder("tiles", 64, first_frame_apart=False)
     with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set blocks\.token_order to raster"):
         order.apply(torch.zeros(1, 180, 8), GRID, 1)

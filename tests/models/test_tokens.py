@@ -1,4 +1,4 @@
-"""How many tokens a call of a family has, and in which order, told from its arguments alone."""
+"""Number and order of the tokens in a family's call, derived from its arguments."""
 
 from types import SimpleNamespace
 

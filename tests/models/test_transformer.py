@@ -1,4 +1,4 @@
-"""What a caller of an accelerated transformer may ask of it: gradients, either form of output, float64."""
+"""Features of an accelerated transformer that callers need: gradients, both forms of output, float64."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def recorded_calls(pipe, name):
 
 
 def gradients(pipe, call):
-    """Of the sum of a call's output with respect to every parameter, by name."""
+    """Gradients of the sum of a call's output with respect to every parameter, by name."""
     pipe.transformer.zero_grad()
     pipe.transformer(**{**call, "return_dict": False})[0].sum().backward()
     return {name: parameter.grad for name, parameter in pipe.transformer.named_parameters()}
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
 
 
 def test_gradients_of_inputs_alone():
-    """Of a frozen transformer, too; without any that is wanted the loop goes on as under no_grad."""
+    """A frozen transformer has them too; if no gradient is needed the loop continues as under no_grad."""
     pipe = tiny_pipeline("flux")
     calls = recorded_calls(pipe, "flux")
     pipe.transformer.requires_grad_(False)

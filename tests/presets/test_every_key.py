@@ -61,7 +61,7 @@ BASES = {  # by section, and by form where it has several: a pipeline and a pres
 
 
 def beside(value, *, instead_of=None, **sections):
-    """A value that acts beside other keys, section by section, and takes the place of a key; None takes a key away."""
+    """A value that acts together with other keys, section by section, and replaces a key; None removes a key."""
     return value, instead_of, sections
 
 
@@ -147,7 +147,7 @@ CHANGES = {  # by key: another value
     "linear": {"dtype": "float8", "exclude": ["*.to_out.0"]},
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
 }
-SAME = {"skip.static.refresh"}  # masks that no query or key changes are the same, drawn anew or kept
+SAME = {"skip.static.refresh"}  # masks that do not depend on queries or keys are the same, made again or kept
 
 
 def variable(form):
@@ -184,7 +184,7 @@ def projection(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shown(projection):
-    """What is seen of a preset: latents, bit by bit, and all of the report but times."""
+    """Observable results of a preset: latents, bit by bit, and the whole report except times."""
 
     @functools.cache
     def run(name, values):

@@ -329,7 +329,7 @@ def test_override_switches_to_the_interval_control(overrides, control):
 
 
 def test_override_switches_to_the_error_control():
-    """The same the other way round."""
+    """An override of the error target switches to the error control in the same way."""
     schedule = load_preset("flux-taylorseer", **{"schedule.control": "adaptive", "schedule.target_error": 0.1}).schedule
     assert (schedule.interval, schedule.target_error) == (None, 0.1)
 
@@ -429,14 +429,14 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     ids=["name", "yaml", "path", "folder", "number"],
 )
 def test_unknown_preset_is_an_error(preset, complaint):
-    """What is no preset is refused with what would be one."""
+    """An unknown name is refused with the valid ones."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset)
 
 
 @every_preset
 def test_effective_values_load_again(name, tmp_path):
-    """What ``presets check`` prints is a preset that means the same."""
+    """Output of ``presets check`` loads as an equivalent preset."""
     file = tmp_path / f"{name}.yaml"
     file.write_text(yaml.safe_dump(load_preset(name).effective()), encoding="utf-8")
     assert load_preset(file).effective() == load_preset(name).effective()
@@ -466,7 +466,7 @@ def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
     ids=["layer", "interval", "as-it-is"],
 )
 def test_choosing_a_level_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
-    """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
+    """The base extrapolates, damps, corrects and decides per prompt; unused values are not shown."""
     base = {"base": "video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
     values = load_preset(tmp_path / "base.yaml", **changes).effective()

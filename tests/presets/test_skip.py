@@ -36,7 +36,7 @@ def wan(**skip):
 
 
 def test_every_key_belongs_to_a_policy_or_to_all():
-    """Each form of the section has its own keys beside those that all policies have."""
+    """Each form of the section has its own keys, in addition to those that all policies have."""
     shared = {"policy", "steps", "refresh", "residual", "probe_blocks", "layers"}
     assert set(Skip.model_fields) == shared
     assert {policy: form.model_fields.keys() - shared for policy, form in Skip.forms.items()} == {
@@ -206,7 +206,7 @@ def test_blocks_of_a_base_merge_and_switch_policy():
 
 
 def test_an_unknown_key_inside_layers_is_told():
-    """What single blocks change is checked like the section."""
+    """Changes for single blocks are checked like the section."""
     with pytest.raises(PresetError, match=r"layers\.a: unknown key 'prob_error' \(did you mean 'probe_error'\?\)"):
         wan(policy="sparge", probe_blocks=4, layers={"a": {"prob_error": 0.2}})
 
@@ -243,7 +243,7 @@ def test_what_8_bits_can_not_be_combined_with_is_refused(skip, kernels, complain
 
 @pytest.mark.parametrize("name", ["flux-sparge", "hunyuan-sparge", "wan21-sparge"])
 def test_presets_of_spargeattn_alone_compute_every_step(name):
-    """They forecast nothing, judge blocks, and order clips along Hilbert's curve."""
+    """They forecast nothing, test the similarity of blocks, and order videos along Hilbert's curve."""
     preset = load_preset(name)
     schedule, skip = preset.schedule, preset.skip
     assert (schedule.control, schedule.interval, schedule.warmup, schedule.cooldown) == ("interval", 1, 0, 0)

@@ -64,7 +64,7 @@ def test_the_other_papers_methods_run_at_their_densities(monkeypatch, tmp_path, 
 
 
 def test_layers_in_8_bits_and_compiled_whole(monkeypatch, tmp_path):
-    """What is compiled decides alike, and the transformer is left as it was."""
+    """Compiled runs decide the same way, and the transformer is restored afterwards."""
     stem = tmp_path / "speed"
     assert run(monkeypatch, stem, "--model", "flux", "--runs", "linear,compiled,kernels") == 0
     _, int8, _, float8, _, _, compiled, plain, *profiled = json.loads(stem.with_suffix(".json").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The run of other people's tests, on a checkout of one file, and what is told of it."""
+"""Run of other projects' tests, on a checkout of one file, and its report."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the demo model makes of the README's prompts, as pixel readers see it."""
+"""Pixel readers' results on the demo model's images of the README's prompts."""
 
 import pytest
 import torch

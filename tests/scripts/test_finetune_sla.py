@@ -60,7 +60,7 @@ def test_recorded_calls_can_be_made_again(name):
 
 
 def test_a_share_of_each_batch_is_kept(tmp_path):
-    """Of two samples one is kept, not always the same, and a file brings all of it back."""
+    """One of two samples is kept, not always the same, and a file restores everything."""
     pipe = tiny_pipeline("flux")
     everything, half = record(pipe, "flux"), record(pipe, "flux", share=0.5)
     assert 2 * len(half) == len(everything)
@@ -73,7 +73,7 @@ def test_a_share_of_each_batch_is_kept(tmp_path):
 
 
 def test_flow_matching_asks_for_the_way_from_clip_to_noise():
-    """A student that knows the clip has no error: its velocity is (x_s − x) / s, with s as its timestep says."""
+    """A student that knows the video has no error: its velocity is (x_s − x) / s, with s as its timestep says."""
     clean = torch.randn(6, 4, 2, 3, 3)
 
     def student(hidden_states, timestep, return_dict):
@@ -88,7 +88,7 @@ def test_flow_matching_asks_for_the_way_from_clip_to_noise():
 
 @FAMILIES
 def test_training_comes_closer_to_the_teacher(name, tmp_path):
-    """A few steps lower the error on the calls, and the log tells of them."""
+    """A few steps lower the error on the calls, and the log shows it."""
     pipe = tiny_pipeline(name)
     calls = record(pipe, name)
     attentions = swap_attention(pipe, critical=0.3, negligible=0.2)
@@ -101,7 +101,7 @@ def test_training_comes_closer_to_the_teacher(name, tmp_path):
 
 
 def test_projections_can_be_all_that_learns(student, tmp_path):
-    """What requires no gradient stays as it is."""
+    """Weights that require no gradient stay as they are."""
     transformer, calls = student
     before = {name: weight.clone() for name, weight in transformer.named_parameters()}
     transformer.requires_grad_(False)

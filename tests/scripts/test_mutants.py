@@ -1,4 +1,4 @@
-"""The table of changes that tests must notice stays true, and the script that tries them tells what they notice."""
+"""The table of changes that tests must notice is up to date, and the script reports the noticed ones."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_tests_that_are_not_there_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("passed, code", [(1, 0), (2, 1)])
 def test_nine_of_ten_must_be_noticed(monkeypatch, capsys, passed, code):
-    """What ran out of time is not noticed; the table has the share of each folder."""
+    """A timeout is not noticed; the table has the share of each folder."""
     names = [mutant.name for mutant in mutants.MUTANTS[:10]]
     outcomes = [mutants.TIMED_OUT, mutants.PASSED][:passed] + [mutants.NOTICED] * (10 - passed)
     monkeypatch.setattr(mutants, "try_all", lambda chosen, jobs: outcomes)

@@ -82,7 +82,7 @@ def test_stored_documents_have_a_line_for_each_setting(model):
 
 
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
-    """Two shards, their merging, and times measured anew: one JSON file with tables and plots beside it."""
+    """Two shards, their merging, and times measured again: one JSON file with its tables and plots."""
     small = ["--steps", "4", "--height", "64", "--width", "64", "--prompts", "1", "--device", "cpu"]
     few = ["--peers", "fewer-steps", "--only", "turbo", "2 steps"]
 

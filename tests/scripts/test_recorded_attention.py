@@ -132,7 +132,7 @@ def test_the_level_read_off_the_curve_gives_the_error_that_was_asked_for():
 
 @pytest.mark.parametrize("name, orders, attentions", [("hunyuan", ["raster", "tiles"], 4), ("flux", ["raster"], 4)])
 def test_measuring_leaves_a_run_as_it_is_and_every_curve_is_in_order(name, orders, attentions):
-    """Each attention of each measured step counts once, in each order of a clip; what leaves out more errs by more."""
+    """Each attention of each measured step counts once, in each order of a video; more skipping raises the error."""
     pipe = tiny_pipeline(name)
     call = {"steps": 2, "height": 96, "width": 80}
     plain = tiny_output(pipe, name, **call)
@@ -157,7 +157,7 @@ def test_measuring_leaves_a_run_as_it_is_and_every_curve_is_in_order(name, order
 
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
 def test_slices_above_a_level_are_those_of_the_policy(layout, lengths):
-    """In vision's rows, FG-Attn's exact mask, drawn by its policy, keeps what the largest probabilities say."""
+    """In vision's rows, the policy's version of FG-Attn's exact mask keeps the keys of the largest probabilities."""
     q, k, v = attention(layout)
     kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     levels = curves.levels(DenseAttention(q, k, v, layout, kv_len), 64, 1)

@@ -34,7 +34,7 @@ def test_what_stays_behind_is_told():
 
 @pytest.mark.parametrize("accident", soak.ACCIDENTS)
 def test_accidents_happen(accident):
-    """At the step or call that was drawn."""
+    """The failure happens at the randomly chosen step or call."""
     pipe = soak.tiny_pipeline("flux")
     with soak._arranged(pipe, accident, 1, random.Random(0)) as callback:
         if accident == soak.STOP:

@@ -38,7 +38,7 @@ def results():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_setting_is_a_preset_of_its_own(model):
-    """All load, on both schedules, measure with a probe, and have names that tell them apart."""
+    """All load, on both schedules, measure with a probe, and have distinct names."""
     listed = list(settings(model))
     assert len({(each.series, each.label) for each in listed}) == len(listed)
     for each in listed:
@@ -49,7 +49,7 @@ def test_every_setting_is_a_preset_of_its_own(model):
 
 
 def test_a_setting_is_measured_against_the_plain_run():
-    """Tiles that all stay give the plain clip; fewer give another, and what was left out is counted."""
+    """With all tiles the video equals the plain one; with fewer it differs, and skipped tiles are counted."""
     pipe = tiny_pipeline("wan")
     arguments = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 5, "guidance_scale": 1.0}
     study = Study(pipe, arguments, [SimpleNamespace(prompt="a red fox", seed=1)])

@@ -35,7 +35,7 @@ def test_every_attention_over_the_clip_is_measured(name, sites):
 
 
 def test_heads_are_measured_in_turn():
-    """Of three heads, two are measured at each attention, and the next attention goes on with the third."""
+    """Two of three heads are measured at each attention, and the next attention continues with the third."""
     pipe, seen = tiny_pipeline("wan"), []
     measurement = OrderMeasurement([64], [0.0], heads=2)
 

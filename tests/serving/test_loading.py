@@ -1,4 +1,4 @@
-"""How commands load a pipeline: quantised by torchao where asked, and what can't be is told before any work."""
+"""Loading of pipelines by commands: quantised by torchao on request; unsupported cases raise before any work."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def is_quantised(layer):
 
 
 def test_int8_is_of_all_linear_layers_in_blocks(folder, console):
-    """What lies around the blocks stays as it was, and the picture is nearly that of before."""
+    """Layers outside the blocks stay as they were, and the image changes little."""
     pipe = load_pipeline(str(folder), Loading(quantize="int8"), console)
     layers = {name: each for name, each in pipe.transformer.named_modules() if type(each) is torch.nn.Linear}
     assert {name for name, layer in layers.items() if is_quantised(layer)} == {

@@ -1,4 +1,4 @@
-"""LoRAs on the command line: loaded with their weights, told of what is wrong, and SLA's file beside them used."""
+"""LoRAs on the command line: loaded with their weights, errors reported, and SLA's file in their folder used."""
 
 import warnings
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--qu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A pipeline, and beside it two LoRAs: a folder and a file."""
+    """A pipeline and two LoRAs: a folder and a file."""
     root = tmp_path_factory.mktemp("loras")
     pipe = tiny_pipeline("flux")
     pipe.save_pretrained(root / "model")
@@ -39,7 +39,7 @@ def made(run, folder, tmp_path, *loras):
 
 
 def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
-    """Each changes the picture, a weight of zero does not, and two add up."""
+    """Each changes the image, a weight of zero does not, and two add up."""
     plain = made(run, folder, tmp_path)
     style = made(run, folder, tmp_path, "style")
     both = made(run, folder, tmp_path, "style", "other.safetensors:0.5")
@@ -49,7 +49,7 @@ def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
 
 
 def test_loras_are_part_of_the_weights(folder):
-    """What works inside of blocks runs with them as it would without: no layer of peft is left."""
+    """Code inside the blocks runs with them as without: no layer of peft is left."""
     pipe = tiny_pipeline("flux")
     before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
     load_loras(pipe, parse_loras([str(folder / "style")]))
@@ -115,7 +115,7 @@ def test_ids_on_the_hub_are_taken_as_they_are():
 
 
 def test_a_file_that_is_no_lora_is_told(run, folder, tmp_path):
-    """Of a file of other tensors, and of a pipeline that takes none."""
+    """A file of other tensors, and a pipeline that takes no LoRA, raise an error."""
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     result = run("generate", "-m", folder / "model", *SMALL, "--lora", "./other.safetensors")
     assert result.exit_code == 2 and "--lora: other.safetensors can't be loaded: " in result.output

@@ -73,7 +73,7 @@ def test_a_pipe_is_written_without_a_look(tmp_path):
 
 
 def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
-    """Neither a picture nor what lies beside it, of any of several."""
+    """Neither an image nor a file derived from it exists under that name, for any of several images."""
 
     def names(pictures, compare):
         files = lambda path: Pictures().files(path, compare=compare)  # noqa: E731
@@ -91,7 +91,7 @@ def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
     "there", ["o.mp4", "o-plain.mp4", "o-compare.mp4", "o-strip.png", "f/0000.png", "f-plain/0000.png"]
 )
 def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, there):
-    """Those of a comparison too, and frames in folders."""
+    """Files of a comparison too, and frames in folders."""
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).touch()
     path = tmp_path / ("o.mp4" if there.startswith("o") else "f")

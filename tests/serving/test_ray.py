@@ -157,7 +157,7 @@ def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, t
 def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
     cluster, generate, tmp_path, monkeypatch, size
 ):
-    """What fills it may stay there; a batch was too large as such, and its lines are made by the same one."""
+    """Its memory may stay full; if only the batch was too large, the same actor makes its lines."""
     monkeypatch.setattr(ray_engine, "_Actor", Large)
     monkeypatch.setattr(ray_engine, "ATTEMPTS", 1)
     lines = ["large", "b"] if size == 1 else ["a", "large", "b", "c"]  # of which the first two share a call
@@ -170,7 +170,7 @@ def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
 
 
 def test_errors_that_come_of_every_attempt_are_tried_once():
-    """What was asked for can't be; memory and devices may do another time."""
+    """Invalid requests always fail; memory and device errors may not repeat."""
     refused = [UnsupportedError("no"), OptionError("--steps", "no")]
     assert all(map(ray_engine._refuses, refused))
     assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
@@ -186,7 +186,7 @@ def test_errors_that_come_of_every_attempt_are_tried_once():
     ids=["more GPUs than lines", "fewer", "CPUs"],
 )
 def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
-    """As many as there is work for, each with what it loads the pipeline on; a cluster of one's own stays up."""
+    """Actors number at most the jobs, each with its pipeline's devices; the user's cluster stays up."""
     made = []
 
     class Engine:
@@ -212,7 +212,7 @@ def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, devic
     ids=["defect", "refusal"],
 )
 def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
-    """What is refused once is refused always; anything else may go well another time."""
+    """A refused pipeline is always refused; any other error may not repeat."""
     engine = object.__new__(ray_engine.RayEngine)
     engine._opening, engine._busy, engine._idle, engine._console, engine._told = {}, {}, [], Console(quiet=True), set()
     opened, killed = [], []
@@ -228,7 +228,7 @@ def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
 
 
 def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(monkeypatch):
-    """So that it waits for no disk; and what all actors say is told once."""
+    """So an actor does not wait for the disk; messages that all actors share are shown once."""
     engine = object.__new__(ray_engine.RayEngine)
     told, handed = io.StringIO(), []
     actor = SimpleNamespace(make=SimpleNamespace(remote=lambda batch: handed.append(batch) or len(handed)))
@@ -245,7 +245,7 @@ def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(mon
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
-    """So that paths of models and pictures mean the same; elsewhere it stays where it is."""
+    """So paths of models and images mean the same; elsewhere the actor stays where it is."""
     monkeypatch.setattr(ray_engine, "Worker", lambda *what: type("Worker", (), {"suffix": ".png", "preset": None}))
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)

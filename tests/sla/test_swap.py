@@ -126,7 +126,7 @@ def test_both_transformers_of_wan22_are_swapped_and_saved(tmp_path):
 
 @FAMILIES
 def test_a_lora_is_saved_alone_and_comes_back(name, tmp_path):
-    """Beside the projections the folder holds a LoRA and no transformer; diffusers loads it, and so does a swap."""
+    """The folder holds the projections and a LoRA, but no transformer; diffusers loads it, and so does a swap."""
     pipe = swapped(name)
     layers = [key for key, layer in pipe.transformer.named_modules() if key.endswith("to_q")]
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=layers, init_lora_weights=False))
@@ -297,7 +297,7 @@ def test_half_precision_comes_from_autocast():
 
 
 def test_a_compiled_transformer_attends_with_sla():
-    """Compiled after the swap it gives the same; its attentions run beside the graphs."""
+    """Compiled after the swap it gives the same result; its attention layers run outside the graphs."""
     pipe = swapped("wan")
     expected = paint(pipe, "wan")
     torch._dynamo.reset()

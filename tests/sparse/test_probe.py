@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("count", [1, 3, 4, 100])
 def test_every_row_without_text_has_its_turn(layout, count):
-    """Within as many turns as it takes, each block of the picture is measured, the ragged tail exactly, text never."""
+    """After enough turns each block of the image has been measured, the ragged tail exactly, text never."""
     blocks = range(layout.blocks)[layout.vision_blocks]
     expected = {block: min((block + 1) * layout.block, layout.tokens) for block in blocks}
     seen = {}

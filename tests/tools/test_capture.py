@@ -130,7 +130,7 @@ def test_gradients_flow_through_what_is_put_in_place():
 
 
 def test_a_visitor_that_fails_leaves_no_hooks():
-    """What visit raises comes out as it is, and the pipeline is as before."""
+    """An error of the visitor reaches the caller, and the pipeline is as before."""
     plain = call("flux")
 
     def visit(site, q, k, v):

@@ -61,7 +61,7 @@ def test_mp4_names_its_extra(bare, tmp_path):
 
 
 def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):
-    """Frames keep every bit, a gif its shape, and captions are drawn with Pillow's own font."""
+    """Frames keep every bit, a gif its shape, and captions use Pillow's own font."""
     write_clip(CLIP, tmp_path / "frames", 8)
     np.testing.assert_array_equal(read_clip(tmp_path / "frames"), CLIP)
     write_clip(CLIP, tmp_path / "clip.gif", 8)
@@ -114,7 +114,7 @@ def wan(tmp_path_factory):
 
 @pytest.mark.parametrize("command", [("generate",), ("inspect", "-o", "inspection")], ids=["generate", "inspect"])
 def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, monkeypatch):
-    """Both write an mp4 unless told otherwise, and say what that needs before the pipeline is called."""
+    """Both write an mp4 by default, and say what that needs before the pipeline is called."""
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     for module in ("generate", "inspect"):
         monkeypatch.setattr(f"dit_accel.cli.{module}.timed_call", lambda *_: pytest.fail("the pipeline ran"))
@@ -124,7 +124,7 @@ def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, mon
 
 
 def test_generate_compares_clips_in_folders_of_frames_without_extras(bare, run, wan, tmp_path):
-    """Frames, the plain ones, both beside each other and the strip."""
+    """Frames, the plain ones, both side by side and the strip."""
     small = ("--steps", "4", "--height", "32", "--width", "32", "--num-frames", "5")
     result = run("generate", "-p", "a", "--model", wan, *small, "--compare", "--output", "frames")
     assert result.exit_code == 0, result.output

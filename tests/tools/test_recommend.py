@@ -115,7 +115,7 @@ def test_families_are_told_by_ids(name):
 
 
 def test_every_family_has_an_id_and_a_recommendation():
-    """Each family of the registry is told by some id, and gets a preset that fits it."""
+    """Each family of the registry is identified by some id, and gets a preset that fits it."""
     assert {family.name for family in FAMILIES} <= {family for family, _ in IDS.values()}
     for family in FAMILIES:
         frames = None if identify(family.name).makes_images_alone else 81
@@ -125,7 +125,7 @@ def test_every_family_has_an_id_and_a_recommendation():
 
 @pytest.mark.parametrize("name", ["flux", "wan", "framepack"])
 def test_folders_are_told_by_their_index(name, tmp_path):
-    """A pipeline's folder tells its family by the class of its transformer."""
+    """A pipeline's folder is assigned to a family by the class of its transformer."""
     index = {"_class_name": "P", "transformer": ["diffusers", type(tiny.pipeline(name).transformer).__name__]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     assert identify(str(tmp_path)).family == (name if name != "framepack" else "any")
@@ -275,7 +275,7 @@ def test_two_transformers_count_twice():
 
 
 def test_distilled_models_run_few_steps():
-    """Without a number of steps a distilled model has its own where the name tells, and no other."""
+    """A distilled model gets its own number of steps if its name determines it, else a note."""
     assert "--steps 4" in recommend("black-forest-labs/FLUX.1-schnell").shell
     turbo = recommend("Tongyi-MAI/Z-Image-Turbo")
     assert "--steps" not in turbo.shell and "add --steps" in " ".join(turbo.notes)

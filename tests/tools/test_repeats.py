@@ -1,4 +1,4 @@
-"""What several times of one run say."""
+"""Summary of several times of one run."""
 
 import pytest
 

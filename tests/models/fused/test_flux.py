@@ -26,7 +26,7 @@ def pipe():
 
 
 def inputs(name="flux", **overrides):
-    # 420 picture tokens and 37 of text: 8 blocks of 64, the first of which holds both and the last of which is ragged.
+    # 420 image tokens and 37 of text: 8 blocks of 64, the first of which holds both and the last of which is ragged.
     return tiny_inputs(name, **{"steps": STEPS, "height": 160, "width": 168, **overrides})
 
 
@@ -158,7 +158,7 @@ def test_variants_at_zero_thresholds_equal_plain(name):
 
 
 def test_kontext_reference_tokens_are_vision():
-    """Reference tokens follow the latents, can be reused, and are not judged by the closed loop."""
+    """Reference tokens follow the latents, can be reused, and do not enter the closed loop's error."""
     pipe = tiny_pipeline("flux-kontext")
     accelerate_pipeline(pipe, head_preset())
     pipe(**tiny_inputs("flux-kontext", steps=STEPS))
@@ -188,7 +188,7 @@ def test_ip_adapter_at_level_layer_forecasts_its_output_too():
 
 
 def test_fused_projections_change_nothing(pipe):
-    """``fuse_qkv_projections`` before or after accelerating gives the same picture."""
+    """``fuse_qkv_projections`` before or after accelerating gives the same image."""
     apart, _ = accelerate(pipe, head_preset())
     accelerate_pipeline(pipe, head_preset())
     pipe.transformer.fuse_qkv_projections()

@@ -71,7 +71,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def test_pictures_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu, monkeypatch):
-    """As with Qwen-Image-Edit-2511: their tokens are modulated apart."""
+    """Like Qwen-Image-Edit-2511: tokens of the given image have their own modulation."""
     transformer = tiny.pipeline("qwen-image-edit").transformer
     alike = tiny.output("qwen-image-edit", steps=2)
     for module in (transformer, *transformer.transformer_blocks):

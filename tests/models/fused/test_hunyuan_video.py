@@ -279,7 +279,7 @@ def test_guidance_branches_keep_apart(pipes):
 
 
 def test_replaced_first_frame_is_not_judged(pipes):
-    """The pipeline drops what comes out at the frame that the picture replaces, so the closed loop does too."""
+    """The pipeline drops the output at the frame that the image replaces, and so does the closed loop."""
     arguments, output = {}, torch.randn(1, 4, 3, 8, 8)
     for name, frames in (("hunyuan-i2v", slice(1, None)), ("hunyuan", slice(None))):
         assert torch.equal(FAMILY.used(pipes(name).transformer, output, arguments), output[:, :, frames])
@@ -307,7 +307,7 @@ class AttendingByProducts(TorchFunctionMode):
 
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_a_processor_of_ones_own_runs_sparsely_too(pipes, level):
-    """What it hands to torch's attention is caught there, as diffusers' own processor's is."""
+    """A custom processor's call to torch's attention is intercepted, like that of diffusers' own processor."""
     pipe = tiny_pipeline("hunyuan")
     everywhere, _ = accelerate(pipe, skipping(level), **inputs())
     pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())

@@ -106,7 +106,7 @@ def test_naive_comparison_meets_every_kind_of_row_block(pipe):
 @pytest.mark.parametrize("values", [HEADS, LAYERS], ids=["heads", "layers"])
 @pytest.mark.parametrize("name", ["wan-i2v-clip", "wan22", "wan22-5b-i2v"])
 def test_variants_equal_naive_overwriting(name, values):
-    """Image tokens beside the prompt, two transformers, and a timestep per token, each with two branches."""
+    """Image tokens with the prompt, two transformers, and a timestep per token, each with two branches."""
     expected = naive_wan.run(shared(name), preset(values), inputs(name))
     result, report = accelerate(shared(name), preset(values), name)
     assert _distance(result, expected) < 2e-5
@@ -135,7 +135,7 @@ def test_kernels_equal_references(pipe):
 @pytest.mark.parametrize("level", ["layer", "output"])
 @pytest.mark.parametrize("tiles, method, order", [(False, "taylor", 1), (True, "newton", 2)], ids=["dense", "tiles"])
 def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, order):
-    """What modules or the transformer put out is forecast; computed steps after the warm-up may leave tiles out."""
+    """Outputs of modules or of the transformer are forecast; computed steps after the warm-up may skip tiles."""
     skip = {"skip": {"policy": "sparge", "steps": "all", "tau_kv": 0.4}, "blocks": {"size": 64}} if tiles else {}
     wanted = preset(LAYERS, forecast={"level": level, "method": method, "order": order}, **skip)
     expected = naive_wan.run(pipe, wanted, inputs())
@@ -233,7 +233,7 @@ def test_batch_equals_single_clips(pipe, level):
 
 @pytest.mark.parametrize("name", ["wan", "wan-i2v-clip"])
 def test_fused_projections_change_nothing(name):
-    """``fuse_qkv_projections`` gives the same clip, with slices of the fused weights."""
+    """``fuse_qkv_projections`` gives the same video, with slices of the fused weights."""
     pipe = tiny_pipeline(name)
     apart, _ = accelerate(pipe, preset(HEADS), name)
     pipe.transformer.fuse_qkv_projections()
@@ -243,9 +243,9 @@ def test_fused_projections_change_nothing(name):
 
 
 def test_lora_falls_back_and_keeps_its_effect():
-    """With a LoRA on the projections their weights are not sliced: blocks run densely at level head, and say so.
+    """With a LoRA the projections' weights are not sliced: blocks use dense attention at level head, and say so.
 
-    Level layer and tiles on computed steps call the projections themselves, and need not fall back.
+    Level layer, and tiles on computed steps, call the projections themselves and need not fall back.
     """
     peft = pytest.importorskip("peft")
     pipe = tiny_pipeline("wan")
@@ -272,7 +272,7 @@ class EightBitLinear(nn.Linear):
 
 @pytest.mark.parametrize("projection", ["attn1.to_q", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0"])
 def test_quantised_projections_fall_back(projection):
-    """A block one of whose projections is quantised runs densely; the other block runs sparsely."""
+    """A block with a quantised projection uses dense attention; the other block uses sparse attention."""
     pipe, call = tiny_pipeline("wan"), {"steps": 5, "height": 64, "width": 64}
     pipe.transformer.blocks[1].get_submodule(projection).__class__ = EightBitLinear
     plain = pipe(**inputs(**call))[0]

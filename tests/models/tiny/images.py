@@ -46,7 +46,7 @@ def z_image():
 
 
 def qwen_image_edit():
-    """The picture that is edited follows the latents; the pipeline blows it up to a megapixel, here of 64 tokens."""
+    """The given image follows the latents; the pipeline scales it to a megapixel, here of 64 tokens."""
     transformer = diffusers.QwenImageTransformer2DModel(**SIZES, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12))
     pipe = diffusers.QwenImageEditPipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe.vae_scale_factor = 64

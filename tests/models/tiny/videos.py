@@ -109,7 +109,7 @@ def wan_vace():
 
 
 def wan_animate():
-    """Faces of another clip are attended to between blocks."""
+    """Faces of another video are attended to between blocks."""
     transformer = diffusers.WanAnimateTransformer3DModel(
         **WAN,
         in_channels=36,
@@ -155,7 +155,7 @@ def diffusion_forcing():
 
 
 def anyflow_far():
-    """A clip is made chunk by chunk; each call gives its keys and values back beside its prediction."""
+    """A video is made chunk by chunk; each call returns its keys and values with its prediction."""
     transformer = diffusers.AnyFlowFARTransformer3DModel(
         compressed_patch_size=(1, 4, 4),
         full_chunk_limit=3,

@@ -54,8 +54,8 @@ def test_a_run_writes_json_tables_and_a_plot(whole_run):
 
 
 def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
-    """1 / density for attention and GEMMs; an UPDATE takes D entries over at the cost of the symbols that changed, of
-    which two draws have at most 2 min(density, 1 - density); a window's follows from its parts."""
+    """1 / density for attention and GEMMs; an UPDATE rebases D entries at the cost of the symbols that changed, for two
+    random choices at most 2 min(density, 1 - density); a window's ideal follows from its parts."""
     _, document = whole_run
     update_work = {
         (row["kind"], row["sparsity"]): 1 / row["ideal"] for row in document["results"] if row["op"] == "gemm_o_update"
@@ -98,7 +98,7 @@ def wrong(op, factor=1.05):
 
 
 def test_a_red_gate_stops_before_anything_is_timed(monkeypatch, tmp_path, capsys):
-    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or drawn."""
+    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or plotted."""
     monkeypatch.setattr(kernels, "weighted_sum", wrong(kernels.weighted_sum))
     assert main([*CPU, "--ops", "forecast", "--output", str(tmp_path / "k")]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
@@ -121,7 +121,7 @@ def test_a_kernel_that_does_not_run_fails_the_gate(error, monkeypatch):
 
 
 def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, tmp_path):
-    """What is right is measured and kept, but the run has failed."""
+    """Correct backends are measured and their rows kept, but the run fails."""
     checks = [
         gate.outcome("attention", "triton", "a case", "wrong"),
         gate.outcome("lower", "reference", "a case", None),
@@ -136,7 +136,7 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
 
 
 def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
-    """What only fails at a timed size is not timed there; an earlier run's files go, by --force alone."""
+    """A backend that fails only at a timed size is not timed there; only --force deletes an earlier run's files."""
     (tmp_path / "k.png").write_bytes(b"earlier")
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
     monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
@@ -162,7 +162,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, monkeypatch, capsys):
-    """What was asked for wrongly is said in one line."""
+    """Invalid options give one line."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*arguments, "--output", str(tmp_path / "k")]) == 2
     error = capsys.readouterr().err
@@ -273,7 +273,7 @@ def test_masks_have_a_panel_a_block_and_a_way_of_timing():
 
 
 def test_masks_are_drawn_over_two_lengths(tmp_path):
-    """A single length makes no panel, and without FlexAttention there is nothing to draw."""
+    """A single length makes no panel, and without FlexAttention there is nothing to plot."""
     rows = [masked_row(tokens, 128, "causal 128", 1.5) for tokens in (8192, 32768)]
     assert speedup_plot({"results": rows}, tmp_path / "k.png") and (tmp_path / "k.png").stat().st_size > 10_000
     assert not speedup_plot({"results": rows[:1]}, tmp_path / "one.png")
@@ -331,7 +331,7 @@ def test_relative_error_is_that_of_the_norms():
 
 
 def test_samples_are_spread_and_hold_the_last():
-    """Of 100 entries, 4 evenly spread ones; of 3, all."""
+    """4 evenly spread entries of 100; all of 3."""
     assert verify.spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
     assert verify.spread(torch.arange(3), 4).tolist() == [0, 1, 2]
 

@@ -131,7 +131,7 @@ def test_heads_and_samples_are_independent():
 
 
 def test_larger_threshold_reuses_no_less():
-    """What a threshold reuses, every larger one reuses too."""
+    """Rows reused at a threshold are reused at every larger one."""
     probabilities = pooled(TEXT_FIRST)
     reused = [~row_mask(probabilities, TEXT_FIRST, tau / 10) for tau in range(11)]
     assert all((small <= large).all() for small, large in pairwise(reused))

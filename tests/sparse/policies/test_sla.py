@@ -1,4 +1,4 @@
-"""SLA's classes, drawn from queries and keys by the shares of a preset."""
+"""SLA's classes, chosen from queries and keys by the shares of a preset."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SpargeAttn's tiles: the kept mass, row by row, the judge of self-similarity, and what attention makes of it all."""
+"""SpargeAttn's tiles: the kept mass, row by row, the similarity test, and the resulting attention."""
 
 import math
 from itertools import pairwise
@@ -88,7 +88,7 @@ def test_threshold_0_keeps_every_tile_of_positive_mass(sharpness):
 
 
 def test_larger_threshold_keeps_no_more():
-    """What a threshold drops, every larger one drops too."""
+    """Tiles dropped at a threshold are dropped at every larger one."""
     probabilities = pooled(NO_TEXT)
     tiles = [tile_mask(probabilities, NO_TEXT, tau / 10) for tau in range(10)]
     assert all((large <= small).all() for small, large in pairwise(tiles))
@@ -206,7 +206,7 @@ def test_zero_tokens_are_no_reason_to_compute(qkv):
 
 
 def test_judged_columns_do_not_crowd_out_others(qkv):
-    """A key block that a row takes for most of its mass would leave nothing else; judged unlike, it counts for none."""
+    """A key block with most of a row's mass would leave no others; dissimilar, it does not count in any row."""
     q, k, _ = (x[:1].clone() for x in qkv)
     k[:, 3 * 64 : 4 * 64] += 8 * torch.nn.functional.normalize(q.mean(1, keepdim=True), dim=-1)
     noise = torch.randn(k[:, 3 * 64 : 4 * 64].shape, generator=torch.Generator().manual_seed(1))

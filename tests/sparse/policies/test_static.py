@@ -61,7 +61,7 @@ def test_interleaved(lengths, block):
 
 
 def test_the_papers_interleaved_tiles():
-    """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as the paper draws them."""
+    """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as in the paper's figure."""
     symbols = static.interleaved([133, 309, 70], [True, False, True], block=64)
     letters = {FULL_TILE: "F", CAUSAL_TILE: "C"}
     computes = unpack_bits(symbols.skip_bits, 8)[0, 0]

@@ -144,7 +144,7 @@ def test_a_mean_velocity_is_read_off_a_window():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["skipped", "whole"])
 def test_meancache_takes_the_cheapest_path(whole):
-    """Of all choices of so many steps; a constant velocity costs nothing."""
+    """The path is the best of all with this number of steps; a constant velocity costs nothing."""
     sigmas = torch.linspace(1, 0, 8).square().tolist()
     trails = [[noise(step) for step in range(7)], [noise(step + 9) for step in range(7)]]
     costs = velocity_costs(trails, sigmas, whole)
@@ -192,7 +192,7 @@ def test_a_run_computes_the_plans_steps(name, branches):
 
 
 def test_branches_are_forecast_from_their_own_records():
-    """Of two that come one after the other; what is repeated is what the same branch gave before."""
+    """Two branches run one after the other; a repeated output is the same branch's last one."""
     pipe = tiny_pipeline("wan")
     given = []
     with forecasting(pipe, Plan({0, 2}, reuse)):
@@ -206,7 +206,7 @@ def test_branches_are_forecast_from_their_own_records():
 
 @pytest.mark.parametrize("moves", forecasters.MOVES)
 def test_meancache_learns_from_the_tuning_run(moves):
-    """One run of it for all settings; a share of all steps gives the plain picture."""
+    """One tuning run serves all settings; with all steps the result is the plain image."""
     pipe = tiny_pipeline("wan")
     plain = tiny_output(pipe, "wan", steps=6)
     runs = []

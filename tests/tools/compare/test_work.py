@@ -55,7 +55,7 @@ def test_blocks_are_counted_with_their_attentions_and_nothing_else():
 
 
 def test_a_leaf_keeps_a_forward_of_its_own():
-    """As under layerwise casting or offload, whose hooks lie on single layers."""
+    """For example under layerwise casting or offload, with hooks on single layers."""
     model, x = Transformer(), torch.ones(1, 5, 3)
     model.blocks[0].out.forward = own = model.blocks[0].out.forward
     with WorkCounter({"transformer": model}).calibrating():
@@ -65,7 +65,7 @@ def test_a_leaf_keeps_a_forward_of_its_own():
 
 
 def test_a_leaf_whose_forward_is_replaced_does_not_count():
-    """What a cache puts over a leaf's forward and does not call through is skipped work."""
+    """A cache that replaces a leaf's forward without calling it skips its work."""
     model, x = Transformer(), torch.ones(1, 5, 3)
     counter = WorkCounter({"transformer": model})
     with counter.calibrating():

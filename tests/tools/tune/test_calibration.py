@@ -66,7 +66,7 @@ def test_memory_bounds_the_heads_that_are_kept():
 
 
 def test_tokens_lie_in_the_presets_order():
-    """What is recorded for a preset in hilbert order is what raster order has, permuted."""
+    """Records for a preset in hilbert order are those of raster order, permuted."""
     raster = recorded_in_raster_order()
     hilbert = recorded(preset(**{"blocks.token_order": "hilbert"}))
     order = token_order("hilbert", (3, 12, 10), 64)
@@ -183,7 +183,7 @@ def candidate(error, sparsity, **changes):
 
 
 def test_bounds_choose_the_sparsest_candidate_that_they_allow():
-    """Of what l1 allows, the sparsest; a layer that can't save anything under it leaves nothing out."""
+    """The sparsest candidate within l1 is chosen; a layer that can't save anything under it skips nothing."""
     curves = {
         "a": [candidate(0.01, 0.1, tau_kv=0.1), candidate(0.04, 0.3, tau_kv=0.2), candidate(0.2, 0.9, tau_kv=0.3)],
         "b": [candidate(0.3, 0.5, tau_kv=0.1)],

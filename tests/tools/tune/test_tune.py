@@ -47,7 +47,7 @@ class Interrupt(Exception):
 
 
 def counting(after: int | None = None):
-    """A progress callback that lists what it is told, and raises at one call."""
+    """A progress callback that records its arguments, and raises at one call."""
     told = []
 
     def progress(phase, made, expected):
@@ -175,7 +175,7 @@ def test_an_interrupted_tuning_goes_on(tmp_path, after):
 
 
 def test_layers_are_not_measured_twice(tmp_path):
-    """What layers bear is kept as well: once it is there, plain runs of all prompts are."""
+    """An interrupted tuning keeps its layer measurements and plain runs; the next one repeats neither."""
     call = {"arguments": arguments("wan", height=64, width=64), "target_psnr": 20, "evaluations": 1}
     changes = {**call, "state": tmp_path, "blocks.size": 64}
     interrupted, before = counting(6)
@@ -287,7 +287,7 @@ def test_prompts_split_into_disjoint_lists(count):
 
 
 def test_the_demo_model_meets_its_target_on_other_prompts():
-    """Trained weights, few steps, small pictures: the tuned preset meets the target on prompts of neither list too."""
+    """Trained weights, few steps, small images: the tuned preset also meets the target on prompts of neither list."""
     pipe = DiffusionPipeline.from_pretrained(demo_path("demo-flux")).to(torch.float32)
     pipe.set_progress_bar_config(disable=True)
     call = {"height": 64, "width": 64, "num_inference_steps": 10, "max_sequence_length": 64}
