@@ -170,7 +170,7 @@ def fused() -> dict:
 
 @check
 def graphs() -> dict:
-    """The first rank replays what it has captured, cut where tokens are exchanged; the second runs as ever."""
+    """The first rank replays its captures, cut where tokens are exchanged; the second runs without graphs."""
     found = {}
     for name in ("flux", "wan", "hunyuan"):
         pipe = parallelize_pipeline(pipeline(name), ulysses=2)

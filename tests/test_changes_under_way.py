@@ -144,7 +144,7 @@ def merges_adapter(pipe, tensors, strength):
 
 
 def unmerged(pipe):
-    """Subtracting what was merged leaves rounding errors, so the weights are put back too."""
+    """Subtracting merged weights leaves rounding errors, so the weights are restored too."""
     weights = {name: each for name, each in pipe.transformer.named_modules() if hasattr(each, "base_layer")}
     for layer in weights.values():
         if not hasattr(layer, "kept"):
@@ -158,7 +158,7 @@ def unmerged(pipe):
 
 
 def scales_by_arguments(pipe, tensors, strength):
-    """Through what pipelines hand to attention; some read it once, before their loop."""
+    """Scales in pipelines' attention arguments; some pipelines read them once, before their loop."""
     for name in ("_joint_attention_kwargs", "_attention_kwargs"):
         if hasattr(pipe, name):
             setattr(pipe, name, {"scale": strength})
@@ -331,7 +331,7 @@ def check(case, run, changed, when):
 
 
 def check_next_run(choose):
-    """A run of another size, number of steps, dtype or preset is to the bit that of a pipeline accelerated for it."""
+    """A run of another size, number of steps, dtype or preset equals that of a pipeline accelerated for it exactly."""
     case = Case(choose)
     pipe = case.pipe.to(torch.bfloat16).to(torch.float32)  # so that other dtypes lose nothing
     sizes = [{}, {"height": 64, "width": 96}, {"height": 128, "width": 96}]

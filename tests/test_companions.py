@@ -70,7 +70,7 @@ def quanto_weights(pipe):
 
 
 def replace_linears(pipe, make, multiple=1):
-    """Puts what ``make`` makes of each in the place of all linear layers whose input divides by ``multiple``."""
+    """Replace all linear layers whose input divides by ``multiple`` with the result of ``make``."""
     for module in list(pipe.transformer.modules()):
         for name, layer in module.named_children():
             if type(layer) is torch.nn.Linear and layer.in_features % multiple == 0:
@@ -204,7 +204,7 @@ def test_levels_inside_of_blocks_run_or_say_why_not(companion):
 
 @pytest.mark.parametrize("preset", [CLOSED_LOOP, LAYERS, HEADS], ids=["output", "layer", "head"])
 def test_group_offload_that_comes_later_changes_nothing(preset):
-    """Its hooks lie above ours then, so that every level goes on as before."""
+    """Its hooks are above ours then, so every level continues as before."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
     expected = tiny_output(pipe, "flux", steps=STEPS)
     group_offload(pipe, "block_level")
@@ -213,7 +213,7 @@ def test_group_offload_that_comes_later_changes_nothing(preset):
 
 
 def test_prompt_embeddings_equal_their_prompt():
-    """A prompt that was encoded before gives what the prompt itself gives, forecasts included."""
+    """An encoded prompt gives the same result as the prompt itself, forecasts included."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), CLOSED_LOOP)
     expected = tiny_output(pipe, "flux", steps=STEPS)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_inpainting_keeps_what_the_mask_keeps():
 
 
 def test_a_callback_may_change_the_latents():
-    """It is called after every step, forecast or not, and the loop goes on from what it gives back."""
+    """It is called after every step, forecast or not, and the loop continues with its result."""
     pipe, seen = tiny_pipeline("flux"), []
 
     def darken(pipe, step, timestep, tensors):

@@ -17,7 +17,7 @@ from dit_accel.tools import demo
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "serve_ray")
-FEW = {"--steps": "2", "--tokens": "512"}  # in place of what the docstring shows
+FEW = {"--steps": "2", "--tokens": "512"}  # instead of the docstring's values
 PRINTS = {  # and the files that it leaves
     "compare_methods": ("flux-taylorseer", set()),
     "image": ("PSNR to the plain image", {"plain.png", "accelerated.png"}),

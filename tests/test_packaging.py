@@ -1,4 +1,4 @@
-"""The wheels hold what the checkout runs on, demo models apart, and run where they are installed."""
+"""The wheels have the checkout's code and presets without demo models, and run after installation."""
 
 import os
 import re
@@ -95,7 +95,7 @@ def test_wheel_of_demo_models_holds_all_of_them(built):
 
 
 def test_source_archive_builds_and_tests(built):
-    """Code, presets, tests and what they read are in it; the demo models, which would be most of it, are not."""
+    """The archive has code, presets, tests and their data, but not the demo models, which would be most of it."""
     (path,) = built.glob("dit_accel-*.tar.gz")
     assert path.stat().st_size < 20 * MEGABYTE
     with tarfile.open(path) as archive:
@@ -107,7 +107,7 @@ def test_source_archive_builds_and_tests(built):
 
 @pytest.fixture(scope="module")
 def environment(built, tmp_path_factory):
-    """Runs commands in a fresh environment with the library's wheel, which borrows what that needs from this one."""
+    """Run commands in a fresh environment with the library's wheel and this environment's dependencies."""
     place = tmp_path_factory.mktemp("fresh")
     venv.create(place)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -142,7 +142,7 @@ def environment(built, tmp_path_factory):
 
 
 def test_an_installed_wheel_runs(environment):
-    """Presets are found; the command says what to install for the demo models, and with that finds them."""
+    """Presets are found; the command says how to install the demo models, and then finds them."""
     listed = environment("dit-accel", "presets", "list")
     assert listed.returncode == 0 and "balanced" in listed.stdout, listed.stderr
     failed = environment("dit-accel", "generate", "--prompt", "a yellow ring")
@@ -208,7 +208,7 @@ def test_indexes_render_the_description(metadata):
 
 
 def test_indexes_know_the_metadata(built):
-    """Version 2.4 of the core metadata, the first with licence expressions; what is newer some indexes refuse."""
+    """Version 2.4 of the core metadata, the first with licence expressions; some indexes refuse newer ones."""
     for pattern in ("dit_accel-*.whl", "dit_accel_demos-*.whl"):
         with opened(built, pattern) as archive:
             (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

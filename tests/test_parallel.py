@@ -1,4 +1,4 @@
-"""Two processes that share a pipeline's work make what one makes; :mod:`tests.parallel_ranks` holds what they do."""
+"""Two processes that share a pipeline's work give the same result as one; see :mod:`tests.parallel_ranks`."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def on_both(found, check):
 
 
 def require_as_alone(first, second):
-    """Both ranks end with what one process ends with, by the same decisions."""
+    """Both ranks end with the result and decisions of one process."""
     assert first["error"] < ROUNDING
     assert first["sum"] == second["sum"]
     assert first["modes"] == second["modes"] == first["alone"]
@@ -57,7 +57,7 @@ def require_as_alone(first, second):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", [*SHARED, f"{SHARED[-1]}, accelerated first"])
 def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
-    """Whatever the preset, and whichever of parallelism and acceleration comes first; no block falls back."""
+    """With any preset, and parallelism or acceleration first; no block falls back."""
     first, second = (rank[case] for rank in on_both(found, family))
     require_as_alone(first, second)
     assert first["fallbacks"] == []
@@ -141,7 +141,7 @@ def test_pipelines_with_true_guidance_share_their_branches(found, case):
 
 
 def test_branches_have_the_dtype_of_their_own_run(found):
-    """Runs of the same shapes in another dtype, before and after each other, give what one process gives."""
+    """Runs of the same shapes in another dtype, before and after each other, equal one process."""
     first, second = on_both(found, "branch_kinds")
     for case, row in first.items():
         assert row["error"] < (2e-2 if "bfloat16" in case else ROUNDING), case
@@ -152,7 +152,7 @@ def test_branches_have_the_dtype_of_their_own_run(found):
 
 
 def test_prompts_that_decide_apart_share_their_branches(found):
-    """Each rank computes its branch of whatever prompts a step computes; a new number of them costs one call more."""
+    """Each rank computes its branch of all prompts of a step; a new number of prompts costs one more call."""
     first, second = on_both(found, "branches_per_prompt")
     require_as_alone(first, second)
     assert max(first["calls"], second["calls"]) < first["plain_calls"]
@@ -160,7 +160,7 @@ def test_prompts_that_decide_apart_share_their_branches(found):
 
 
 def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
-    """Outputs are exchanged in the order of the calls, whatever the loop drops."""
+    """Outputs are exchanged in the order of the calls, even if the loop drops some."""
     first, second = on_both(found, "branch_called_twice")
     assert first["shared"] == second["shared"] == first["alone"]
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_shared_says_so(found, case, told):
 
 
 def test_the_benchmark_of_several_gpus_runs_at_toy_size(found):
-    """Every row is measured, and what several devices give is what one gives."""
+    """Every row is measured, and several devices give the result of one."""
     assert on_both(found, "speed_script") == [{"code": 0}, {"code": 0}]
     rows = json.loads((found[2] / "speed.json").read_text())["rows"]
     assert not any("error" in row for row in rows)

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it repeats: the kernels compute the same, and their tests take half the time."""
+"""Triton's interpreter without repeated work: the kernels compute the same, and their tests take half the time."""
 
 import functools
 from collections.abc import Callable

@@ -23,7 +23,7 @@ CLIPS = "some/clips"  # name of a model that makes videos; all others make image
 
 @pytest.fixture(scope="session")
 def made():
-    """Pipelines by the model's name, and what a call of each gives."""
+    """Pipelines by the model's name, with the results of their calls."""
     picture, clip = Image.new("RGB", (16, 16)), np.zeros((5, 16, 16, 3), dtype=np.uint8)
     return {"pictures": (tiny_pipeline("flux-kontext"), picture), CLIPS: (tiny_pipeline("wan"), clip)}
 

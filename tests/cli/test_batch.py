@@ -68,7 +68,7 @@ def manifest(folder):
 
 
 def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
-    """With settings of its own over those of the command."""
+    """Settings in a line override those of the command."""
     lines = [{"prompt": "a fox"}, {"prompt": "a hen", "seed": 7, "steps": 2}]
     result = generate(tmp_path, "prompts.jsonl", map(json.dumps, lines))
     assert result.exit_code == 0, result.output
@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
 
 
 def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monkeypatch):
-    """SIGKILL in the middle, then Ctrl-C: what has a line of the manifest stays, and all ends as in one go."""
+    """After SIGKILL midway and Ctrl-C later, lines of the manifest stay, and the result equals an uninterrupted run."""
     prompts = [f"picture {number}" for number in range(COUNT)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     command = [sys.executable, "-c", DIES, "generate", "-m", model, "--prompts", "prompts.txt", *SMALL]
@@ -238,7 +238,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
 
 
 def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
-    """Unless they are to replace what is there."""
+    """Other settings are accepted only if existing files are to be replaced."""
     assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
     refused = generate(tmp_path, "prompts.txt", ["b"])
     assert refused.exit_code == 2 and "holds line 1 with other settings: prompt ('a', now 'b')" in refused.output

@@ -44,7 +44,7 @@ def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
 
 
 def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):
-    """From --seed on; the warm-up has a prompt that is none of those that are compared."""
+    """Seeds start at --seed; the prompt of the warm-up is not one of the compared prompts."""
     seen = []
 
     def bench(load, arguments, prompts, warmup, *_):
@@ -76,7 +76,7 @@ def test_an_edited_preset_is_measured_again(run, model, tmp_path):
 
 
 def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
-    """A device may not hold two; here a method changes weights, so that the comparison needs a fresh one."""
+    """A device may not have room for two; here a method changes weights, so the comparison loads a fresh pipeline."""
     loaded = []
 
     def load(*arguments, **options):

@@ -34,7 +34,7 @@ def test_a_disturbed_time_changes_no_speedup():
 
 
 def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
-    """A plain repeat of a few steps counts as many seconds as all calls of the first run at its pace."""
+    """A plain repeat of a few steps is scaled to the number of calls of the first run."""
 
     class Clock:
         calls = 0
@@ -67,7 +67,7 @@ def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
     ids=["once", "three", "whole"],
 )
 def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
-    """Which stand for a whole run, unless whole ones are asked for; the pipeline is plain again afterwards."""
+    """A few steps represent a whole run, unless whole runs are requested; the pipeline is plain again afterwards."""
     pipe = tiny_pipeline("flux")
     seen = []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
@@ -94,7 +94,7 @@ def test_a_preset_that_does_not_fit_is_told_before_any_run():
 @pytest.mark.parametrize("whole", [False, True], ids=["a few steps", "whole runs"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
-    """Plain repeats of a few steps count as many as a run has; on a GPU kernels compile in a run that is not timed."""
+    """Plain repeats of a few steps are scaled to a whole run; on a GPU kernels compile in a run that is not timed."""
     pipe, called, denoised, expected = tiny_pipeline("flux"), [], [], []
     pipe_device = type("Pipe", (type(pipe),), {"_execution_device": torch.device(device)})
     pipe.__class__ = pipe_device

@@ -152,7 +152,7 @@ def test_a_device_that_can_not_run_is_refused(run, model, device, complaint):
     ids=["unknown-class", "list", "list-of-classes", "deep", "broken", "number-as-part"],
 )
 def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint):
-    """Whatever diffusers raises of it."""
+    """Any error of diffusers gives one line."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text(index)
     assert_refused(run("generate", "-p", "a", "-m", tmp_path / "model"), complaint)
@@ -235,7 +235,7 @@ def test_other_commands_refuse_likewise(run, tmp_path, command, complaint):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"settings": 5}'], ids=["empty", "list", "broken", "other"])
 def test_a_comparison_does_not_go_on_from_another_file(run, model, tmp_path, content):
-    """A JSON file that holds none is refused and stays."""
+    """A JSON file without a comparison is refused and stays."""
     (tmp_path / "mine.json").write_text(content)
     result = run("compare", "-p", "a", "-m", model, *SMALL, "-o", "mine", "--peers", "none", "--presets", "exact")
     assert_refused(result, "mine.json holds no comparison: name another output, or remove the file")
@@ -244,7 +244,7 @@ def test_a_comparison_does_not_go_on_from_another_file(run, model, tmp_path, con
 
 @pytest.mark.parametrize("content", ["", "[]", '{"request": 5}'], ids=["empty", "list", "other"])
 def test_a_tuning_does_not_go_on_from_another_file(run, model, tmp_path, content):
-    """A state that holds none is refused and stays."""
+    """A file without a tuning's state is refused and stays."""
     (tmp_path / "mine-tuning").mkdir()
     (tmp_path / "mine-tuning" / "state.json").write_text(content)
     result = run("tune", "--target-psnr", 30, "-m", model, *SMALL, "-o", "mine.yaml", "--quiet")

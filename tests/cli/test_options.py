@@ -1,4 +1,4 @@
-"""Every option of every command changes what it says, and nothing else: what commands hand to the library is noted."""
+"""Every option of every command has its documented effect and no other; calls into the library are recorded."""
 
 import re
 from pathlib import Path
@@ -70,7 +70,7 @@ BASES = {
     "recommend": ("recommend",),
     "app": ("app",),
 }
-# By command and option: what it changes, or the test that shows it.
+# By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
     "generate": shared("call.")
     | {
@@ -236,7 +236,7 @@ def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, act
     ],
 )
 def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_path, option):
-    """Its file holds whatever changes what is measured, under the option's name, so that another value is refused."""
+    """The file holds every setting that affects the measurement, by option name, so another value is refused."""
     for index, name in enumerate(("black.png", "grey.png")):
         Image.new("RGB", (16, 16), (99 * index,) * 3).save(tmp_path / name)
     acts, facts = OPTIONS["compare"][option], []

@@ -1,4 +1,4 @@
-"""``generate --parallel``: what fits the processes there are, and how a failure of one ends all."""
+"""``generate --parallel``: settings for a number of processes, and the end of all after one failure."""
 
 import itertools
 import subprocess
@@ -95,7 +95,7 @@ def test_generate_refuses_what_several_processes_cannot_serve(run, processes, op
 
 
 def test_branches_are_shared_by_an_accelerated_run(run, processes):
-    """A plain one calls the transformer with both, or with one after the other, and waits for nobody."""
+    """A plain run calls the transformer with both branches, or with one after the other, and waits for no process."""
     processes(2)
     common = ("generate", "-p", "a", "-m", "nowhere/at-all", "--preset", "none", "--parallel")
     assert "--parallel: branches are shared in an accelerated run" in run(*common, "branches=2").stderr
@@ -127,7 +127,7 @@ def test_the_pipeline_is_shared_as_asked(handed_on, processes, monkeypatch, rank
     ids=["GPUs", "cuda", "cpu", "no GPU"],
 )
 def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, asked, rank, device, backend):
-    """That of its place on its host, whatever its rank among those of all hosts."""
+    """The device index is the process's local rank, not its global rank."""
     joined, current = [], []
     processes(4)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -191,7 +191,7 @@ def test_the_first_process_that_fails_tells_why(processes, monkeypatch, store, t
 
 
 class Left(BaseException):
-    """Stands for the end of the process."""
+    """Replaces the end of the process."""
 
 
 @pytest.mark.parametrize(

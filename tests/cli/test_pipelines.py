@@ -29,7 +29,7 @@ def pipe_that_takes(signature):
 
 
 def test_what_is_given_replaces_a_demo_models_own_arguments():
-    """Options first, and --call over both; what is not given stays the model's own."""
+    """Options override the model's own arguments, and --call overrides both; other arguments stay the model's own."""
     pipe, own = tiny_pipeline("flux"), demo_arguments(demo_path("demo-flux"))
     assert call_arguments(pipe, "demo-flux", {"steps": None}) == own
     assert call_arguments(pipe, "demo-flux", {"steps": 3}) == own | {"num_inference_steps": 3}
@@ -64,7 +64,7 @@ def test_call_takes_whatever_a_pipeline_takes():
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
 def test_pictures_are_read_as_rgb(tmp_path, mode):
-    """Whatever they are saved as."""
+    """Images of any mode become RGB."""
     path = tmp_path / "picture.tiff"
     Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode).save(path)
     image = read_image(path)
@@ -114,7 +114,7 @@ MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "T
 
 @pytest.mark.parametrize("name", [*MISTAKES, "ShapeError", "OutOfMemoryError", "BatchError"])
 def test_exit_codes_tell_mistakes_from_failures(capsys, name):
-    """2 where something else has to be asked for, 1 where it may go well another time; one line either way."""
+    """2 if the request must change, 1 if another attempt may succeed; one line in both cases."""
     kind = getattr(errors, name)
     error = kind("--option", "no") if kind is OptionError else kind("no")
     with pytest.raises(typer.Exit) as end, cli._told():
@@ -187,7 +187,7 @@ def test_a_file_of_prompts_has_one_a_line(tmp_path):
 
 
 def test_a_lines_own_settings_win(tmp_path):
-    """Over those of the command, which hold where a line has none; whole numbers guide, too, and nothing is a value."""
+    """Settings in a line override the command's; an integer guidance scale and null are valid values."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "a", "steps": 2, "guidance": 3}\n{"prompt": "b", "guidance": 0.0, "negative-prompt": ""}\n'

@@ -11,7 +11,7 @@ from dit_accel.cli.presets import span
 
 
 def test_recommend_prints_figures_notes_and_lines(run):
-    """The table has the presets, the notes say what was not measured, and the last lines can be copied."""
+    """The table has the presets, the notes list missing measurements, and the last lines can be copied."""
     result = run("recommend", "--model", "black-forest-labs/FLUX.1-dev", "--gpu", "4090")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

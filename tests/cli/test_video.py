@@ -63,7 +63,7 @@ def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path
 
 
 def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tmp_path):
-    """Mochi's divides by half the steps, those of the warm-up too; balanced means its video form."""
+    """Mochi's schedule divides by half the steps, also in the warm-up; balanced means its video form."""
     size = ("--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
     result = run("generate", "-p", "a", "-m", models / "mochi", *size, "--compare", "-o", "m", "--json", "m.json")
     assert result.exit_code == 0, result.output
@@ -81,7 +81,7 @@ def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_pat
 
 
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
-    """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
+    """`--preset none` with a seed equals the user's own call with a CPU generator of that seed."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -135,7 +135,7 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
 
 
 def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
-    """--num-images 1 is what every pipeline makes anyway."""
+    """--num-images 1 is every pipeline's default."""
     result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--num-images", 1)
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["output.mp4"]
@@ -152,7 +152,7 @@ def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
     ],
 )
 def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_fps, asked, fps):
-    """--fps wins over what a demo model says, and that over what its family was trained on."""
+    """--fps overrides a demo model's rate, which overrides its family's training rate."""
     assert medium_of(tiny_pipeline(model), model_fps, asked).fps == fps
 
 
@@ -169,7 +169,7 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
 
 
 def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
-    """Its distribution is named; what is no demo model's name is left to be a folder or a hub's."""
+    """The error names the package to install; other names are treated as folders or Hub ids."""
     monkeypatch.setattr(demo, "_ASSETS", tmp_path)
     with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install 'dit-accel\[demos\]'"):
         demo.demo_path("demo-wan")
@@ -189,7 +189,7 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
     ],
 )
 def test_plain_names_follow_what_the_pipeline_makes(name, preset):
-    """Without a name it is balanced, whose video form serves videos; a name of its own stays what it is."""
+    """The default is balanced, in its video form for videos; an explicit name stays unchanged."""
     pipe = tiny_pipeline(name)
     assert preset_for(pipe).name == preset_for(pipe, "balanced").name == preset
     assert preset_for(pipe, "turbo").name == preset.replace("balanced", "turbo")

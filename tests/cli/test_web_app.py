@@ -76,7 +76,7 @@ def site(asked):
 
 @pytest.fixture
 def visitor(site, tmp_path):
-    """Makes visitors, each with a session of its own."""
+    """Makes visitors with separate sessions."""
     from gradio_client import Client
 
     return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
@@ -99,7 +99,7 @@ def shown(job):
 
 
 def until(condition):
-    """Waits for what must come to be."""
+    """Wait for a condition."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -187,7 +187,7 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
 
 
 def test_what_others_write_is_text_on_the_page(tmp_path):
-    """Notes of the report may name what a user or a model is called, and are no markup."""
+    """Notes of the report may contain names from users or models, and are shown as plain text."""
     from dit_accel.cli.web_page import _View
 
     view = _View(Wish("a <b>fox</b>", "model"), {}, tmp_path)

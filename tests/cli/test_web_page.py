@@ -133,7 +133,7 @@ def test_the_fields_of_the_page_are_a_wish(asked):
 
 
 def test_a_page_offers_presets_of_pictures_and_videos_once(asked):
-    """A plain name stands for its video's form, too."""
+    """A plain name also represents its video form."""
     asked(Playing(), *FIELDS)
     (chosen,) = (each for each in asked.page.blocks.values() if getattr(each, "label", "") == "Preset")
     names = {name for name, _ in chosen.choices}
@@ -141,14 +141,14 @@ def test_a_page_offers_presets_of_pictures_and_videos_once(asked):
 
 
 def test_a_session_remembers_its_latest_results(asked):
-    """So many, the latest first."""
+    """Only a limited number, latest first."""
     (*_, last) = asked(Playing(), *FIELDS, history=[(None, str(index)) for index in range(web_page.REMEMBERED)])
     history = next(value for value in last.values() if isinstance(value, list))
     assert len(history) == web_page.REMEMBERED and history[1][1] == "0" and "a fox" in history[0][1]
 
 
 def test_an_error_is_text(asked):
-    """It may have what the visitor wrote."""
+    """It may contain the visitor's input."""
     from gradio import Error
 
     with pytest.raises(Error) as error:
@@ -168,7 +168,7 @@ def test_an_error_is_text(asked):
     ],
 )
 def test_models_are_named_from_this_machine_alone(handed_on, host, share, free):
-    """Whoever else reaches the page could have it download or read anything."""
+    """Otherwise any visitor could make the server download or read anything."""
     seen = handed_on("app", "--model", "some/pictures", "--host", host, *(["--share"] if share else []))
     assert seen["any_model"] == free and seen["closed"]
 

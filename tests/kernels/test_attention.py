@@ -42,7 +42,7 @@ def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_n
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Even where they hold NaN; rows left without a key are empty."""
+    """Their NaN has no effect; rows left without a key are empty."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     q, k, v = (make_tensor(2, 200, 3, 16, dtype=torch.float16) for _ in range(3))
     sparsity = make_sparsity(2, 3, 200)

@@ -1,4 +1,4 @@
-"""Masks inside tiles, and tiles that a threshold leaves out, equal dense masked attention in float64."""
+"""Masks inside tiles, and tiles skipped by a threshold, equal dense masked attention in float64."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def either_backend(request, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (190, 63)], ids=str)
 def test_masks_with_kv_len(lengths, either_backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Keys beyond ``kv_len`` may hold NaN in masked tiles too."""
+    """NaN in keys beyond ``kv_len`` has no effect in masked tiles either."""
     backend = either_backend
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     sparsity = make_sparsity(2, 2, 200, rows=1.1, masked=0.5)
@@ -84,7 +84,7 @@ def levelled(levels, tokens, block, device, batch=1, heads=1):
 
 
 def without(sparsity, tile, queries=slice(None)):
-    """The pairs that attend once some queries leave out a key block."""
+    """Attended pairs after some queries skip a key block."""
     pairs, block = attending(sparsity).clone(), sparsity.plan.block
     pairs[:, :, queries, tile * block : (tile + 1) * block] = False
     return pairs
@@ -121,7 +121,7 @@ def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert
 
 
 def test_queries_beyond_the_sequence_have_no_say(backend, device, make_sparsity, assert_no_worse):
-    """Their scores are 0, far above those of the tile that the two queries of the last block leave out."""
+    """Their scores are 0, far above those of the tile that the two queries of the last block skip."""
     sparsity = make_sparsity(1, 1, 194, rows=1.1, tiles=1.1)
     q, k, v = levelled([-1.0, -9.0, -1.0, -1.0], 194, 64, device)
     check(q, k, v, sparsity, backend, assert_no_worse, pairs=without(sparsity, 1), pv_threshold=-3.0)

@@ -1,4 +1,4 @@
-"""GEMM-O's invariants: UPDATE is the dense linear, and DISPATCH of what UPDATE saw is UPDATE."""
+"""Invariants of GEMM-O: UPDATE equals the dense linear layer, and DISPATCH on UPDATE's inputs equals UPDATE."""
 
 import math
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
 
 
 def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor, make_sparsity):
-    """Bit for bit: nothing is multiplied, so features may hold NaN."""
+    """Bit for bit: nothing is multiplied, so features may contain NaN."""
     plan = make_sparsity(2, 5, 200).plan
     o, weight = make_tensor(2, 200, 5, HEAD_DIM), make_tensor(COLUMNS, 5 * HEAD_DIM)
     before, history = make_tensor(3, 2, 200, COLUMNS), [torch.full_like(o, math.nan)] * 2
@@ -156,10 +156,10 @@ def test_dispatch_with_unchanged_features_equals_update(backend, make_tensor, ma
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsity):
-    """Whole numbers that the dtype holds come out exact, though sums on the way need a bit more than it has."""
+    """Integers that the dtype can represent are exact, although partial sums need one bit more."""
     if (backend, dtype, device) == ("triton", torch.bfloat16, "cpu"):
         pytest.skip("the interpreter can't")
-    large = 2 / torch.finfo(dtype).eps  # whose odd neighbour the dtype does not hold
+    large = 2 / torch.finfo(dtype).eps  # the dtype cannot represent its odd neighbour
     reused, half = make_sparsity(1, 2, 100, rows=0.0).plan, make_sparsity(1, 2, 100, rows=1.1)
     o = torch.ones(1, 100, 2, HEAD_DIM, dtype=dtype, device=device)
     stack = torch.stack([torch.full((1, 100, COLUMNS), value) for value in (large, 1.0, 1.0)]).to(device, dtype)

@@ -115,7 +115,7 @@ def test_no_skip_bits_means_every_tile(backend, make_sparsity):
 
 @every_order
 def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
-    """Buffers that hold the lists of other symbols give the same plan as fresh ones, and no new memory."""
+    """Buffers with lists of other symbols give the same plan as fresh ones, without new memory."""
     *_, scratch = make_sparsity(2, 3, 600, rows=1.1, tiles=1.1)
     rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
     plan = lower(symbols, order=order, scratch=scratch, backend=backend)
@@ -142,7 +142,7 @@ def test_scratch_of_a_masked_plan(backend, make_sparsity):
 
 @every_order
 def test_a_scratch_leaves_nothing_of_its_own_in_a_plan(backend, order, make_sparsity):
-    """Whatever symbols a scratch comes from, the plan holds what a fresh one holds: lists, masks and all bits."""
+    """A scratch of any symbols gives a plan with the same lists, masks and bits as a fresh one."""
     kinds = {}
     for kind, held in {
         "tiles": (),

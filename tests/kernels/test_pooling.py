@@ -1,4 +1,4 @@
-"""The pooled map equals its definition in float64, whatever padding and degenerate blocks hold."""
+"""The pooled map equals its definition in float64, for any content of padding and degenerate blocks."""
 
 import math
 

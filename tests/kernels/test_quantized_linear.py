@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: rows with scales, GELU and a second tensor on the way, and the product."""
+"""Linear layers in 8 bits: rows with scales, fused GELU and a second input, and the product."""
 
 import pytest
 import torch

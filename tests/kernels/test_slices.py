@@ -71,7 +71,7 @@ def recovered_pairs(plan, backend, kv_len=None):
     found = []
     for first in range(0, tokens, 128):
         values = torch.eye(tokens, 128, dtype=q.dtype, device=DEVICE).roll(first, 0)
-        values[:first] = 0  # torch.roll brings round what lies beyond the end
+        values[:first] = 0  # torch.roll wraps around at the end
         v = values[None, :, None].expand(batch, -1, heads, -1).contiguous()
         found.append(attention(q, q, v, plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend))
     return torch.cat(found, -1).transpose(1, 2)[..., :tokens]  # weights [B, H, S, S]
@@ -89,7 +89,7 @@ def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_tensor):
-    """In the mask, and even where they hold NaN."""
+    """Neither through the mask nor through NaN."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     sparsity, pairs = make_slices(batch=2, heads=1, tokens=200)
     pairs = pairs & (torch.arange(200, device=DEVICE) < kv_len[:, None, None, None])

@@ -1,4 +1,4 @@
-"""Masks over pairs become symbols and come back; every tile is of the cheapest kind that says what the mask says."""
+"""Masks over pairs convert to symbols and back; every tile gets the cheapest kind that represents its mask."""
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_other_masks_are_refused(mask):
 @every_length
 @pytest.mark.parametrize("runs", [1, 2])
 def test_runs_of_keys_give_the_symbols_of_their_mask(runs, tokens, block):
-    """Bit by bit those of the mask itself; runs may be empty, touch each other and reach beyond the sequence."""
+    """Equal to the mask's symbols bit by bit; runs may be empty, touch each other and extend beyond the sequence."""
     generator = torch.Generator().manual_seed(tokens)
     bounds = torch.randint(-30, tokens + 30, (tokens, 2 * runs), generator=generator).sort(-1).values
     first, end = bounds[:, ::2], bounds[:, 1::2]

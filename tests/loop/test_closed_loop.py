@@ -18,7 +18,7 @@ def modes(control: Gap) -> str:
 
 
 def closed_loop(coordinates=range(40), weights=None, bends=None, **keys) -> Gap:
-    """Without weights the errors of all steps count alike, and without bends all outputs bend alike."""
+    """Without weights the errors of all steps count equally, and without bends all outputs curve equally."""
     schedule = {"control": "adaptive", "target_error": 0.05, "warmup": 0, "cooldown": 0, **keys}
     course = Course(coordinates, weights or [1.0] * len(coordinates), bends=bends)
     return Gap(Preset.model_validate({"schedule": schedule}), course)
@@ -57,7 +57,7 @@ def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_closed_loop_knows_the_errors_of_polynomials(order):
-    """For polynomials one degree higher, on any spacing, what is expected of the farthest forecast comes true."""
+    """For polynomials one degree higher, on any spacing, the expected error of the farthest forecast is exact."""
     steps, recorded, here = [0.0, 1.0, 4.0, 5.5, 7.0, 10.0, 11.0, 15.0, 16.0], [2, 1, 0], 3
     output = [t ** (order + 1) + 1.0 for t in steps]
 
@@ -105,7 +105,7 @@ def test_each_update_decides_afresh():
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
 def test_closed_loop_measures_distance_on_the_coordinate(direction):
-    """On uneven spacing the forecast may reach as far on the coordinate, not as many steps."""
+    """On uneven spacing the distance on the coordinate limits a forecast, not the number of steps."""
     # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 those of
     # forecasts may add up to 5 g: 2.25, 6.25, 11.25 or all. The step behind the last one in reach computes.
     coordinates = [direction * x for x in (0.0, 2.0, 3.0, 5.0, 7.0, 8.0, 17.0, 18.0, 19.0)]
@@ -204,7 +204,7 @@ def test_presets_of_papers_compute_the_published_steps(name, computed):
 
 
 def test_interval_ignores_errors():
-    """A fixed schedule does not react to what is observed."""
+    """A fixed schedule does not depend on errors."""
     preset = Preset.model_validate({"schedule": {"control": "interval", "warmup": 0, "interval": 4, "cooldown": 0}})
     control = IntervalGap(preset, Course(range(8), [1.0] * 8))
     control.observe(0, [-1.0, -2.0], 1, 100.0)

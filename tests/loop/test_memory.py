@@ -1,4 +1,4 @@
-"""Forms in which caches are kept, what they are expected to take, and how they are made to fit into a budget."""
+"""Storage forms of caches, their expected memory, and their adaptation to a budget."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_float8_error_is_that_of_its_mantissa():
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
 def test_rows_left_out_take_no_memory(float8, offload):
-    """The rows that are kept come back as without the option; the memory is that of these rows alone."""
+    """The kept rows are the same as without the option, and only they take memory."""
     values = torch.randn(2, 10, 4, 32, generator=torch.Generator().manual_seed(0))
     kept = Storage(float8, offload, rows=(3, 9)).keep(values)
     restored = kept.read()
@@ -117,7 +117,7 @@ def test_copies_beside_the_computation_arrive_whole(float8):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_offload_holds_few_layers_at_a_time():
-    """Although the host asks for all layers at once, the device never holds more than a few of them."""
+    """The host requests all layers at once, but the device never holds more than a few of them."""
     layers, size = 24, 32 * 2**20
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -135,7 +135,7 @@ def test_offload_holds_few_layers_at_a_time():
 
 
 def test_history_goes_on_in_another_form():
-    """A shorter history keeps the newest values, and those that stay are what the new form makes of them."""
+    """A shorter history keeps the newest values, converted to the new form."""
     history = History(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
@@ -228,7 +228,7 @@ def test_offload_changes_no_bit(pipe, arguments):
 
 @pytest.mark.parametrize("preset, bound", [(LAYERS, 0.65), (HEADS, 0.35)], ids=["layer", "head"])
 def test_float8_histories_err_less_than_forecasts(pipe, preset, bound):
-    """Rounding what is remembered moves the result less than forecasting does, and takes less than half the memory."""
+    """Rounding cached values changes the result less than forecasting does, and takes less than half the memory."""
     plain = pipe(**tiny_inputs("flux", steps=STEPS))[0]
     exact, before = run(pipe, preset)
     rounded, after = run(pipe, load_preset(preset, **{"memory.history_dtype": "float8"}))
@@ -260,7 +260,7 @@ def test_later_branch_converts_what_is_there(pipe):
 
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 def test_lower_order_is_that_of_the_preset(pipe, level):
-    """A budget that forces order 0 gives what the same preset with order 0 gives."""
+    """A budget that forces order 0 gives the same result as the preset with order 0."""
     preset = {"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level]
     forms = {} if level == "output" else {"memory.history_dtype": "float8"}
     expected, report = run(pipe, load_preset(preset, **{"forecast.order": 0}, **forms))
@@ -354,7 +354,7 @@ def test_measures_come_in_order_as_the_budget_shrinks():
 
 
 def test_measures_that_save_nothing_are_not_taken():
-    """Wan's sequence holds no text, so leaving its rows out is no measure."""
+    """Wan's sequence has no text, so skipping text rows is no measure."""
     plans = [
         plan_memory(load_preset("flux-flashomni-paper", **{"memory.budget_gib": budget}), [WAN_14B_76K]).measures
         for budget in (80.0, 40.0, 20.0)

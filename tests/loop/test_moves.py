@@ -143,7 +143,7 @@ def euler_sampler(model, latents):
 
 
 def test_moves_of_a_sampler_that_calls_its_model():
-    """A trial of Euler's steps finds what they are known to be, and leaves random numbers alone."""
+    """A trial of Euler's steps finds their known moves, and does not change random numbers."""
     state = torch.get_rng_state()
     torch.testing.assert_close(
         torch.tensor(sampler_moves(euler_sampler, SIGMAS)), torch.tensor(euler_moves(SIGMAS)), atol=1e-6, rtol=0

@@ -203,7 +203,7 @@ def test_timesteps_that_round_alike_are_told_apart():
 
 @pytest.mark.parametrize("scheduler", [diffusers.HeunDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler])
 def test_scheduler_of_second_order_repeats(scheduler):
-    """A scheduler that runs the transformer twice a step says so, and each call is a step of its own."""
+    """A scheduler that runs the transformer twice per step says so, and each call counts as a step."""
     scheduler = scheduler()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(4)
@@ -252,7 +252,7 @@ def test_timestep_clock_takes_the_nearest():
 
 
 def test_timestep_clock_finds_rounded_timesteps_of_any_spacing():
-    """Steps that lie close together at the end leave those far apart the room that bfloat16 takes."""
+    """Steps that are close together at the end do not narrow bfloat16's tolerance for those far apart."""
     timesteps = [1000.0, 701.7, 333.3, 1.0, 0.5]
     clock = TimestepClock(timesteps)
     rounded = torch.tensor(timesteps).bfloat16()
@@ -304,7 +304,7 @@ def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):
 
 @pytest.mark.parametrize("first", [3, 7], ids=["in-the-middle", "at-the-last"])
 def test_where_a_run_begins_is_confirmed(first):
-    """Timesteps in a scale of the pipeline's own may lead astray; the scheduler's first step index sets that right."""
+    """Timesteps in a pipeline's own scale may be misleading; the scheduler's first step index corrects the start."""
     scheduler = SCHEDULERS["flow-match-euler"]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(8)

@@ -186,7 +186,7 @@ def _layers(transformer) -> list[tuple]:
 
 
 def _overwrite(layers: list[tuple], schedule: Schedule, whole):
-    """Hooks that record what modules put out, and overwrite it where ``whole(block)`` is forecast whole."""
+    """Hooks that record the modules' outputs, and overwrite them where ``whole(block)`` is forecast."""
 
     def hook_for(block):
         parts: list[Remembered] = []

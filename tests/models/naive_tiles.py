@@ -40,7 +40,7 @@ class Sequence(NamedTuple):
 
 
 class NaiveTiles:
-    """Dense attention with the tiles that SpargeAttn leaves out masked; notes what is kept."""
+    """Dense attention with masks for the tiles that SpargeAttn skips; records the kept tiles."""
 
     def __init__(self, schedule: Schedule, sequence: Sequence) -> None:
         self.schedule, self.sequence, self.kept, self._depth = schedule, sequence, [], 0
@@ -99,7 +99,7 @@ class NaiveTiles:
 
 @contextmanager
 def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterator[None]:
-    """Records what a transformer gives, and in DISPATCH steps overwrites it; calls of a step are branches, in order."""
+    """Record a transformer's outputs and overwrite them in DISPATCH steps; calls of a step are branches, in order."""
     calls, remembered = defaultdict(int), defaultdict(list)
 
     def hook(module, arguments, output):

@@ -43,7 +43,7 @@ def test_tiles_count_in_the_steps_that_leave_them_out():
 
 
 def test_samples_that_attend_apart_count_each():
-    """Mochi attends over one prompt of a batch after the other: the share is the mean of what each attended to."""
+    """Mochi attends to one prompt of a batch after the other: the share is the mean over prompts."""
     skip = {"policy": "sparge", "steps": "all", "top_k": 0.5}
     preset = load_preset("exact", model="mochi", schedule={"warmup": 2}, skip=skip, blocks=SMALL)
     pipe = accelerate_pipeline(tiny_pipeline("mochi"), preset)
@@ -124,7 +124,7 @@ def test_a_forecast_step_costs_what_its_level_computes(level, facts, dense, expe
 
 @pytest.mark.parametrize("mode", [StepMode.FULL, StepMode.UPDATE])
 def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
-    """Each attention its own, of which samples have a share each, what a probe computes again not being left out."""
+    """Each attention skips its own tiles, samples count equally, and tiles computed by a probe are not skipped."""
     first = state(measured_step=4, attended=0.5, probed=0.1)
     second = state(measured_step=4, attended=0.25)
     older = state(measured_step=3, attended=0.1)

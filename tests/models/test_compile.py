@@ -50,7 +50,7 @@ def pipe():
     return tiny_pipeline("flux")
 
 
-# Graphs: one a block kind, and one more where FLUX's first single block reads what double blocks wrote.
+# Graphs: one per kind of block, and one more where FLUX's first single block reads the double blocks' outputs.
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
     """Decisions are the same as with fused kernels in uncompiled blocks; a second run compiles nothing more."""
@@ -177,7 +177,7 @@ def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, 
 
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
-    """Whatever would run in their place."""
+    """Compiled blocks run even if another implementation would replace them."""
     monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
     plain = tiny_output(pipe, "flux", steps=2)
     blocks = pipe.transformer.transformer_blocks

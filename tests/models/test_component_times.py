@@ -28,7 +28,7 @@ def call(pipe, name="flux", **changes):
 
 
 def hooks(pipe):
-    """Ours; text encoders of transformers have some of their own."""
+    """Our hooks; text encoders of transformers have others."""
     modules = (module for part in vars(pipe).values() if isinstance(part, torch.nn.Module) for module in part.modules())
     every = (hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values())
     return [hook for hook in every if getattr(hook, "func", None) in (component_times._enter, component_times._leave)]
@@ -157,7 +157,7 @@ def test_what_is_called_outside_of_a_call_is_no_part_of_it(flux):
 
 
 def test_compiled_decoding_stays_whole(flux):
-    """Hooks break no graph; what the compiler has taken in counts as the rest."""
+    """Hooks break no graph; parts inside the compiled graph count as the rest."""
     accelerate_pipeline(flux)
     flux.vae.decode = torch.compile(flux.vae.decode, backend="eager", fullgraph=True)
     call(flux)
@@ -238,7 +238,7 @@ class Pipe:
 
 
 def test_a_module_is_timed_once_under_its_first_name():
-    """Whatever other names it has, compiled or not; an autoencoder is timed by its parts, which no forward leads to."""
+    """Compiled or not, with any other names; an autoencoder is timed by its parts, because it has no single forward."""
     assert [name for name, _ in component_times._components(Pipe())] == [
         "encoder",
         "other",

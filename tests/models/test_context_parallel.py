@@ -1,4 +1,4 @@
-"""How several devices share a sequence; what two processes make of it is in tests/test_parallel.py."""
+"""Sequence sharing by several devices; runs of two processes are in tests/test_parallel.py."""
 
 import copy
 from types import SimpleNamespace
@@ -99,7 +99,7 @@ def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
 
 @pytest.mark.parametrize("known", [0.25, torch.inf], ids=str)
 def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkeypatch, known):
-    """Whichever rank measured it; devices reduce by comparison, in which what is no number would be lost."""
+    """The result is the same on all ranks; devices reduce by comparison, which would lose NaN."""
     reductions = {dist.ReduceOp.MAX: torch.fmax, dist.ReduceOp.MIN: torch.fmin, dist.ReduceOp.SUM: torch.add}
     transformer = SimpleNamespace(_parallel_config=parallel())
     measured = [torch.tensor([0.5, 0.125, torch.nan, 0.0, torch.nan]), torch.tensor([0.25, 1.5, known, 0.0, torch.nan])]
@@ -119,7 +119,7 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
 
 
 def test_a_device_alone_keeps_what_it_measured(monkeypatch):
-    """It asks nobody, and what is no number stays so."""
+    """It communicates with no other device, and NaN stays NaN."""
     monkeypatch.setattr(dist, "all_reduce", None)
     numbers = torch.tensor([0.5, torch.nan])
     assert agreed(SimpleNamespace(), numbers) is numbers
@@ -225,7 +225,7 @@ def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
 
 
 def test_pieces_of_eight_bytes_are_taken_where_all_tensors_have_such():
-    """Else each number is moved by itself; the values are the same either way."""
+    """Otherwise each number moves separately; the values are the same."""
     whole = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
     assert _words(whole)[0].dtype == torch.int64 and _words(whole)[0].shape == (2, 3, 2)
     memory = torch.zeros(100, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Control nets run in the steps whose transformer reads what they give, and only there."""
+"""Control nets run only in steps whose transformer reads their outputs."""
 
 import diffusers
 import pytest
@@ -145,7 +145,7 @@ def test_a_call_with_another_flag_is_no_call_like_the_one_before():
 
 
 def test_reading_makes_the_call_once():
-    """Whatever is done with a deferred tensor is done with what the call gives."""
+    """Any operation on a deferred tensor runs on the call's output."""
     runs, value = [], torch.arange(6.0).view(2, 3)
     call = DeferredCall(lambda: runs.append(1) or (value, [value + 1]))
     first, second = (DeferredTensor(call, index, TensorForm.of(value)) for index in range(2))
@@ -246,7 +246,7 @@ FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
     ids=["same", "values", "scale", "strides", "flag", "shape", "batch", "dtype", "device", "kind", "tensor", "list"],
 )
 def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
-    """From the call before, which differed in values alone; what comes is what the net gives at once."""
+    """The previous call differed only in values, so the form is known; the output equals an immediate call's."""
     net, alone = Net(), Net()
     watch_net(net, defers=True)
     net(**FIRST)

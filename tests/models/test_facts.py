@@ -50,7 +50,7 @@ SEQUENCES = {  # by tiny pipeline
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
-LAYERS = {  # what hand-written blocks forecast whole at level layer; of other families the facts say it
+LAYERS = {  # parts that hand-written blocks forecast at level layer; other families have them in their facts
     "qwen_image": ("attn", "img_mlp", "txt_mlp"),
     "flux2": ("attn", "ff", "ff_context"),
 }
@@ -72,7 +72,7 @@ pipeline = tiny.pipeline
 
 
 def sparse(name, **overrides):
-    """Every step computed, tiles left out behind the warm-up."""
+    """Preset that computes every step and skips tiles after the warm-up."""
     sections = {
         "schedule": {"control": "interval", "warmup": 2, "interval": 1, "cooldown": 1},
         "skip": {"policy": "sparge", "steps": "all", "tau_kv": 0.3},
@@ -144,7 +144,7 @@ def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
 
 @pytest.mark.parametrize("name", ["sd3", "sd35", *PADDED])
 def test_nothing_left_out_is_the_plain_result(name):
-    """With all tiles kept the interceptor changes nothing but rounding; restored, the pipeline is what it was."""
+    """With all tiles kept the interceptor changes only rounding; after restoring, the pipeline is unchanged."""
     plain = run(name)
     modules = SEQUENCES[name].modules(pipeline(name).transformer).values()
     before = [type(module.processor) for module in modules]
@@ -183,7 +183,7 @@ def test_padding_is_never_read(name, mask):
 
 @every_pipeline
 def test_the_probe_measures(name):
-    """The probe's error is that of attention with these tiles, and a target bounds it."""
+    """The probe's error is the error of attention with these tiles, and a target bounds it."""
     _, loose = run(name, sparse(name, **{"skip.probe_blocks": 2}))
     _, bounded = run(name, sparse(name, **{"skip.probe_blocks": 2, "skip.probe_error": 0.02}))
     errors = [[each.error for each in report.attentions] for report in (loose, bounded)]
@@ -350,7 +350,7 @@ def _overwriting(schedule):
 
 
 def test_a_processor_that_is_set_later_is_caught_too():
-    """It takes the place of the one before, and stays when the acceleration is taken off."""
+    """It replaces the previous processor, and stays when the acceleration is removed."""
     pipe = tiny_pipeline("sd3")
     accelerate_pipeline(pipe, sparse("sd3"))
 

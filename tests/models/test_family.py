@@ -29,7 +29,7 @@ def clip(frames, height, width, channels=4, batch=2):
 
 TEXT = torch.zeros(2, 5, 8)
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-GRIDS = {  # by what is given: family, transformer, arguments, tokens
+GRIDS = {  # by name: family, transformer, arguments, tokens
     "wan": (WAN, model(patch_size=(1, 2, 2)), {"hidden_states": clip(3, 8, 6)}, Tokens(0, 36, grid=(3, 4, 3))),
     "wan-patched-frames": (
         WAN,
@@ -97,7 +97,7 @@ def test_tokens_of_a_call_follow_from_its_arguments(family, transformer, argumen
 @torch.no_grad()
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])
 def test_cogvideox_rounds_frames_up_to_whole_patches(frames):
-    """Version 1.5 has two latent frames to a token; the model's own blocks see as many tokens."""
+    """Version 1.5 has two latent frames per token; the model's own blocks have the same number of tokens."""
     transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -167,7 +167,7 @@ def test_frames_that_are_given_to_wan_are_not_judged():
     ("forcing", "frames", "has_grid"), [(None, 1, True), (False, 1, True), (True, 1, False), (False, 4, False)]
 )
 def test_skyreels_keeps_its_order_where_frames_differ(forcing, frames, has_grid):
-    """In timesteps of their own, or in whom they may look at; the tokens are as many."""
+    """Frames with different timesteps or attention ranges keep their order; the number of tokens is the same."""
     transformer = model(patch_size=(1, 2, 2), num_frame_per_block=frames)
     given = {"hidden_states": clip(3, 8, 6)} | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
     tokens = SKYREELS_V2.tokens(transformer, given)
@@ -215,7 +215,7 @@ def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
 
 
 def test_heads_are_those_of_the_configuration():
-    """Whatever it calls them."""
+    """For any name of the config key."""
     assert KANDINSKY.heads(model(axes_dims=(16, 24, 24), model_dim=256)) == (4, 64)
     assert LUMINA.heads(model(num_attention_heads=6, hidden_size=576)) == (6, 96)
     assert PRX.heads(model(num_heads=4, hidden_size=128)) == (4, 32)

@@ -28,7 +28,7 @@ def inputs(batch=1, tokens=TEXT + VISION):
     ids=["dropout", "causal", "grouped-queries", "half-scale", "twice-scale"],
 )
 def test_an_attention_of_another_kind_is_the_models_own(options):
-    """It runs as it is, and what was missed says so."""
+    """It runs unchanged, and the list of missed modules names it."""
     torch.manual_seed(0)
     expected = functional.scaled_dot_product_attention(*inputs(), **options)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Linear layers of blocks in 8 bits: which run so, that nothing of it stays, and what is refused."""
+"""Linear layers of blocks in 8 bits: the choice of layers, complete removal, and unsupported cases."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ def test_prompts_that_cannot_be_divided_go_together(name):
 
 @pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
 def test_noise_levels_that_rise_are_the_mirror_of_those_that_fall(changes):
-    """Mochi's run from 0 to 1 and its outputs point the other way: forecasts and corrections do too."""
+    """Mochi's levels rise from 0 to 1 and its outputs have the opposite sign: so do forecasts and corrections."""
     results = []
     for is_mirrored in (False, True):
         pipe = tiny_pipeline("sd3")
@@ -70,7 +70,7 @@ def _mirror_time(_, args, arguments):
 
 
 def test_both_transformers_of_guidance_compute_in_the_same_steps():
-    """Guidance multiplies what they differ by, so errors that both have alike cancel."""
+    """Guidance multiplies the difference of the two, so errors common to both cancel."""
     pipe, _ = built("ideogram4")
     with accelerated(pipe, "balanced", target_error=1.0):
         call("ideogram4")

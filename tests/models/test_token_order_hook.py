@@ -64,7 +64,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", (*WAN, *HUNYUAN, *BY_FACTS))
 def test_dense_results_do_not_depend_on_the_order(name):
-    """Where every tile computes, all orders give what raster order gives, but for rounding; where not, they differ."""
+    """With all tiles computed, all orders equal raster order up to rounding; with skipped tiles they differ."""
     expected = result(name, "raster", "output", DENSE)
     for order in ("hilbert", "tiles"):
         assert 0 < distance(result(name, order, "output", DENSE), expected) < 1e-5
@@ -75,7 +75,7 @@ def test_dense_results_do_not_depend_on_the_order(name):
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
 def test_what_blocks_remember_keeps_the_order(name, level, order):
-    """Forecasts of layers and of rows lie where the tokens are, which still come out as in raster order."""
+    """Forecasts of layers and rows follow the token order, and outputs are in raster order."""
     ordered = result(name, order, level, DENSE)
     assert 0 < distance(ordered, result(name, "raster", level, DENSE)) < 1e-5
     if level == "head":
@@ -110,7 +110,7 @@ def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
 
 @pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
 def test_restoring_leaves_no_trace(name):
-    """Hooks go on only where an order is asked for, and come off with everything else."""
+    """Hooks are added only for a requested order, and removed with everything else."""
     pipe = pipeline(name)
     plain = call(name)
 

@@ -89,7 +89,7 @@ def test_gradients_of_inputs_alone():
 
 @every_preset
 def test_some_steps_under_gradients(name, preset):
-    """They run plainly, what was remembered before is dropped, and the steps behind them are accelerated again."""
+    """They run plainly, earlier records are dropped, and the following steps are accelerated again."""
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=24)
     accelerate_pipeline(pipe, preset)
@@ -128,7 +128,7 @@ def test_either_form_of_output_in_any_call(level):
 @every_preset
 @pytest.mark.filterwarnings("ignore:.*should be kept in float32")
 def test_float64(name, preset):
-    """Forecasts run in float64, and what kernels would compute runs plainly, as the report says."""
+    """Forecasts run in float64, and fused kernels are replaced by the plain path, as the report says."""
     pipe = tiny_pipeline(name).to(torch.float64)
     plain = tiny_output(pipe, name, steps=STEPS)
     accelerate_pipeline(pipe, preset)

@@ -1,4 +1,4 @@
-"""Every key of a preset acts: changed by itself it changes what a tiny pipeline makes, or what its report says."""
+"""Every key of a preset has an effect: changing it alone changes a tiny pipeline's output or its report."""
 
 import functools
 import json
@@ -209,7 +209,7 @@ def with_keys(values, **sections):
 
 
 def test_the_table_holds_every_key():
-    """A new key of the schema needs a line here that shows what it does."""
+    """A new key of the schema needs a line here that shows its effect."""
     assert {name: set(keys) for name, keys in CHANGES.items()} == {name: variable(form) for name, form in sections()}
     assert BASES.keys() == CHANGES.keys()
 
@@ -227,7 +227,7 @@ def test_a_changed_key_shows(shown, place):
 
 @pytest.mark.parametrize("section", FORMED)
 def test_every_form_of_a_section_shows(shown, section):
-    """Whatever a section's form is chosen by acts, too."""
+    """The key that chooses a section's form has an effect too."""
     forms = [base for name, base in BASES.items() if name.startswith(f"{section}.")]
     seen = [shown(*base) for base in forms]
     assert len(seen) == len(FORMED[section].forms)

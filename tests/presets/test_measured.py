@@ -1,4 +1,4 @@
-"""Figures of presets are what the JSON files of docs/results hold, and headers repeat those of 50 steps."""
+"""Figures of presets equal the JSON files of docs/results, and headers repeat the figures of 50 steps."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""YAML from anywhere: what is odd, endless or huge is refused in one short line and at once."""
+"""YAML from any source: odd, endless or huge input is refused at once in one short line."""
 
 import os
 import time

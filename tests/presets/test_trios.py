@@ -1,4 +1,4 @@
-"""Presets named `quality`, plainly and `turbo` hold that order in work and in quality, on a trained model."""
+"""Presets named `quality`, plainly and `turbo` are in that order in work and in quality, on a trained model."""
 
 import pytest
 import torch

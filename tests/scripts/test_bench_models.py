@@ -31,7 +31,7 @@ def run(monkeypatch, file, *options):
 
 @pytest.mark.parametrize("model", bench_models.MODELS)
 def test_every_model_runs_at_toy_size(monkeypatch, tmp_path, model):
-    """The file holds the plain run and those asked for; its folder is made."""
+    """The file has the plain run and the requested ones; its folder is created."""
     stem = tmp_path / "deep" / "speed"
     assert run(monkeypatch, stem, "--model", model, "--runs", "computed,dispatch") == 0
     rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
@@ -82,7 +82,7 @@ def test_the_kernels_that_take_longest_are_listed():
 
 
 def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):
-    """The message names the run and those that there are."""
+    """The message names the unknown run and the valid ones."""
     stem = tmp_path / "deep" / "speed"
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, stem, "--runs", "computed,fity")

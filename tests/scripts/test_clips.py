@@ -57,7 +57,7 @@ def test_one_seed_draws_the_same_clips():
 
 
 def test_a_prompt_says_all_of_its_scene_in_known_words():
-    """No two scenes share a prompt, and the vocabulary holds just the words that prompts use."""
+    """No two scenes share a prompt, and the vocabulary has exactly the words of the prompts."""
     rng = random.Random(2)
     scenes = {}
     for _ in range(4000):
@@ -89,7 +89,7 @@ def test_held_out_lists_are_stable_disjoint_and_never_trained_on():
 
 @pytest.mark.parametrize("motion", MOTIONS)
 def test_a_motion_goes_where_its_name_says(motion):
-    """Straight walks go the named way by their span, bounces touch both edges and return, the others stay."""
+    """Straight walks go the named way by their span, bounces touch both edges and return, the other motions stay."""
     path = choose_path(motion, (0.5, 0.4), span=0.5, radius=0.1, tilt=0.3)
     x, y, angle = follow(torch.tensor(path.numbers()), torch.linspace(0, 1, 5))
     edges = torch.tensor([0.1 + EDGE_MARGIN, 0.5, 0.9 - EDGE_MARGIN, 0.5, 0.1 + EDGE_MARGIN])

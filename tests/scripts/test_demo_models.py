@@ -46,7 +46,7 @@ def test_one_seed_draws_the_same_pictures():
 
 
 def test_training_never_sees_a_reserved_scene():
-    """No training scene is of a reserved class, and every held-out scene is of its own split's."""
+    """No training scene is in a reserved class, and every held-out scene is in its own split's class."""
     rng = random.Random(1)
     trained = {hash_class(draw_picture(rng).scene) for _ in range(300)}
     assert trained.isdisjoint(RESERVED_CLASSES.values())
@@ -134,7 +134,7 @@ def test_tokenizers_round_trip(make, tmp_path):
 
 
 def test_t5_holds_each_word_whole():
-    """Each word of the grammar, in lower case and capitalised, is one known token of its own."""
+    """Each word of the grammar, in lower case and capitalised, is one known token."""
     tokenizer = make_t5_tokenizer()
     words = vocabulary() + [word.capitalize() for word in vocabulary()]
     tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
@@ -171,7 +171,7 @@ def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
 
 
 def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
-    """Two steps of everything leave a folder that FluxPipeline loads and paints with, and a state to go on from."""
+    """Two steps of everything leave a folder that FluxPipeline loads and runs, and a state to resume from."""
     folder, state, results = tmp_path / "demo", tmp_path / "state", tmp_path / "results"
     train("--model", "demo-flux", "--output", folder, "--state", state, "--results", results)
     assert json.loads((results / "prompt_following.json").read_text())["drawn 32px"]["pictures"] == 1

@@ -157,7 +157,7 @@ def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
 
 @FAMILIES
 def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
-    """Two steps of everything leave a folder that diffusers loads and paints with, and a state to go on from."""
+    """Two steps of everything leave a folder that diffusers loads and runs, and a state to resume from."""
     from diffusers import DiffusionPipeline
 
     arguments = ("--model", f"demo-{family.name}", "--output")

@@ -1,4 +1,4 @@
-"""Fine-tuning with SLA: what is recorded, that training learns and resumes, and the table's way through all of it."""
+"""Fine-tuning with SLA: recorded calls, training that learns and resumes, and all steps of the table."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def error_of(transformer, calls):
 
 @FAMILIES
 def test_recorded_calls_can_be_made_again(name):
-    """Called with what was recorded, in any order, the transformer gives the velocities that were recorded."""
+    """Called with the recorded arguments, in any order, the transformer returns the recorded velocities."""
     pipe = tiny_pipeline(name)
     calls = record(pipe, name)
     assert len(calls) % 4 == 0  # two prompts, two steps, and branches
@@ -211,7 +211,7 @@ def test_a_variant_that_fails_is_left_out(experiment, monkeypatch, capsys):
 
 
 def test_variants_differ_in_one_part_each():
-    """Which projections learn, and what linear attention goes through before they do."""
+    """Trained projections, and the initial projection of linear attention."""
     for name, variant in VARIANTS.items():
         transformer = tiny_pipeline("wan").transformer
         variant.swap_in(transformer)

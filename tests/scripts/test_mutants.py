@@ -6,12 +6,12 @@ import pytest
 
 from scripts.checks import mutants
 
-TINY = "response-points-away"  # whose nearest tests take a second
+TINY = "response-points-away"  # its nearest tests take a second
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_change_can_be_made(mutant):
-    """Its old text is in the file once, what comes of it is Python, and its test files are there."""
+    """Its old text is in the file once, the new file is valid Python, and its test files exist."""
     source = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
     compile(mutant.of(source), mutant.file, "exec")
     assert mutant.of(source) != source and mutant.breaks
@@ -34,7 +34,7 @@ def test_a_change_that_a_test_notices_is_told(capfd):
 
 
 def test_a_change_that_makes_no_difference_is_not_noticed(tmp_path):
-    """A copy is whole again after each change, so that the next one is tried by itself."""
+    """A copy is restored after each change, so that the next one is tried alone."""
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
     mutants.copy_checkout(tmp_path)
     same = replace(mutant, new=mutant.old + "  # as before")

@@ -1,4 +1,4 @@
-"""The script that measures what tiles left out cost: its presets, one run of it, its interpolation and its tables."""
+"""The script that measures the cost of skipped tiles: its presets, one run, its interpolation and its tables."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_an_earlier_run_must_have_the_same_settings(tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_stored_results_are_read_under_the_names_of_today(model):
-    """Series of the results that the repository holds have their places among the settings."""
+    """Series of the stored results are among the settings."""
     file = ROOT / "docs" / "results" / f"tile-sparsity-{model}.json"
     stored = earlier(file, json.loads(file.read_text(encoding="utf-8"))["settings"])["results"]
     assert stored == sorted(stored, key=lambda r: place_of(model, r))

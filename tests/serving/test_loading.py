@@ -90,7 +90,7 @@ def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch
 
 
 class Pipe:
-    """Notes what is done with it, in order."""
+    """Records its calls, in order."""
 
     def __init__(self):
         self.done = []
@@ -101,7 +101,7 @@ class Pipe:
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Loads a pipeline that notes what is done with it, on a GPU unless another device is named."""
+    """Load a pipeline that records its calls, on a GPU unless another device is named."""
     import diffusers
     from rich.console import Console
 
@@ -176,7 +176,7 @@ def test_what_is_no_id_and_no_folder_is_not_looked_for_on_the_hub(loaded, name):
 
 @pytest.mark.parametrize("capability, runs", [((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_float8_runs_from_a_capability_on(monkeypatch, capability, runs):
-    """That of an RTX 4090."""
+    """The required compute capability is that of an RTX 4090."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
     if runs:
         loading._require_float8(torch.device("cuda"), torch.bfloat16)

@@ -64,7 +64,7 @@ def test_a_pipeline_that_takes_none_is_told():
 
 
 def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
-    """The manifest says so: what was made with others is made again."""
+    """The manifest has the LoRA: outputs with another LoRA are made again."""
     (tmp_path / "prompts.txt").write_text("a fox\n")
     command = ("generate", "-m", folder / "model", *SMALL[2:], "--prompts", "prompts.txt", "--output-dir", "out")
     for options in ((), ("--lora", folder / "style")):
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_lora_is_told(run, folder, tmp_path):
 
 
 def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path):
-    """Shares and projections come from the file, those that were set stay, and other presets take nothing of it."""
+    """Shares and projections come from the file, explicit settings stay, and other presets use nothing of it."""
     metadata = {"critical": "0.1", "negligible": "0.2", "feature_map": "elu", "block": "128"}
     save_file({"transformer.blocks.0": torch.zeros(2, 2)}, tmp_path / "sla.safetensors", metadata=metadata)
     loras = parse_loras([f"{tmp_path}:0.5"])
@@ -171,7 +171,7 @@ def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_pat
 
 
 def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
-    """And what is not there is no repository of that name."""
+    """A missing path is not treated as a repository of that name."""
     monkeypatch.setenv("HOME", str(folder))
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
     with pytest.raises(OptionError, match="is neither"):

@@ -1,4 +1,4 @@
-"""Names of what commands write, and frame rates, without a pipeline."""
+"""File names and frame rates of commands, without a pipeline."""
 
 from itertools import combinations
 from pathlib import Path

@@ -104,7 +104,7 @@ def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, ther
 
 @pytest.mark.parametrize(("model", "fps"), [("wan", 16), ("cogvideox", 8), ("mochi", 30), ("hunyuan", 24), ("ltx", 24)])
 def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fps):
-    """Plain, accelerated and side by side: that of the family, where nothing else says it."""
+    """Plain, accelerated and side by side: the family's rate unless another is given."""
     rates = []
     monkeypatch.setattr(video, "write_clip", lambda clip, path, rate, folder=None: rates.append(rate))
     clip, medium = np.zeros((5, 16, 16, 3), dtype=np.uint8), medium_of(tiny_pipeline(model))

@@ -1,4 +1,4 @@
-"""``generate --prompts --engine ray``: the same files as in one process, whatever becomes of an actor."""
+"""``generate --prompts --engine ray``: the same files as in one process, whatever happens to an actor."""
 
 import io
 import json
@@ -104,7 +104,7 @@ def simple(monkeypatch):
 
 
 def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, tmp_path, monkeypatch):
-    """Every line has its file once, pixel for pixel that of one process, which then has nothing left to do."""
+    """Every line has its file once, equal to one process pixel for pixel, and a further run has nothing to do."""
     tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
     monkeypatch.setattr(ray_engine, "_Actor", Dying)
     prompts = [f"picture {number}" for number in range(8)]
@@ -123,7 +123,7 @@ def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, 
 
 
 def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp_path, monkeypatch):
-    """After so many attempts, or one that was refused; the rest is made, and the next run tries them again."""
+    """A line is given up after some attempts, or one refusal; the rest is made, and the next run tries it again."""
     prompts = ["a", "die", "refuse", "raise", "b", "c"]
     result = generate(prompts, *RAY)
     assert result.exit_code == 1
@@ -141,7 +141,7 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
 
 
 def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, tmp_path):
-    """Whatever it was that one of them did; the others are made, and all batches without it."""
+    """Whatever error one of them causes, the others are made, and all batches without it."""
     result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
     assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
     assert "note: lines 3, 4 are made one at a time, for in one call: not with me" in result.output
@@ -325,6 +325,6 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
 
 
 def test_what_an_actor_raises_arrives_whole():
-    """Errors of the command line survive the way between processes."""
+    """Errors of the command line keep their content between processes."""
     error = ray.cloudpickle.loads(ray.cloudpickle.dumps(OptionError("--model", "is not there")))
     assert isinstance(error, DitAccelError) and str(error) == "--model: is not there"

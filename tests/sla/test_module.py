@@ -1,4 +1,4 @@
-"""The trainable module: its value, its gradients in all their corners, and what it refuses."""
+"""The trainable module: its value, its gradients in all special cases, and its errors."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -198,7 +198,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_a_compiled_model_is_one_graph(training):
-    """It gives what it gives eagerly, bit for bit, with its gradients; another length compiles nothing anew."""
+    """The compiled result equals the eager one bit for bit, with its gradients; another length compiles nothing new."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block, graphs = Block(), CompileCounterWithBackend("aot_eager")

@@ -74,7 +74,7 @@ def test_error_is_that_of_the_rows_against_dense_attention(kv_len):
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.0, 3.8])
 @pytest.mark.parametrize("start", [1.0, 0.01])
 def test_growth_converges_to_the_target(power, start):
-    """Where e = c · g^p, the error comes to the target from either side, for every power below 4."""
+    """With e = c · g^p, the error converges to the target from either side, for every power below 4."""
     growth, target, scale = start, 0.02, 0.5
     for _ in range(40):
         growth = adjusted(growth, scale * growth**power, target)
@@ -82,7 +82,7 @@ def test_growth_converges_to_the_target(power, start):
 
 
 def test_growth_never_passes_the_preset():
-    """A site that errs less than it may is left what the preset says, and no more."""
+    """A site with less than the allowed error keeps the preset's growth."""
     assert adjusted(1.0, 0.001, 0.1) == 1.0
     assert adjusted(0.9, 0.001, 0.1) == 1.0
     assert adjusted(0.4, 0.0, 0.1) == 0.5

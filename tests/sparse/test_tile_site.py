@@ -123,7 +123,7 @@ def test_memory_of_kept_masks_is_accounted(name, level):
 @every_level
 @pytest.mark.parametrize("policy", ["sparge", "sla", "fg_attn"])
 def test_memory_of_every_plane_is_expected_to_the_byte(policy, level):
-    """Tiles, tiles for linear attention and single keys take what is said before the first block runs."""
+    """Tiles, tiles for linear attention and single keys use exactly the memory expected before the first block runs."""
     skip = load_preset("video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
     wanted = preset("wan", level)
     _, report = run("wan", wanted.model_copy(update={"skip": skip}))
@@ -143,7 +143,7 @@ def test_a_run_after_another_draws_afresh(name, level):
 
 @every_pipeline
 def test_dense_blocks_run_as_plain_ones(name):
-    """Where every block has policy none of its own, computed steps are the plain pipeline's, bit for bit."""
+    """If every block has policy none, computed steps equal the plain pipeline's bit for bit."""
     plain = call(name)
     with accelerated(pipeline(name), preset(name, "output", every_step=True)) as pipe:
         sparse = call(name)
@@ -184,7 +184,7 @@ def test_blocks_draw_by_their_own_settings(name, level, spy):
 )
 @every_pipeline
 def test_kernel_options_reach_every_step(name, overrides, options, spy):
-    """Computed steps and DISPATCH steps attend with them, and the result differs by what they leave out or round."""
+    """Computed steps and DISPATCH steps use them, and the result changes by what they skip or round."""
     exact, _ = run(name, preset(name, "head"))
     plain_options = len(spy.attended)
     result, report = run(name, preset(name, "head", **overrides))
@@ -197,7 +197,7 @@ def test_kernel_options_reach_every_step(name, overrides, options, spy):
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_blocks_forecast_by_the_degree_that_the_loop_chose(level, monkeypatch):
-    """A loop that stays at degree 1 makes of two records what it makes of three; a higher degree is another result."""
+    """A loop that stays at degree 1 gives the same with two records as with three; a higher degree differs."""
     adaptive = {"control": "adaptive", "warmup": 3, "target_error": 10.0, "max_interval": 2}
 
     def made(order, chosen):
@@ -261,7 +261,7 @@ def test_single_keys_of_a_ragged_sequence_come_to_less_than_all():
 
 
 def test_residuals_are_kept_as_float8():
-    """`memory.history_dtype` is theirs too, and what is expected is what they take."""
+    """`memory.history_dtype` applies to them too, and the expected memory is correct."""
     sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
     _, report = run("wan", preset("wan", "output", every_step=True, **sections))
     _, whole = run("wan", preset("wan", "output", every_step=True, **sections | {"memory.history_dtype": None}))
@@ -279,7 +279,7 @@ PROBE_POLICIES = {
 
 
 def probed(level, policy="sparge", **skip):
-    """Wan, whose tokens hold no text: with enough probe blocks the probe sees all of them."""
+    """Wan, whose sequence has no text: with enough probe blocks the probe sees all tokens."""
     section = {"policy": policy, "steps": "all", "probe_blocks": 100, **PROBE_POLICIES[policy], **skip}
     wanted = preset("wan", level, every_step=level == "output")
     return wanted.model_copy(update={"skip": load_preset("video-balanced", model="wan", skip=section).skip})
@@ -307,7 +307,7 @@ def true_errors(monkeypatch):
 
 @pytest.mark.parametrize("policy", PROBE_POLICIES)
 def test_probe_measures_against_dense_attention(policy, true_errors):
-    """Over all rows its error is that of every computed call against float64; the result is as without a probe."""
+    """Over all rows the probe's error equals every computed call's error in float64; the result does not change."""
     plain, without = run("wan", probed("output", policy, probe_blocks=0), height=96, width=96)
     count = len(true_errors)
     result, report = run("wan", probed("output", policy), height=96, width=96)
@@ -412,7 +412,7 @@ def test_probe_ends_masks_that_pass_its_target():
 
 @every_pipeline
 def test_unknown_block_is_an_error_before_anything_changes(name):
-    """The message lists the pipeline's blocks, and what was accelerated before stays so."""
+    """The message lists the pipeline's blocks, and an earlier acceleration stays."""
     wanted = preset(name, "output", **{"skip.layers": {"blocks.99": {"policy": "none"}}})
     pipe = accelerate_pipeline(pipeline(name), preset(name, "output"))
     before, block = pipe.dit_accel, pipe.dit_accel.report().layers[0]

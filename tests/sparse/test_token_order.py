@@ -112,7 +112,7 @@ def test_tiles_fit_the_grid(block, sides):
 
 @every_order
 def test_a_single_frame_is_cut_into_squares(name):
-    """The first frame by itself gets compact blocks as well."""
+    """A single first frame gets compact blocks as well."""
     grid = (1, 30, 52)
     square = 128 / 6  # two axes of s²/12
     assert spreads(whole_blocks(grid, token_order(name, grid, 128), 128)).mean() < 1.4 * square

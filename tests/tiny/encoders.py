@@ -8,7 +8,7 @@ import string
 FEATURES = 32  # of every encoder here, and so the transformers' `joint_attention_dim`, `text_dim`, …
 IMAGE_MARK, HEADER_END = "<image>", "<|end_header_id|>"  # in the prompt of HunyuanVideo's image-to-video
 VOCABULARY = 320  # rows of every embedding: 256 bytes and the special tokens fit
-SIDE, PATCH = 16, 8  # pixels of what image encoders see: 4 patches
+SIDE, PATCH = 16, 8  # pixels of an image encoder's input: 4 patches
 PICTURE_TOKENS = (SIDE // PATCH) ** 2
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 _LAYERS = {"hidden_size": FEATURES, "intermediate_size": 2 * FEATURES, "num_attention_heads": 2}

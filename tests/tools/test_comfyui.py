@@ -17,7 +17,7 @@ from dit_accel.tools.comfyui import KEY, AccelerateNode, ReportNode, accelerate_
 ROOT = Path(__file__).parents[2]
 STEPS = 24
 FLOW, NOISE = 1.0, 14.6  # largest noise level of a flow, and of a model that predicts noise
-pytestmark = pytest.mark.filterwarnings("ignore:dit-accel")  # what runs plainly warns
+pytestmark = pytest.mark.filterwarnings("ignore:dit-accel")  # plain runs warn
 
 
 class Model:
@@ -291,7 +291,7 @@ def test_an_untried_sampler_is_known_by_its_calls(flow):
 
 
 def test_runs_that_begin_in_the_middle(patcher):
-    """From image to image the run has a part of the noise levels, and is taken for what its model is."""
+    """An image-to-image run has a part of the noise levels, and is classified by its model."""
     sigmas = schedule(float(patcher.model.model_sampling.sigma_max), first=STEPS // 2)
     plain, accelerated = run(patcher, sigmas=sigmas), accelerate_model(patcher, "quality")
     assert off(run(accelerated, sigmas=sigmas), plain) < 0.02
@@ -330,7 +330,7 @@ def test_copies_of_the_model_and_wrappers_that_it_had(flow):
 
 
 def test_outside_of_a_sampler_the_model_runs_plainly(flow):
-    """A node that calls the model by itself gets what it computes."""
+    """A node that calls the model itself gets the model's own output."""
     accelerated = accelerate_model(flow)
     latents, sigma = torch.randn(1, 4, 6, 6), torch.tensor([0.5])
     arguments = {"input": latents, "timestep": sigma, "c": {"prompt": 1.0}, "cond_or_uncond": [0]}
@@ -375,7 +375,7 @@ HOOK = SimpleNamespace(strength=1.0)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("change", [another_prompt, control_that_ends, hook_with_keyframes])
 def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance):
-    """The step of the change is computed, forecasts begin anew, and the result stays near the plain one."""
+    """The step of the change is computed, forecasts start again, and the result stays near the plain one."""
     changed = partial(Guider, guidance=guidance, change=change)
     plain = run(flow, guider=changed(flow))
     accelerated = accelerate_model(flow, "quality")
@@ -389,7 +389,7 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 
 
 def test_errors(flow):
-    """Each names the argument, what came, and what to do."""
+    """Each error names the argument, its value, and the solution."""
     with pytest.raises(
         UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
     ):

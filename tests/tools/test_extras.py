@@ -1,4 +1,4 @@
-"""Without matplotlib, imageio-ffmpeg and gradio all else works; what needs them says so before anything is computed."""
+"""Without matplotlib, imageio-ffmpeg and gradio the rest works; features that need them fail before any computation."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ CLIP = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An installation without extras, but for those that diffusers imports wherever their metadata are."""
+    """An installation without extras, except those that diffusers imports whenever their metadata exist."""
     for package in EXTRAS.keys() - {"peft", "torchao"}:
         monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
 
@@ -46,7 +46,7 @@ def test_an_extra_that_is_there_is_no_error(package):
 
 
 def test_figures_name_their_extra(bare, tmp_path):
-    """A figure says what is missing and how to get it, and writes nothing."""
+    """The error names the missing package and how to install it, and nothing is written."""
     with pytest.raises(UnsupportedError, match=f"a figure {MATPLOTLIB}"):
         frontier_plot([("ours", 0.3, 50.0)], tmp_path / "plot.png")
     assert list(tmp_path.iterdir()) == []

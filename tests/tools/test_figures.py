@@ -134,7 +134,7 @@ def test_timeline_shows_the_probes_errors(tmp_path):
 
 
 def test_frontier_takes_points_and_plain_tuples(tmp_path):
-    """One line a method, whatever kind of tuple a point is; no points is an error."""
+    """One line per method, for any kind of tuple; an empty list is an error."""
     points = [FrontierPoint("closed loop", 0.23, 43.2), ("closed loop", 0.36, 55.2), ("fewer steps", 0.26, 31.2)]
     frontier_plot(points, tmp_path / "frontier.png")
     assert np.asarray(Image.open(tmp_path / "frontier.png")).std() > 5

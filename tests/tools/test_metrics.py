@@ -77,7 +77,7 @@ def test_ssim_of_colour_is_that_of_its_luma():
 
 
 def test_a_clip_counts_by_all_of_its_frames():
-    """PSNR is that of the mean square over frames, and SSIM the mean of the frames': one bad frame of three counts."""
+    """PSNR uses the mean square over frames, and SSIM the mean of the frames': one bad frame of three counts."""
     clip = (255 * _noise(3, 16, 16, 3)).astype(np.uint8)
     other = clip.copy()
     other[1] = 255 - other[1]
@@ -148,6 +148,6 @@ def test_different_shapes_are_refused(metric):
     ids=["integers", "too-small", "batch", "empty"],
 )
 def test_what_cannot_be_compared_is_refused(metric, picture, message):
-    """Each error says what is needed and what came."""
+    """Each error names the requirement and the given value."""
     with pytest.raises(ShapeError, match=message):
         metric(picture, picture)

@@ -93,7 +93,7 @@ def expected(pipe):
 
 
 def test_another_target_runs_the_accelerated_side_alone(kitchen):
-    """The plain one is kept by prompt, seed and size; another seed makes it anew."""
+    """The plain output is cached by prompt, seed and size; another seed makes a new one."""
     first = list(kitchen.playground.start(WISH))
     assert kitchen.calls == 2
     second = list(kitchen.playground.start(Wish(**{**vars(WISH), "target_error": 0.01})))
@@ -108,7 +108,7 @@ def test_another_target_runs_the_accelerated_side_alone(kitchen):
 
 @pytest.mark.parametrize("side", ["plain", "accelerated"])
 def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, side):
-    """No step follows but the one that is being computed; the next run is that of a fresh process."""
+    """No step follows the current one; the next run equals that of a fresh process."""
     run, seen = kitchen.playground.start(WISH), []
     for event in run:
         seen.append(event)

@@ -140,7 +140,7 @@ def test_peaks_are_those_of_the_speed_files():
 
 @pytest.mark.parametrize("run", TIMED, ids=lambda run: f"{run.model}-{run.gpus}")
 def test_timed_runs_are_rows_of_their_file(run):
-    """Speed-up, steps, GPUs, card and size of a timed run are those of a row in its file."""
+    """Speed-up, steps, GPUs, card and size of a timed run equal a row in its file."""
     document = json.loads((DOCS / "results" / f"{run.source}.json").read_text(encoding="utf-8"))
     assert document["device"].endswith(CARDS[run.card].title)
     name = f"{'two branches, ' if 'branches' in run.way else ''}14 of {run.steps} steps"
@@ -238,7 +238,7 @@ def test_what_was_not_measured_is_said():
 
 
 def test_tiles_are_for_long_clips_alone():
-    """The preset that leaves out tiles is offered from the length on that it was measured at, and last."""
+    """The preset that skips tiles is offered only from its measured length on, and last."""
     names = [[c.preset for c in recommend("wan", height=480, width=832, frames=f).choices] for f in (17, 81)]
     assert names == [["balanced", "quality", "turbo"], ["balanced", "quality", "turbo", "wan21-sparge-balanced"]]
 
@@ -283,7 +283,7 @@ def test_distilled_models_run_few_steps():
 
 
 def test_several_gpus_are_in_both_lines():
-    """The line of Python shares the work as that of shell does; a model with few steps has no second branch."""
+    """The Python line shares the work like the shell line; a model with few steps has no second branch."""
     for options, way in (({}, "branches=2"), ({"distilled": True}, "ulysses=2")):
         found = recommend("wan", gpus=2, **options)
         assert f"parallelize_pipeline(pipe, {way})" in found.python and f"--parallel {way} " in found.shell

@@ -40,7 +40,7 @@ def test_a_shorter_clip_replaces_a_longer_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["clip.mp4", "CLIP.MP4", "clip.gif"])
 def test_a_file_holds_every_frame_nearly_unchanged(tmp_path, name):
-    """Number, size and order of the frames are kept; what the format loses stays above 30 dB."""
+    """Number, size and order of the frames are kept; the compression loss stays above 30 dB PSNR."""
     clip = moving_square()
     write_clip(clip, tmp_path / name, fps=8)
     assert psnr(read_clip(tmp_path / name), clip) > 30
@@ -109,7 +109,7 @@ def test_files_that_are_no_frames_are_named(tmp_path):
     ids=["floats", "a-picture", "no-frames", "suffix"],
 )
 def test_what_is_no_clip_is_refused(tmp_path, clip, name, message):
-    """Each error says what is needed and what came, and nothing is written."""
+    """Each error names the requirement and the given value, and nothing is written."""
     with pytest.raises(ShapeError, match=message):
         write_clip(clip, tmp_path / name, fps=8)
     assert list(tmp_path.iterdir()) == []

@@ -85,7 +85,7 @@ def accelerate(pipe, chosen, **call):
     ],
 )
 def test_result_equals_naive_overwriting(pipes, name, chosen):
-    """Cut padding, GEMM-Q, sparse attention, cached biases and whole features give what overwriting gives."""
+    """Cut padding, GEMM-Q, sparse attention, cached biases and whole features equal overwriting."""
     pipe = pipes(name)
     expected, processors = run(pipe, chosen, inputs(name))
     result, report = accelerate(pipe, chosen, **inputs(name))
@@ -260,7 +260,7 @@ def test_any_mask_in_a_loop_of_ones_own(pipes, as_on_a_gpu):
     ],
 )
 def test_batch_of_unequal_prompts_equals_single_clips(pipes, as_on_a_gpu, chosen):
-    """Each prompt of a batch gets what it gets alone: the other's length is of no consequence."""
+    """Each prompt of a batch gets the same result as alone: the other's length does not matter."""
     pipe = pipes("hunyuan")
     noise = [torch.randn(1, 4, 3, 24, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     both, _ = accelerate(pipe, chosen, **inputs(prompt=PROMPTS, latents=torch.cat(noise)))
@@ -320,7 +320,7 @@ def test_a_processor_of_ones_own_runs_sparsely_too(pipes, level):
     "level, processor", [("output", ByMatrixProducts), ("layer", ByMatrixProducts), ("head", PlainlyOther)]
 )
 def test_foreign_processor_keeps_its_attention(pipes, level, processor):
-    """A block whose attention can't be caught attends as it does, and the report says so; the others go on."""
+    """A block whose attention can't be intercepted keeps it, and the report says so; the others are sparse."""
     pipe = tiny_pipeline("hunyuan")
     chosen = skipping(level)
     everywhere, _ = accelerate(pipe, chosen, **inputs())

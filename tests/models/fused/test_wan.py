@@ -1,4 +1,4 @@
-"""The Wan adapter against a naive Wan that computes everything and overwrites what should be reused."""
+"""The Wan adapter against a naive Wan that computes everything and overwrites the reused parts."""
 
 import functools
 
@@ -123,7 +123,7 @@ def test_variants_at_zero_thresholds_equal_plain(name):
 
 
 def test_kernels_equal_references(pipe):
-    """A step of GEMM-Q by row-block, attention and GEMM-O by the Triton kernels gives what the references give."""
+    """A step of GEMM-Q by row-block, attention and GEMM-O by the Triton kernels equals the references."""
     call = {"steps": 4, "height": 64, "width": 64, "guidance_scale": 1.0}
     wanted = preset(HEADS, schedule={"warmup": 1, "interval": 2})
     expected, _ = accelerate(pipe, wanted, **call)
@@ -147,7 +147,7 @@ def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, 
 
 
 def test_second_transformer_starts_with_computed_steps():
-    """Wan 2.2's transformers share the schedule; each layer is accounted in the steps of its own transformer only."""
+    """Wan 2.2's transformers share the schedule; each layer counts only the steps of its own transformer."""
     _, report = accelerate(shared("wan22"), preset(LAYERS, schedule={"warmup": 2, "interval": 8}), "wan22", steps=12)
     called = {
         name: [step for step, share in enumerate(density) if share is not None]
@@ -170,7 +170,7 @@ def test_branches_keep_apart(pipe):
 
 
 def test_closed_loop_goes_by_the_worse_branch(pipe):
-    """The error of a computed step is that of the branch whose forecast was farther off."""
+    """The error of a computed step is that of the branch with the larger forecast error."""
     outputs: list[torch.Tensor] = []
     handle = pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: outputs.append(output))
     loop = {"control": "adaptive", "target_error": 0.2, "warmup": 1}
@@ -191,7 +191,7 @@ def test_closed_loop_goes_by_the_worse_branch(pipe):
 
 @pytest.mark.parametrize("name", ["wan", "wan-i2v-clip"])
 def test_work_is_what_torch_counts(name):
-    """FLOPs of a block, cross-attention to prompt and image tokens included, are those of the products that it runs."""
+    """FLOPs of a block, including cross-attention to prompt and image tokens, equal its products'."""
     transformer, calls = shared(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
     shared(name)(**inputs(name, steps=1, guidance_scale=1.0))
@@ -218,7 +218,7 @@ def test_clean_frames_are_not_judged():
 
 @pytest.mark.parametrize("level", ["head", "layer", "output"])
 def test_batch_equals_single_clips(pipe, level):
-    """A batch of two prompts gives what each gives alone."""
+    """A batch of two prompts equals two single calls."""
     wanted = preset(HEADS) if level == "head" else preset(LAYERS, **{"forecast.level": level})
     prompts, seeds = ["a fox", "a large dark forest"], [3, 4]
 

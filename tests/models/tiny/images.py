@@ -59,7 +59,7 @@ def qwen_image_edit():
 
 
 class NoPrompts:
-    """Stands for the processor of Qwen-Image 2.1, whose pipeline asks for tokens as it is built."""
+    """Replaces the processor of Qwen-Image 2.1, whose pipeline needs tokens when it is built."""
 
     tokenizer = SimpleNamespace(encode=lambda text: [0])
 
@@ -106,12 +106,12 @@ def hidream():
         prompt[f"{name}prompt_embeds_llama3"] = text(2, 1, TOKENS, WIDTH, seed=seed)
         prompt[f"{name}pooled_prompt_embeds"] = text(1, WIDTH, seed=seed)
     pipe = diffusers.HiDreamImagePipeline(flow(shift=3.0), flux.image_vae(), *[None] * 8, transformer)
-    pipe.default_sample_size = 24  # what it makes of every size, in latents
+    pipe.default_sample_size = 24  # its output's size in latents, for every input
     return pipe, prompt
 
 
 def lumina2():
-    """The padding of a prompt is left out of the joint sequence."""
+    """The joint sequence does not include a prompt's padding."""
     transformer = diffusers.Lumina2Transformer2DModel(
         in_channels=4,
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""The benchmark: what it checks, that a wrong result never gets a speed-up, and the files of a whole run on a CPU."""
+"""The benchmark: its checks, no speed-up for wrong results, and the files of a whole run on a CPU."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def whole_run(tmp_path_factory):
 
 
 def test_a_run_writes_json_tables_and_a_plot(whole_run):
-    """Each op has rows that passed; every row's ratios are those of its own milliseconds."""
+    """Each op has rows that passed; every row's ratios follow from its own milliseconds."""
     folder, document = whole_run
     assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md", "kernels.png"}
     ops = {row["op"] for row in document["results"]}
@@ -216,7 +216,7 @@ def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_p
 
 
 def test_runs_merge_and_later_rows_replace(whole_run, tmp_path):
-    """A row measured again counts once, from its own run; files are those of a run."""
+    """A row measured again counts once, from its latest run; the files are those of one run."""
     _, document = whole_run
     again = json.loads(json.dumps(document))
     again["results"] = [row for row in again["results"] if row["op"] == "gemm_q"]
@@ -255,7 +255,7 @@ def masked_row(tokens, block, kind, ratio):
 
 
 def test_masks_have_a_panel_a_block_and_a_way_of_timing():
-    """Long sequences, which are timed in one way only, stand with the GPU time of short ones."""
+    """Long sequences, timed in one way only, are in the panel with the GPU time of short ones."""
     rows = [
         masked_row(512, 64, "causal 64, graph", 2.0),
         masked_row(1024, 64, "causal 64, graph", 1.9),
@@ -354,7 +354,7 @@ def test_patterns_say_what_their_pairs_say(tokens, family):
 
 
 def test_every_check_stands_under_a_benchmark():
-    """The gate's own list, which is everything, is that of all benchmarks together."""
+    """The gate's full list equals the lists of all benchmarks together."""
     assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
 
 
@@ -368,7 +368,7 @@ def test_the_gate_checks_what_a_benchmark_stands_on():
 
 
 def test_sparse_cases_draw_the_sparsity_that_they_name():
-    """Rows, tiles, and both together leave out the share that was asked for, published points among them."""
+    """Rows, tiles, and both together skip the requested share, published points included."""
     cases = list(sparse_cases(Case(4608), FULL))
     assert cases[0] == ("dense", Case(4608))
     shares = sorted((kind, round(1 - case.rows * case.tiles, 6)) for kind, case in cases[1:])
@@ -387,7 +387,7 @@ def test_every_op_runs_at_some_size(sizes):
 
 
 def test_shapes_select(tmp_path):
-    """Only what has a case of that length is checked and timed; another choice is an error."""
+    """Only ops with a case of that length are checked and timed; another choice is an error."""
     options = ["--ops", "lowering", "--shapes", "300", "--output", str(tmp_path / "k")]
     assert main([*CPU, *options]) == 0
     rows = json.loads((tmp_path / "k.json").read_text())["results"]

@@ -74,7 +74,7 @@ def test_kept_mass_reaches_its_share_and_no_tile_is_spare(tau_kv):
 
 @pytest.mark.parametrize("tau_kv", [0.5, 0.999, 1.0])
 def test_every_row_keeps_a_tile(tau_kv):
-    """A row that computes has at least its largest tile, whatever it may lose."""
+    """A computed row has at least its largest tile, at any threshold."""
     probabilities = pooled(NO_TEXT, sharpness=8.0)
     tiles = tile_mask(probabilities, NO_TEXT, tau_kv)
     assert tiles.gather(-1, probabilities.argmax(-1, keepdim=True)).all()
@@ -249,7 +249,7 @@ def test_attention_is_to_the_pairs_of_the_tiles(qkv, tokens, block, causal):
 
 
 def test_plan_needs_nothing_but_queries_and_keys(qkv):
-    """Without a layout all tokens count alike and blocks have 128 tokens."""
+    """Without a layout all tokens count equally and blocks have 128 tokens."""
     q, k, _ = qkv
     lowered = plan(q, k, Skip(policy="sparge", tau_kv=0.2))
     assert (lowered.tokens, lowered.block) == (TOKENS, 128)
@@ -259,7 +259,7 @@ def test_plan_needs_nothing_but_queries_and_keys(qkv):
 
 
 def test_ramp_grows_what_is_left_out():
-    """At growth 0 nothing is left out, at 1 what the section says; shares of SLA stay as they were trained."""
+    """At growth 0 nothing is skipped, at 1 as much as the section says; shares of SLA stay as trained."""
 
     def ramped(growth, config):
         return policy_of(config).ramped(config, growth)

@@ -1,4 +1,4 @@
-"""Rivals' forecasts are what their formulas say, their schedules compute the steps they should, and nothing stays."""
+"""Forecasts of other methods follow their formulas, their schedules compute the right steps, and nothing stays."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def test_hicache_is_taylorseer_in_scaled_hermite_polynomials(scale):
 
 
 def test_foca_forecasts_with_bdf2_and_calibrates_with_heun():
-    """Its own forecasts are among the values that the next goes on from."""
+    """Its own forecasts are among the values for the next forecast."""
     known = records([0, 4], noise)
     known.append(Record(5, noise(5), False))
     slope = (noise(4) - noise(0)) / 4
@@ -88,7 +88,7 @@ def test_foca_forecasts_with_bdf2_and_calibrates_with_heun():
 
 
 def test_dmd_continues_what_oscillates_and_decays():
-    """Exactly, between records as well, and each sample for itself; what lies at uneven distances is left out."""
+    """Exactly, between records as well, and each sample separately; records at uneven distances are left out."""
 
     def wave(step):
         turn = 0.9**step * torch.tensor([math.cos(0.3 * step), math.sin(0.3 * step)], dtype=torch.float64)
@@ -179,7 +179,7 @@ def computed_steps(pipe, name, steps=8):
 
 @pytest.mark.parametrize(("name", "branches"), [("flux", 1), ("wan", 2), ("hunyuan", 1)])
 def test_a_run_computes_the_plans_steps(name, branches):
-    """And as many of them in the next run, and all of them once the plan is off, with nothing left behind."""
+    """The next run has the same number, and without the plan all steps are computed, with nothing left behind."""
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=8)
     snapshot = Snapshot(pipe)

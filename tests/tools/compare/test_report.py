@@ -48,7 +48,7 @@ def test_leads_are_over_the_best_of_all_others():
 
 
 def test_tables_and_plots_are_written(tmp_path):
-    """Ours stand first, what failed or was left out is said, and both plots are there."""
+    """Our rows come first, failed and missing methods are listed, and both plots are written."""
     written = table(DOCUMENT)
     lines = written.splitlines()
     assert lines[2].startswith("| dit-accel | – | 38.0 |") and "| **lead of dit-accel** | – | +8.0 |" in written

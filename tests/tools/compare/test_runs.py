@@ -123,7 +123,7 @@ def test_changed_weights_make_the_pipeline_load_again(factor):
 
 
 def test_a_method_that_fails_is_a_row_with_its_error(bench):
-    """The comparison goes on after it."""
+    """The comparison continues after it."""
 
     @contextmanager
     def failing(subject):
@@ -233,6 +233,6 @@ def test_settings_are_spread_over_a_sweep():
 
 
 def test_an_unknown_peer_is_refused(bench):
-    """The message lists those that there are."""
+    """The message lists the valid ones."""
     with pytest.raises(UnsupportedError, match="'magic' is no peer; there are taylorseer, "):
         peer_methods(bench.pipe, STEPS, ["magic"])

@@ -37,7 +37,7 @@ def schedule(pipe, name, **changes):
     ids=["flux-static", "flux-dynamic", "hunyuan-static", "framepack-dynamic"],
 )
 def test_noise_levels_are_the_pipelines_own(name, config, solver):
-    """Whatever shifts them, to 1e-4, from the first to the final 0; timesteps with them."""
+    """With any shift, to 1e-4, from the first level to the final 0; timesteps too."""
     pipe = tiny_pipeline(name)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**config)
     for steps in (10, 20):

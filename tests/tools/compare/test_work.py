@@ -1,4 +1,4 @@
-"""FLOPs counted at the leaves: what a plain run costs, and that skipped work is seen however it is skipped."""
+"""FLOPs counted at the leaves: the cost of a plain run, and detection of skipped work of any kind."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.tiny import tiny_output, tiny_pipeline
 
 
 class Block(nn.Module):
-    """A projection, an attention over it, and a way out."""
+    """A projection, attention and an output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_a_leaf_whose_forward_is_replaced_does_not_count():
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan"])
 def test_leaves_and_report_agree_at_level_output(name):
-    """Counted at the leaves, the closed loop computes what its own report says."""
+    """The closed loop's work, counted at the leaves, equals its report's."""
     pipe = tiny_pipeline(name)
     counter = WorkCounter(denoisers(pipe))
     with counter.calibrating():
