@@ -86,7 +86,7 @@ def writes_to(name):
 
 
 def turns_guidance(pipe, tensors, strength):
-    """To another strength, whether or not the pipeline still reads it."""
+    """Set another guidance strength, whether or not the pipeline still reads it."""
     pipe._guidance_scale = 1.5 + 5 * strength
 
 

@@ -176,7 +176,7 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
 
 
 def test_an_interrupted_batch_is_made_again(generate, calls, tmp_path, monkeypatch):
-    """And nothing that was written before, also where batches are of another size then."""
+    """Earlier lines are not made again, also with another batch size."""
     write = batch._append
     rows = []
 
@@ -225,7 +225,7 @@ def test_each_prompt_of_a_batch_has_the_noise_that_it_has_alone():
 
 
 def test_guidance_of_a_line_is_its_own(monkeypatch):
-    """Also where it is a component of the pipeline, which stays from call to call."""
+    """A guidance component of the pipeline, which stays between calls, follows each line too."""
     pipe, scales = tiny_pipeline("hunyuan15"), []
     jobs = [Job(0, {"prompt": "a", "seed": 0, "guidance": 3.0}), Job(1, {"prompt": "b", "seed": 0})]
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)

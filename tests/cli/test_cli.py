@@ -54,7 +54,7 @@ def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
 
 
 def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
-    """With every step computed the comparison says identical; PSNR, which would be infinite, is null in the JSON."""
+    """With every step computed the comparison says identical; the JSON has null for the infinite PSNR."""
     result = run(
         "generate", "-p", "a", "-m", models / "flux", *SMALL, "--preset", "exact", "--compare", "--json", "o.json"
     )

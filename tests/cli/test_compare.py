@@ -152,7 +152,7 @@ def test_peers_are_all_none_or_some(handed_on, peers, handed):
 
 
 def test_calibration_sees_no_prompt_that_is_compared(handed_on, tmp_path):
-    """Else methods that are calibrated would know their test."""
+    """Calibrated methods must not know their test prompts."""
     first, second, *_ = tuning_prompts("some/model")
     for prompts, expected in (([first], second), ([second], first), ([second, first], tuning_prompts("some/model")[2])):
         (tmp_path / "mine.txt").write_text("\n".join(prompts))

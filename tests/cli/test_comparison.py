@@ -26,7 +26,7 @@ def sides(plain, fast):
 
 
 def test_a_disturbed_time_changes_no_speedup():
-    """It is the median of neighbours' ratios, shown with the spread; seconds are medians too; and it is said."""
+    """The speed-up is the median of neighbours' ratios, shown with the spread; seconds are medians; a note says so."""
     shaken = sides([4.0, 4.0, 4.0], [2.0, 80.0, 2.0])
     assert str(shaken.speedup) == "2.00× (0.05 to 2.00)" and (shaken.plain.seconds, shaken.fast.seconds) == (4.0, 2.0)
     assert ["raise --repeats" in remark for remark in shaken.remarks()] == [True]
@@ -82,7 +82,7 @@ def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
 
 
 def test_a_preset_that_does_not_fit_is_told_before_any_run():
-    """Not after a plain run of minutes."""
+    """The error comes before the plain run, which may take minutes."""
     pipe, seen = tiny_pipeline("sd3"), []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
     console = Console(file=io.StringIO(), quiet=True)

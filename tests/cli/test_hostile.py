@@ -87,7 +87,7 @@ def assert_refused(result, complaint):
 
 @pytest.mark.parametrize(("arguments", "complaint"), TOLD_AT_ONCE.values(), ids=TOLD_AT_ONCE)
 def test_it_is_told_before_a_model_is_looked_for(run, home, arguments, complaint):
-    """In one short line; nothing is written or replaced."""
+    """The error is one short line; nothing is written or replaced."""
     before = {path.name: path.lstat().st_mtime_ns for path in home.iterdir()}
     base = () if "-m" in arguments else ("-m", "nowhere/at-all")
     prompt = () if "--prompt" in arguments else ("--prompt", "a")
@@ -113,7 +113,7 @@ def test_it_is_told_before_a_model_is_looked_for(run, home, arguments, complaint
     ids=lambda arguments: "-".join(str(each)[:12] for each in arguments).strip("-"),
 )
 def test_numbers_beyond_reason_are_refused_by_their_option(run, tmp_path, arguments):
-    """By the parser itself, before any work."""
+    """The parser refuses them before any work."""
     result = run("generate", "-p", "a", "-m", "nowhere/at-all", *arguments)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert arguments[0] in result.stderr and len(result.stderr) < 2000

@@ -46,7 +46,7 @@ def pipe():
 
 @pytest.mark.parametrize("layer, drawn", [(None, "blocks.1"), ("blocks.2", "blocks.2")])
 def test_the_map_is_of_the_block_that_is_asked_for(pipe, monkeypatch, tmp_path, layer, drawn):
-    """Else of the middle one, with the run's layout and order of tokens."""
+    """The default is the middle block; the map has the run's layout and order of tokens."""
     seen = []
     monkeypatch.setattr(figures, "symbol_map", lambda *given, **named: seen.append((given[1:], named)))
     inspect._draw_symbols(pipe, Image.new("RGB", (8, 8)), layer, tmp_path, Console(quiet=True))

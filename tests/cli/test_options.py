@@ -194,7 +194,7 @@ def commands(group, path=()):
 
 
 def test_every_option_is_in_the_table():
-    """So that none comes without showing that it acts; tests that are named there exist."""
+    """Every new option must show its effect; tests named in the table exist."""
     there = {
         name: {param.opts[0] for param in command.params if param.param_type_name == "option"}
         for name, command in commands(typer.main.get_command(app))
@@ -260,7 +260,7 @@ def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_pat
     ids=["generate", "inspect", "tune"],
 )
 def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monkeypatch, command, name, value):
-    """Where their preset runs SLA."""
+    """A preset that runs SLA uses the files."""
     asked = []
     monkeypatch.setattr("dit_accel.cli.options.with_projections", lambda *given: asked.append(given) or {name: value})
     seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")

@@ -104,7 +104,7 @@ def test_branches_are_shared_by_an_accelerated_run(run, processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_pipeline_is_shared_as_asked(handed_on, processes, monkeypatch, rank):
-    """On the device of the process; the first one alone writes and prints."""
+    """Each process has its own device; only the first one writes and prints."""
     shared = []
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(pipelines, "join", lambda degrees, device: f"cuda:{rank}")
@@ -208,7 +208,7 @@ class Left(BaseException):
     ids=["returns", "exits", "0", "2", "text", "defect", "Ctrl-C"],
 )
 def test_one_process_of_several_leaves_with_its_code(processes, monkeypatch, capsys, end, code, parts):
-    """It waits for the others where all went well, and else leaves at once, so that torchrun ends them."""
+    """It waits for the others after a success, and exits at once after an error, so that torchrun ends them."""
     codes, parted = [], []
 
     def app():
@@ -232,7 +232,7 @@ def test_one_process_of_several_leaves_with_its_code(processes, monkeypatch, cap
 
 @pytest.mark.parametrize(("who", "told"), [("all", "none can go on"), ("one", "this one can't go on")])
 def test_a_failure_is_told_once_and_ends_all_processes(tmp_path, who, told):
-    """Also where the others wait for the one that failed."""
+    """The others end even while they wait for the failed one."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, who]

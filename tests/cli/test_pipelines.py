@@ -101,7 +101,7 @@ def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("9 GiB")])
 def test_memory_that_does_not_suffice_is_no_mistake_in_a_name(error):
-    """Neither while a model is loaded, nor in its own checks."""
+    """The error keeps its type while a model is loaded, and in its own checks."""
     with pytest.raises(type(error)), explained_loading("--model", "some/model"):
         raise error
     told = rf"try --offload model.* \({str(error) or 'MemoryError'}\)$"
@@ -136,7 +136,7 @@ def test_talkative_packages_are_quiet_under_the_command(monkeypatch):
 
 
 def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
-    """Each GPU with its capability and memory, packages that are missing, and every extra."""
+    """It lists each GPU with its capability and memory, missing packages, and every extra."""
     properties = SimpleNamespace(name="NVIDIA Any", major=9, minor=0, total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

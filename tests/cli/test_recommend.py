@@ -37,7 +37,7 @@ def test_mistakes_exit_with_2(run, options, message):
 
 
 def test_gpu_that_is_there_is_the_default(run, monkeypatch):
-    """Without --gpu the card's own name decides; of one that is not in the list nothing is known."""
+    """Without --gpu the card's own name decides; an unlisted card gives no figures."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cards = {
         "NVIDIA H200": "4.61 times",

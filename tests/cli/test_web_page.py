@@ -55,7 +55,7 @@ def test_notes_are_text():
 
 
 def test_clips_are_both_written_and_shown_by_their_middle(tmp_path, monkeypatch):
-    """Each with its own frames, at the rate of the model."""
+    """Each video has its own frames, at the rate of the model."""
     written = {}
     monkeypatch.setattr(
         Clips, "write", lambda self, clip, path: written.update({path.name: (clip[0, 0, 0, 0], self.fps)})
@@ -71,7 +71,7 @@ def test_clips_are_both_written_and_shown_by_their_middle(tmp_path, monkeypatch)
 
 
 def test_steps_are_drawn_now_and_then_and_all_else_at_once(monkeypatch):
-    """So that drawing takes no time from the steps; the timeline is as long as the run will be."""
+    """Plotting takes no time from the steps; the timeline is as long as the whole run."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(web_page, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     view, drawn = seen(), []
@@ -121,7 +121,7 @@ FIELDS = ("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5)
 
 
 def test_the_fields_of_the_page_are_a_wish(asked):
-    """Each in its place; 0 is the model's own, but for the seed."""
+    """Every field sets its argument; 0 is the model's own value, except for the seed."""
     playing = Playing()
     asked(playing, *FIELDS)
     asked(playing, *FIELDS[:3], 0, 0, 0, 0, 0, 0)

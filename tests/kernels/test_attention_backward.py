@@ -28,7 +28,7 @@ CASES = {
 
 
 def expected_gradients(q, k, v, do, sparsity, scale=None, kv_len=None):
-    """By autograd through dense attention in q's dtype."""
+    """Compute gradients by autograd through dense attention in q's dtype."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     pairs = attending(sparsity)
     if kv_len is not None:

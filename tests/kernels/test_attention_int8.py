@@ -96,7 +96,7 @@ def test_the_kernel_stays_within_its_bound(qk_dtype, outliers, make_tensor):
 
 
 def test_exact_channels_are_needed(make_tensor, monkeypatch):
-    """Without them, channels that are large in q and in k break the bound, however well they are levelled."""
+    """Without exact channels, channels that are large in q and in k exceed the bound, even after levelling."""
     q, k, v = with_outliers(*(make_tensor(1, 1024, 2, 128).cpu() for _ in range(3)), OUTLIERS["same-channels"])
     monkeypatch.setattr("dit_accel.kernels.quantize.EXACT_CHANNELS", 0)
     out = attention(q, k, v, everything(q), qk_dtype="int8", backend="reference")
@@ -257,7 +257,7 @@ def test_the_sample_is_a_quarter_and_no_period():
 
 
 def test_the_simulation_keeps_the_largest_channels(make_tensor, make_sparsity):
-    """In float16: 3 more digits than int8 would leave of channels that all have one scale."""
+    """float16 keeps 3 more digits than int8 for channels with a common scale."""
     q, k, v = with_outliers(*(make_tensor(1, 192, 1, 128).cpu() for _ in range(3)), OUTLIERS["same-channels"])
     simulated = simulate(q, k, v, everything(q, 64), None, "int8")
     sample = sampled_tokens(192)

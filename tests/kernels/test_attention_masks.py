@@ -111,7 +111,7 @@ def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, 
 
 
 def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert_no_worse):
-    """In a block of 128, one query of the first 64 keeps the tile for these, and the others leave it out."""
+    """In a block of 128, one query of the first 64 keeps the tile for these, and the others skip it."""
     sparsity = make_sparsity(1, 1, 512, block=128, rows=1.1, tiles=1.1)
     q, k, v = levelled([0.0, -6.0, -1.0, 0.0], 512, 128, device)
     q[:, 37, :, 0] = 0
@@ -172,7 +172,7 @@ def test_a_far_threshold_changes_nothing(threshold, device, make_tensor, make_sp
 @pytest.mark.parametrize("masked", [None, 0.5], ids=["full", "masked"])
 @pytest.mark.parametrize("block", [64, 128])
 def test_both_backends_leave_out_the_same_tiles(block, masked, device, make_sparsity):
-    """Where which tiles go depends on row, head, group of queries and order."""
+    """The skipped tiles depend on row, head, group of queries and order."""
     tokens = 5 * block + 50
     q, k, v = levelled([2.0, 5.0, 3.0, 6.0, 1.0, 4.0], tokens, block, device, heads=3)
     q[..., 0] *= torch.linspace(0.4, 1, tokens, device=device)[:, None]

@@ -32,7 +32,7 @@ def test_sum_is_rounded_once(weights, implementation, make_tensor):
 
 
 def test_float64_is_summed_in_float64(make_tensor):
-    """By the reference, which `auto` takes; the kernel asked for by name says that it can't."""
+    """The reference sums in float64, and `auto` chooses it; the kernel, requested by name, refuses."""
     history = [make_tensor(2, 37, 129).double() for _ in range(3)]
     actual, exact = weighted_sum(history, WEIGHTS[3]), exact_sum(history, WEIGHTS[3])
     assert actual.dtype == torch.float64 and float((actual - exact).abs().max()) < 1e-14

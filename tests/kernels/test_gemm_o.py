@@ -66,7 +66,7 @@ def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
 def test_update_rebases_the_stack_before_onto_the_new_symbols(
     case, implementation, make_tensor, make_sparsity, assert_no_worse
 ):
-    """Also from everything computed to everything computed, and from all reused to all reused."""
+    """Cases include everything computed before and after, and everything reused before and after."""
     backend, dtype = implementation
     before, now = make_sparsity(**case), make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
@@ -98,7 +98,7 @@ def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse
 
 
 def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
-    """Through three updates, each under other symbols."""
+    """Three updates run one after the other, each with other symbols."""
     o = [make_tensor(2, 200, 5, HEAD_DIM) for _ in range(3)]
     weight, bias = make_tensor(COLUMNS, 5 * HEAD_DIM), make_tensor(COLUMNS)
     plans = [make_sparsity(2, 5, 200).plan for _ in range(3)]

@@ -157,7 +157,7 @@ def test_gradients_flow_through_the_differentiable_op(backend, make_tensor, make
 
 
 def test_heads_go_in_groups(monkeypatch, make_tensor, make_marginal):
-    """Where the states of all heads are too large, groups of heads give the same, but for the rounding of sums."""
+    """If the states of all heads are too large, groups of heads give the same result up to rounding of sums."""
     from dit_accel.kernels._triton import linear_attention as implementation
 
     sparsity, _ = make_marginal(1, 2, 70, 64)

@@ -125,7 +125,7 @@ def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
 
 
 def test_scratch_of_a_masked_plan(backend, make_sparsity):
-    """It serves symbols with other masks, and symbols with none."""
+    """It can be reused for symbols with other masks, and without masks."""
     rows, tiles, symbols, _ = make_sparsity(2, 3, 200)
     pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=tiles.device)
     first, second = (

@@ -143,7 +143,7 @@ def test_equal_tiles_go_or_stay_together(backend, device):
 
 
 def naive_rows(probabilities, tau, text, vision):
-    """By equation 1, in float64 but for the integer masses."""
+    """Select rows by equation 1, in float64 except for the integer masses."""
     batch, heads, blocks, _ = probabilities.shape
     rows = torch.ones(batch, heads, blocks, dtype=torch.bool)
     texts, visions = range(blocks)[text], range(blocks)[vision]

@@ -65,7 +65,7 @@ def make_slices(make_sparsity):
 
 
 def recovered_pairs(plan, backend, kv_len=None):
-    """Which pairs attend, as the output itself says: values are one-hot, 128 keys a run, and all scores are 0."""
+    """Read attended pairs from the output: values are one-hot, 128 keys per run, and all scores are 0."""
     batch, tokens, heads = plan.batch, plan.tokens, plan.heads
     q = torch.zeros(batch, tokens, heads, 128, dtype=torch.float16, device=DEVICE)
     found = []
@@ -79,7 +79,7 @@ def recovered_pairs(plan, backend, kv_len=None):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
-    """Each key that attends has weight 1 / n, and no other key has any."""
+    """Each attended key has weight 1 / n, and every other key has weight 0."""
     sparsity, pairs = make_slices(**case)
     weights = recovered_pairs(sparsity.plan, backend)
     assert torch.equal(weights > 0, pairs)

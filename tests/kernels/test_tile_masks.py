@@ -88,7 +88,7 @@ def test_equal_tiles_share_an_entry():
 
 
 def test_a_mask_of_whole_tiles_has_no_masks():
-    """Then backends that take none can run it."""
+    """Backends without mask support can run it."""
     mask = torch.zeros(1, 1, 192, 192, dtype=torch.bool)
     mask[..., 64:128, :] = mask[..., :64] = True
     assert symbols_from_mask(mask, block=64).masks is None

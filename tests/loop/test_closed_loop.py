@@ -32,7 +32,7 @@ def interval_after(control: Gap, step: int) -> int:
 
 
 def test_closed_loop_computes_until_it_has_observed():
-    """Without an error to go by every step computes, in full during the warm-up and at the end."""
+    """Without a measured error every step computes, in full during the warm-up and at the end."""
     assert modes(closed_loop(range(8), warmup=3, cooldown=2)) == "FFFUUUFF"
 
 

@@ -122,7 +122,7 @@ def test_dispatch_continues_what_was_recorded():
 
 
 def test_forecast_runs_on_the_presets_coordinate():
-    """With coordinate sigma an output that is linear in sigma is continued."""
+    """With coordinate sigma an output that is linear in sigma is forecast exactly."""
     loop = Loop(**{"forecast.coordinate": "sigma"})
     for step in range(6):
         call, output = loop.call(step, 1 - step / STEPS)
@@ -132,7 +132,7 @@ def test_forecast_runs_on_the_presets_coordinate():
 
 @pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
-    """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
+    """If outputs are one degree above the forecasts, these have errors, and computed steps correct the latents."""
     monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))  # outputs that see no latents
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
     latents = exact = 0.0
@@ -184,7 +184,7 @@ def test_an_output_that_hardly_lasts_corrects_nothing():
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkeypatch):
-    """Where outputs depend on the latents as growth says, the latents stay nearer than without that knowledge."""
+    """If outputs depend on the latents as growth says, the latents stay nearer than without the response."""
 
     def farthest() -> float:
         loop = Loop(**{"forecast": {"method": "newton", "order": order, "corrector": True}})
@@ -589,7 +589,7 @@ def test_progress_runs_from_0_towards_1():
 
 
 def test_two_transformers_keep_apart():
-    """Where a second transformer takes over within a run, it starts by computing, and the first forgets."""
+    """If a second transformer takes over within a run, it starts with a computed step; the first drops its records."""
     loop = Loop()
     loop.controller.add_transformer("transformer_2", ["third"])
     for step in range(4):

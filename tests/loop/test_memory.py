@@ -248,7 +248,7 @@ def test_rows_of_text_blocks_are_never_read(pipe):
 
 
 def test_later_branch_converts_what_is_there(pipe):
-    """Where only the second branch breaks the budget, the first one's records are rounded then."""
+    """If only the second branch breaks the budget, the first one's records are rounded then."""
     _, single = run(pipe, HEADS)
     changes = {"memory.budget_gib": 1.3 * single.cache_bytes / GIB}
     late, report = run(pipe, load_preset(HEADS, **changes), **GUIDED)
@@ -294,7 +294,7 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
 
 
 def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
-    """Where the expectation was wrong and the budget is broken, the report says so, once."""
+    """If memory exceeds the expectation and the budget, the report says so, once."""
     monkeypatch.setattr(Family, "size", lambda *_: ModelSize())
     _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
     assert report.notes == ["caches took more than was expected, and more than memory.budget_gib"]
@@ -363,7 +363,7 @@ def test_measures_that_save_nothing_are_not_taken():
 
 
 def test_no_budget_means_no_measures():
-    """Without a budget nothing is done that the preset does not ask for."""
+    """Without a budget only the preset's own measures are used."""
     assert plan_memory(load_preset("flux-flashomni-paper"), [HUNYUAN_118K] * 2).measures == ()
     asked = plan_memory(load_preset("flux-flashomni-paper", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
     assert asked.measures == (OFFLOAD,) and asked.host_bytes > 0

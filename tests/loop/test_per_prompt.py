@@ -126,7 +126,7 @@ def flux():
 
 
 def test_prompts_share_computed_steps_otherwise(flux):
-    """Without the option the batch computes whenever one of its prompts needs to, so more than the mean of them."""
+    """Without the option the batch computes whenever one prompt needs it, so more than the mean of the prompts."""
     with accelerated(flux, PRESET, **{"schedule.per_prompt": False}):
         shared = run(flux, "flux", PROMPTS, generators(3))[2].computed_fraction
     with accelerated(flux, PRESET):

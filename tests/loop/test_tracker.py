@@ -163,7 +163,7 @@ def test_clock_follows_a_replaced_scheduler():
 
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 def test_image_to_image_counts_from_its_first_step(name):
-    """Where a pipeline begins in the middle of the schedule, the run is the rest of it."""
+    """A pipeline that begins in the middle of the schedule runs the rest of it."""
     scheduler = SCHEDULERS[name]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(10)
@@ -214,7 +214,7 @@ def test_scheduler_of_second_order_repeats(scheduler):
 
 @pytest.mark.parametrize("scheduler", [diffusers.LCMScheduler, diffusers.FlowMatchLCMScheduler, diffusers.SCMScheduler])
 def test_schedulers_of_consistency_models_draw_noise_anew(scheduler):
-    """So do those that derive from them."""
+    """Derived schedulers do so too."""
     for kind in (scheduler, type("OfTheUsers", (scheduler,), {})):
         made = kind()
         made.set_timesteps(2)
@@ -317,7 +317,7 @@ def test_where_a_run_begins_is_confirmed(first):
 
 
 def test_a_start_that_nothing_tells_is_found_at_the_second_step():
-    """From image to image with rescaled timesteps and no begin index, the rest of the schedule is the run."""
+    """In image-to-image with rescaled timesteps and no begin index, the run is the rest of the schedule."""
     scheduler = SCHEDULERS["flow-match-euler"]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(10)

@@ -48,7 +48,7 @@ class NaiveTiles:
 
     @contextmanager
     def within(self, transformer: torch.nn.Module) -> Iterator[list[float]]:
-        """In place of attention in the model's modules."""
+        """Replaces attention in the model's modules."""
 
         def count(step):
             def hook(*_):
@@ -124,7 +124,7 @@ def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterat
 
 @contextmanager
 def overwritten_rows(transformer: torch.nn.Module, schedule: Schedule, sequence: Sequence) -> Iterator[None]:
-    """In the model's attentions everything is computed, and rows that are reused are overwritten by their forecast."""
+    """Compute everything in the model's attention, and overwrite reused rows with their forecast."""
     attend, running = functional.scaled_dot_product_attention, []
 
     def naive(query, key, value, **settings):

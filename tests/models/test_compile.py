@@ -226,7 +226,7 @@ def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out
 
 
 def test_an_entry_goes_back_unless_something_else_is_there():
-    """Where accelerate's offload keeps it, too; an earlier one goes where calls enter elsewhere by now."""
+    """accelerate's offload keeps one, too; an earlier entry is removed if calls now enter elsewhere."""
     module = Compiled()
     own = module._compiled_call_impl
     entry = compiled_entry(module, module)

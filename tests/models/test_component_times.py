@@ -54,7 +54,7 @@ def flux(pipe):
     ],
 )
 def test_parts_of_a_call(name, parts):
-    """Each that runs, in its order; together they take the time of the call, and a deferred ControlNet counts once."""
+    """Every part that runs is listed in order; the times add up to the call's; a deferred ControlNet counts once."""
     pipe = accelerate_pipeline(tiny_pipeline(name))
     for _ in range(2):
         whole = call(pipe, name)
@@ -66,7 +66,7 @@ def test_parts_of_a_call(name, parts):
 
 
 def test_nothing_is_left(flux):
-    """On no component, and on the pipeline neither, whose own attribute of the method's name stays."""
+    """No component keeps a trace, nor does the pipeline, whose own attribute of the method's name stays."""
     assert hooks(flux) == [] and "check_inputs" not in vars(flux)
     with accelerated(flux):
         assert hooks(flux)
@@ -93,7 +93,7 @@ def test_a_method_replaced_on_the_class_takes_effect_at_the_next_call(flux, monk
 
 
 def test_pipelines_share_a_component(flux):
-    """Each is timed for itself, and whichever is restored first leaves the other's times alone."""
+    """Each pipeline has its own times, and restoring one does not change the other's."""
     other = tiny_pipeline("sd3")
     other.vae = flux.vae
     accelerate_pipeline(flux)

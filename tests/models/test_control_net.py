@@ -201,7 +201,7 @@ def test_a_part_is_cut_off_without_the_call(part):
 
 
 def test_a_call_that_is_read_where_gradients_count_has_none():
-    """It was deferred where they don't."""
+    """The call was deferred without gradients."""
     layer = torch.nn.Linear(2, 2)
     with torch.no_grad():
         form = TensorForm.of(layer(torch.ones(1, 2)))

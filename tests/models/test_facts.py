@@ -99,7 +99,7 @@ def distance(a, b):
 
 
 def test_every_family_of_facts_has_a_sequence_here():
-    """So that none is there which was not held to a naive version."""
+    """Every family must be compared with a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
     assert held >= {family.name for family in FAMILIES} - {family.name for family in FAMILIES if family.fused}
 
@@ -122,7 +122,7 @@ def test_fused_families_have_a_page_of_blocks():
     ids=[*SEQUENCES, "sd3-batch", "qwen-padded", "mochi-padded", "hidream-not-square"],
 )
 def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
-    """On the computed steps after the warm-up, in each attention of a block, with forecast steps between."""
+    """Computed steps after the warm-up are compared, in each attention of a block, with forecast steps between."""
     forecast = {"level": "output", "method": "newton", "order": 1}
     preset = sparse(name, **{"schedule.interval": 2, "skip.tau_kv": 0.5}, forecast=forecast)
     plain = run(name, **arguments)
@@ -403,7 +403,7 @@ def test_attention_under_a_mask_of_the_users_is_left_alone():
 
 
 def test_a_mask_that_hides_no_padding_is_left_alone():
-    """Also in a family whose own masks give the amount of padding."""
+    """The family's own masks give the amount of padding."""
     attention = pipeline("z-image").transformer.layers[1].attention
     own = attention.processor
 

@@ -223,7 +223,7 @@ def test_heads_are_those_of_the_configuration():
 
 
 def test_an_attention_is_known_by_its_queries_and_keys():
-    """Over all tokens, without padding where samples attend apart, or with text among the keys alone."""
+    """Attention runs over all tokens, without padding if samples run separately, or with text only among the keys."""
     joint, apart, keyed = Tokens(4, 10), Tokens(4, 10, padding="sample"), Tokens(4, 10, text_asks=False)
     assert joint.of_attention(14, 14) is joint and joint.of_attention(10, 14) is joint.of_attention(12, 12) is None
     assert apart.of_attention(14, 14) is apart and apart.of_attention(12, 12).text == 2

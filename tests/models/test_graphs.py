@@ -69,7 +69,7 @@ def facts(report):
 
 @pytest.mark.parametrize("name, preset, kinds", CASES.values(), ids=CASES)
 def test_outputs_and_decisions_are_those_without_graphs(graph, name, preset, kinds):
-    """In runs that capture each kind of call, the third time it comes, and in a last one, which replays alone."""
+    """Runs capture each kind of call at its third occurrence; the last run only replays."""
     plain, replayed, captures = accelerated(name, preset, "never"), accelerated(name, preset), []
     for _ in range(3):
         expected, output = (tiny_output(pipe, name, steps=STEPS) for pipe in (plain, replayed))
@@ -187,7 +187,7 @@ def test_values_of_weights_may_change(graph):
 
 
 def test_restoring_drops_them(graph):
-    """And nothing keeps their memory."""
+    """Their memory is freed."""
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=3)
     kept = graphs_of(pipe)
@@ -299,7 +299,7 @@ def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
 
 
 def own_processor(pipe):
-    """It may count steps."""
+    """Has a counter of steps, like a user's processor."""
 
     class Own(type(pipe.transformer.transformer_blocks[1].attn.processor)):
         pass
@@ -421,7 +421,7 @@ def test_other_levels_have_no_such_key(preset):
 
 
 def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
-    """Each run's report lists them, though Python runs in none of its steps."""
+    """Each run's report lists them, although Python runs in none of its steps."""
     pipe = accelerated("flux", "exact")
     report, block = pipe.dit_accel, pipe.transformer.transformer_blocks[0]
     own = block.forward

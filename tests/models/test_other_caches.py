@@ -150,7 +150,7 @@ def test_every_cache_of_diffusers_that_forecasts_is_known():
 
 
 def test_a_cache_that_forecasts_nothing_is_left_alone(pipe):
-    """Also one of somebody else's, whose config stands where diffusers has its own."""
+    """A third-party cache with its config in diffusers' place is allowed too."""
     for config in (object(), None):
         pipe.transformer._cache_config = config
         refuse_other_cache(pipe.transformer, "transformer")
@@ -207,7 +207,7 @@ def test_teacache_that_is_switched_off_is_no_cache(pipe, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("forward", [timed, bare])
 def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monkeypatch):
-    """Each run's report names the function; a class of the user's own is his, and is not remarked on."""
+    """Each run's report names the function; a user's own class gets no remark."""
     expected = tiny_output(accelerate_pipeline(pipe, "turbo"), "flux", steps=8)
     if when == "before":
         restore_pipeline(pipe)

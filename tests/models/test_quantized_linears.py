@@ -49,7 +49,7 @@ def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
 
 @pytest.mark.parametrize("name", ["flux", "hunyuan", "wan"])
 def test_blocks_of_our_own_give_what_the_layers_give(name):
-    """There GELU is applied, and attention and MLP are put side by side, where rows are rounded."""
+    """Fused blocks apply GELU, and concatenate attention and MLP, while rounding rows."""
     model = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}[name]
     pipe = tiny_pipeline(name)
     called = tiny_output(accelerate_pipeline(pipe, "exact", **INT8), name, steps=STEPS)

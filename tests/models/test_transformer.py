@@ -50,7 +50,7 @@ def gradients(pipe, call):
 
 @every_preset
 def test_gradients_are_those_of_the_plain_transformer(name, preset):
-    """In every step, where an accelerated run would forecast or leave tiles out; the report and a warning say so."""
+    """Steps that would be forecast or skip tiles run plainly; the report and a warning say so."""
     pipe = tiny_pipeline(name)
     steps = recorded_calls(pipe, name)
     expected = [gradients(pipe, call) for call in steps]

@@ -216,7 +216,7 @@ def test_the_table_holds_every_key():
 
 @pytest.mark.parametrize("place", [f"{name}.{key}" for name, keys in CHANGES.items() for key in keys])
 def test_a_changed_key_shows(shown, place):
-    """In the result, or in the decisions, densities, errors, memory or notes of the report."""
+    """The result, or the decisions, densities, errors, memory or notes of the report, must differ."""
     section, key = place.rsplit(".", 1)
     (name, values), change = BASES[section], CHANGES[section][key]
     value, instead_of, needed = change if isinstance(change, tuple) else beside(change)

@@ -445,7 +445,7 @@ def test_effective_values_load_again(name, tmp_path):
 @pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
-    """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
+    """With ``skip.steps: all`` the sections of computed attention apply even without DISPATCH attention."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
     preset = load_preset("balanced", model=model, **sections, level=level)
     values = preset.effective()

@@ -66,7 +66,7 @@ def test_aliases_and_merges_within_bounds_are_copies():
 
 
 def test_a_date_is_a_string():
-    """Even one that no calendar has: presets know no dates."""
+    """Presets have no dates, so even an impossible date is a string."""
     assert read_yaml("[2001-01-01, 2001-99-99]") == ["2001-01-01", "2001-99-99"]
 
 

@@ -171,7 +171,7 @@ def test_blocks_change_what_they_name():
 
 
 def test_one_block_may_skip_where_all_others_do_not():
-    """With policy none for all, a block may still have one."""
+    """With policy none for all blocks, a single block may still have a policy."""
     skip = wan(policy="none", layers={"a": {"policy": "sparge", "tau_kv": 0.1}}).skip
     assert (skip.policy, skip.at("a").policy, skip.at("a").steps) == ("none", "sparge", "all")
     assert skip.skips and not Skip().skips
@@ -263,7 +263,7 @@ def test_another_policy_takes_nothing_over_from_the_first(tmp_path):
 
 
 def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
-    """In a file; an override's is the caller's own."""
+    """In a file the path is relative to its folder; in an override it is the caller's own."""
     file = tmp_path / "mine.yaml"
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
@@ -271,7 +271,7 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
 
 
 def test_another_pattern_drops_the_window():
-    """Where an override, or a block, asks for a pattern that takes none."""
+    """An override, or a block, may ask for a pattern without a window."""
     sliding = {"policy": "static", "window": 64, "steps": "all"}
     preset = load_preset("exact", skip=sliding)
     assert load_preset(preset, **{"skip.pattern": "causal"}).skip.window is None

@@ -143,7 +143,7 @@ def test_an_interrupted_training_goes_on(student, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("train", ["all", "lora", "projections"])
 def test_the_script_fine_tunes_a_pipeline_folder(tmp_path, monkeypatch, train):
-    """From a folder and a file of prompts to a transformer, or a LoRA of it, and its projections."""
+    """A folder and a file of prompts give a transformer, or a LoRA of it, and its projections."""
     tiny_pipeline("wan").save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a fox\n\na red fox\n")
     call = {"height": 64, "width": 48, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 16}

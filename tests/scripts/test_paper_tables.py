@@ -14,7 +14,7 @@ from scripts.research.paper_study.settings import MODELS, rows
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_row_is_a_preset(model):
-    """With the values that the paper's name of it has."""
+    """The preset has the values in the paper's name for the row."""
     listed = rows(model)
     assert len({(row.source, row.name) for row in listed}) == len(listed)
     for row in listed:

@@ -23,7 +23,7 @@ GOOD = {"prompt": "a yellow ring", "steps": 2, "height": 64, "width": 64}
 
 
 class Replica:
-    """In the place of the deployment that makes images."""
+    """Replaces the deployment that makes images."""
 
     def __init__(self, error=None):
         self.error = error

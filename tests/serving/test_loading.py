@@ -143,7 +143,7 @@ def test_weights_have_the_type_of_the_device_unless_another_is_asked_for(loaded,
     [("none", "to"), ("model", "enable_model_cpu_offload"), ("sequential", "enable_sequential_cpu_offload")],
 )
 def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
-    """In place, or in host memory in one of two ways; elsewhere than on a GPU the latter has no sense."""
+    """The pipeline moves to the device, or stays in host memory in one of two ways, which need a GPU."""
     assert (done, torch.device("cuda")) in loaded(Loading(offload=offload))
     if offload != "none":
         with pytest.raises(OptionError, match="--offload: needs a CUDA device, and the device is mps"):

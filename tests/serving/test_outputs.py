@@ -16,7 +16,7 @@ from tests.tiny import tiny_pipeline
 
 @pytest.mark.parametrize("link", ["file", "dangling", "folder"])
 def test_two_names_of_one_file_are_one_file(tmp_path, link):
-    """Through links too, also where the file is not there yet."""
+    """Links count too, even before the file exists."""
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "a.png"
     if link == "file":
@@ -115,7 +115,7 @@ def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fp
 
 @pytest.mark.parametrize("medium", [Pictures(), Clips(8.0)], ids=["pictures", "clips"])
 def test_quality_is_that_of_everything_made(medium):
-    """Not of the first one alone: one that differs among several lowers both figures."""
+    """Figures cover all outputs: one that differs among several lowers both."""
     generator = np.random.default_rng(0)
     plain = generator.integers(0, 200, (2, 16, 16, 3), dtype=np.uint8)
     fast = np.stack([plain[0], plain[1] + 40])

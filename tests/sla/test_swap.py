@@ -55,7 +55,7 @@ def test_a_swap_attends_with_sla_in_every_block(name):
 
 @FAMILIES
 def test_everything_critical_is_dense(name):
-    """Where all tiles attend, swapping changes nothing but rounding."""
+    """With all tiles critical, swapping changes only rounding."""
     pipe = tiny_pipeline(name)
     plain = paint(pipe, name)
     swap_attention(pipe, critical=1.0, negligible=0.0)

@@ -36,7 +36,7 @@ def test_rows_are_spread_over_the_sequence():
 
 
 def test_a_sequence_of_text_blocks_has_no_rows():
-    """There every tile computes, and the error is 0."""
+    """All tiles of such a sequence are computed, and the error is 0."""
     layout = TokenLayout(50, 20, 64, text_first=False)
     o = torch.randn(1, 70, 2, 16)
     assert probed_rows(layout, 4, 1) == []

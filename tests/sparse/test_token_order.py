@@ -143,6 +143,6 @@ def test_presets_of_pictures_refuse_it():
 
 
 def test_presets_refuse_it_where_nothing_is_skipped():
-    """Without tiles or rows that are chosen, an order changes nothing."""
+    """An order has no effect unless tiles or rows are chosen."""
     with pytest.raises(PresetError, match="section 'blocks' has no effect at level 'output'"):
         load_preset("balanced", model="wan", **{"blocks.token_order": "tiles"})

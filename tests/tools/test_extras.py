@@ -89,7 +89,7 @@ def test_commands_ask_for_matplotlib_before_they_load_a_model(bare, run, argumen
 
 
 def test_generate_asks_for_ffmpeg_before_it_loads_a_model(bare, run, tmp_path):
-    """Where --output names an mp4 nothing else need be known."""
+    """The name of an mp4 in --output is enough to raise the error."""
     result = run("generate", "-p", "a", "--model", "no/such/model", "--output", "clip.mp4")
     assert result.exit_code == 2
     assert "--output clip.mp4 needs imageio-ffmpeg" in result.stderr and "dit-accel[video]" in result.stderr

@@ -184,7 +184,7 @@ def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
     "prompt", [PROMPTS[0], [PROMPTS[0]] * 2, PROMPTS], ids=["one-prompt", "equal-prompts", "unequal-prompts"]
 )
 def test_cut_padding_equals_masked_padding(pipes, as_on_a_gpu, name, prompt):
-    """Without padding no attention gets a mask or a token more than the longest prompt, and the result is the same."""
+    """Without padding, attention has no mask and no token beyond the longest prompt, and the result is the same."""
     pipe = pipes(name)
     plain = pipe(**inputs(name, prompt=prompt))[0]
     seen = []

@@ -36,7 +36,7 @@ def distance(result, expected):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_block_is_what_it_was(name, as_on_a_gpu):
-    """To rounding; and once restored, to the bit."""
+    """Results are equal up to rounding, and bit for bit after restoring."""
     pipe, plain = tiny.pipeline(name), tiny.output(name, steps=2)
     accelerate_pipeline(pipe, "exact")
     assert distance(tiny.output(name, steps=2), plain) < 1e-5
@@ -59,7 +59,7 @@ def test_lora_keeps_its_effect(as_on_a_gpu):
 
 @pytest.mark.parametrize("part, reasons", [("norm1", ["its norm1 carries hooks"]), ("attn", [])], ids=["norm", "attn"])
 def test_parts_that_carry_hooks_are_called(part, reasons, as_on_a_gpu):
-    """Without its norms a block has nothing left to fuse; without its attention it has."""
+    """A block without its norms has nothing to fuse; a block without its attention has."""
     pipe, calls = tiny_pipeline("flux"), []
     plain = tiny_output(pipe, "flux", steps=2)
     block = pipe.transformer.transformer_blocks[0]

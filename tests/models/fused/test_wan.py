@@ -204,7 +204,7 @@ def test_work_is_what_torch_counts(name):
 
 
 def test_clean_frames_are_not_judged():
-    """Where tokens have timestep 0, which pipelines keep as they are, the closed loop takes no notice of the output."""
+    """The closed loop ignores outputs at tokens with timestep 0, which pipelines keep unchanged."""
     timestep = torch.full((1, 3, 2, 4), 700.0)
     timestep[:, 0] = 0
     timestep[:, 2, 1, 3] = 0

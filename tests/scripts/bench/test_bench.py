@@ -382,7 +382,7 @@ def test_sparse_cases_draw_the_sparsity_that_they_name():
 
 @pytest.mark.parametrize("sizes", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
 def test_every_op_runs_at_some_size(sizes):
-    """Each benchmark has a case, and no case belongs to none."""
+    """Each benchmark has a case, and every case belongs to a benchmark."""
     assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
 
 

@@ -34,7 +34,7 @@ def tile_mask(probabilities: torch.Tensor, layout: TokenLayout, tau_kv: float) -
 
 
 def kept_by_definition(row: list[float], tau_kv: float) -> set[int]:
-    """From the largest down until the mass reaches 1 − tau_kv."""
+    """Keep tiles from the largest down until the mass reaches 1 − tau_kv."""
     kept, mass = set(), 0.0
     for j in sorted(range(len(row)), key=lambda j: -row[j]):
         if kept and mass >= (1 - tau_kv) * sum(row):
@@ -222,7 +222,7 @@ def test_judged_columns_do_not_crowd_out_others(qkv):
 
 
 def attended_pairs(q, k, lowered, **options) -> torch.Tensor:
-    """Which pairs attend, bool ``[B, H, S, S]``: values that are one-hot in the key's position bring them out."""
+    """Attended pairs, bool ``[B, H, S, S]``, read from outputs for values that are one-hot in the key's position."""
     batch, tokens, heads, _ = q.shape
     parts = []
     for start in range(0, tokens, HEAD_DIM):

@@ -119,14 +119,14 @@ def test_dmd_is_the_decomposition_by_singular_values():
 
 @pytest.mark.parametrize("at", [[0], [0, 1], [0, 1, 2, 5], [0, 2, 3, 4]], ids=str)
 def test_dmd_is_a_line_where_records_are_few(at):
-    """Through the last two, of fewer than four at even distances; one alone is repeated."""
+    """The line goes through the last two of fewer than four records at even distances; a single one is repeated."""
     expected = line(at[-1] + 2) if len(at) > 1 else line(at[-1])
     torch.testing.assert_close(forecasters.dmd(records(at, line), at[-1] + 2), expected)
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_forecasts_have_the_outputs_shape_and_dtype(formula):
-    """From one record on; zeros stay zeros."""
+    """Forecasts need one record; zeros stay zeros."""
     for count in (1, 2, 6):
         known = records(range(count), lambda step: torch.zeros(2, 4, 3, dtype=torch.bfloat16))
         made = FORMULAS[formula](known, count)
