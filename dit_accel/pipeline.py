@@ -29,6 +29,7 @@ from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset, default_preset
+from dit_accel.stages.decode import OFF, Decoding
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -60,6 +61,7 @@ class Acceleration:
         self._timing = ExitStack()
         for owner in owners:
             self._timing.enter_context(time_components(owner, runs.of(owner).parts))
+        self._decoding = [Decoding(owner) for owner in owners if self.preset.stages.decode]
         self._restored = False
 
     @property
@@ -91,6 +93,8 @@ class Acceleration:
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
+        remarks = (stage.remark for stage in self._decoding if stage.remark is not None)
+        report.decoding = next(remarks, None) if self.preset.stages.decode else OFF
         if parts.device.type == "cuda" and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
         return report
@@ -114,6 +118,8 @@ class Acceleration:
             return
         self._restored = True
         self._timing.close()
+        for stage in self._decoding:
+            stage.close()
         for driver in self._drivers:
             driver.detach()
         if self._net is not None:

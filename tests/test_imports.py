@@ -24,6 +24,7 @@ LAYERS = [
     {"loop"},
     {"sparse"},
     {"models"},
+    {"stages"},
     {"sla", "pipeline"},
     {"tools"},
     {"serving"},
@@ -31,7 +32,7 @@ LAYERS = [
     {"__main__"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
-MAY_IMPORT_DIFFUSERS = {"models", "pipeline", "cli", "serving", "tools"}
+MAY_IMPORT_DIFFUSERS = {"models", "stages", "pipeline", "cli", "serving", "tools"}
 # Beyond their rank: kernels take tensors and numbers, whatever preset or clock those came from.
 KERNELS_MAY_IMPORT = {"errors", "kernels"}
 

@@ -15,6 +15,7 @@ from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
+from dit_accel.kernels.group_norm import add_residual, group_norm
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
@@ -34,6 +35,7 @@ __all__ = [
     "PooledMap",
     "add_gated",
     "add_gated_norm_modulate",
+    "add_residual",
     "attention",
     "attention_backward",
     "backend_status",
@@ -43,6 +45,7 @@ __all__ = [
     "gemm_o_dispatch",
     "gemm_o_update",
     "gemm_q",
+    "group_norm",
     "linear_attention",
     "linear_attention_backward",
     "linear_gelu",

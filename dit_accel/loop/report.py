@@ -91,6 +91,7 @@ class RunReport:
         memory_measures: what keeps the caches smaller than they would be, by the preset's wish or to meet its budget.
         prompts: one record a prompt of a batch whose steps are decided for each prompt apart; else empty.
         replayed: transformer calls that ran as CUDA graphs.
+        decoding: how the latest decode of latents ran; None = there was none.
         not_captured: why some did not, where graphs are left to ``auto`` on a GPU; None: of first calls, too.
         notes: remarks on the run as a whole.
     """
@@ -111,6 +112,7 @@ class RunReport:
     memory_measures: list[str] = field(default_factory=list)
     prompts: list[PromptRecord] = field(default_factory=list)
     replayed: int = 0
+    decoding: str | None = None
     not_captured: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -186,6 +188,8 @@ class RunReport:
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
+        if self.decoding is not None:
+            lines.append(f"  decoding           {self.decoding}")
         if self.replayed:
             lines.append(f"  CUDA graphs        replayed for {self.replayed} transformer calls")
         if self.not_captured is not None:

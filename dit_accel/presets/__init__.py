@@ -9,7 +9,7 @@ from dit_accel.presets.loading import load_preset, preset_names, preset_path, pr
 from dit_accel.presets.measured import Run, measured
 from dit_accel.presets.names import default_preset
 from dit_accel.presets.preset import Preset
-from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule
+from dit_accel.presets.sections import Blocks, Forecast, Kernels, Linear, Memory, Reuse, Schedule, Stages
 from dit_accel.presets.skip import Skip
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Run",
     "Schedule",
     "Skip",
+    "Stages",
     "default_preset",
     "load_preset",
     "measured",

@@ -18,6 +18,7 @@ from dit_accel.presets.sections import (
     OutputForecast,
     Reuse,
     Schedule,
+    Stages,
 )
 from dit_accel.presets.skip import AnySkip, NoSkip, Skip
 
@@ -43,6 +44,7 @@ class Preset(Section):
     kernels: Kernels = Kernels()
     linear: Linear = Linear()
     memory: Memory = Memory()
+    stages: Stages = Stages()
 
     @property
     def works_inside(self) -> bool:

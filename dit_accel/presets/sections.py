@@ -204,3 +204,11 @@ class Memory(Section):
     """float8: what blocks remember is kept as e4m3 with a scale per 128 values; null = as computed."""
     offload: bool = False
     """Level head: attention outputs, which only UPDATE steps read, wait in pinned host memory."""
+
+
+class Stages(Section):
+    """Stages of a pipeline's call other than its steps."""
+
+    decode: bool = True
+    """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype. The decoder's own
+    code runs where its class is not known or its output differs by more; the report says which one ran."""

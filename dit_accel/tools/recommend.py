@@ -281,7 +281,7 @@ def _fitted(model: Identity, card: Card | None, *, quantized: bool, is_shared: b
 
 
 def _notes_on_weights(*, lora: bool, quantized: bool) -> list[str]:
-    page = "docs/reference/concepts.md, What works beside it"
+    page = "docs/reference/concepts.md, What works with it"
     notes = [f"A LoRA may be loaded, fused or swapped before or after ({page})."] if lora else []
     return (
         [*notes, f"Quantised layers run as they are ({page}); nothing was measured with them."] if quantized else notes

@@ -57,6 +57,7 @@ BASES = {  # by section, and by form where it has several: a pipeline and a pres
     "kernels": wan(skip=TILES),
     "linear": ("flux", {"schedule": INTERVAL, "linear": {"dtype": "int8"}}),
     "memory": flux(schedule=INTERVAL, forecast=HEAD),
+    "stages": ("flux", {"schedule": INTERVAL, "forecast": OUTPUT}),
 }
 
 
@@ -146,6 +147,7 @@ CHANGES = {  # by key: another value
     },
     "linear": {"dtype": "float8", "exclude": ["*.to_out.0"]},
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
+    "stages": {"decode": False},
 }
 SAME = {"skip.static.refresh"}  # masks that do not depend on queries or keys are the same, made again or kept
 

@@ -95,7 +95,7 @@ def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, 
     backend = "triton" if recorder.device == "cuda" else "reference"
     for mask in ("exact", "average_query"):
         config = SimpleNamespace(mask=mask, key_threshold=KEY_THRESHOLD)  # a preset's section without its package
-        call = partial(fg_attn.symbols, q, k, layout, config)
+        call = partial(fg_attn.FgAttn().draw, q, k, layout, config)
         inputs = inputs_of(case, call())
         pairs = case.heads * inputs.plan.blocks * case.tokens * case.batch
         density = inputs.plan.kv_count.float().mean().item() / inputs.plan.blocks

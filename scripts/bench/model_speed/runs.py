@@ -50,7 +50,7 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time 50 steps with 14 computed, 4 of them dense; for videos the other 10 skip half of the tiles."""
     is_video = bench.model.is_video
-    name = bench.model.sparse if is_video else f"{bench.model.family}-balanced"
+    name = bench.model.sparse if is_video else "balanced"
     preset = _fixed(name, warmup=4, interval=5, cooldown=1)
     tiles = 0.5 if is_video else 1.0
     run = f"14 of {STEPS} steps computed" + (", 50% of tiles" if tiles < 1 else "")

@@ -1,0 +1,146 @@
+"""Group normalisation in channels-last layout: moments of chunks of pixels, their sum by group, then one pass.
+
+torch gives each group of each image one block, which is 32 blocks for an autoencoder's images, on 132 multiprocessors.
+Here the pixels are cut into about a thousand chunks, each with sums for every channel. Sums are float32 and those of
+differences from the channel's first pixel, so that a mean far from zero costs no digits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
+
+VALUES = 8192  # of a tile of pixels and channels
+CHUNKS = 1024  # of pixels, at most, for each image
+PARTS = 64  # chunks that are summed at a time
+
+
+@triton.jit
+def _load(x, channel, inside):
+    return tl.load(x + channel, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _chunk_sums(x, sums, pixels, chunks, channels, ROWS: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr):
+    image, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    channel = tl.arange(0, CHANNELS)
+    has_channel = channel < channels
+    x += image * pixels * channels
+    pivot = _load(x, channel, has_channel)[None, :]
+    total, squares = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    for step in range(STEPS):
+        pixel = (chunk * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
+        at = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
+        value = tl.where(inside, tl.load(x + at, inside, other=0.0).to(tl.float32) - pivot, 0.0)
+        total += tl.sum(value, 0)
+        squares += tl.sum(value * value, 0)
+    sums += tl.program_id(0).to(tl.int64) * 2 * channels + channel
+    tl.store(sums, total, has_channel)
+    tl.store(sums + channels, squares, has_channel)
+
+
+@triton.jit
+def _group_moments(
+    x, input_bias, sums, moments, pixels, chunks, channels, groups, eps,
+    HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    image, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    width = channels // groups
+    channel = group * width + tl.arange(0, WIDTH)
+    has_channel = tl.arange(0, WIDTH) < width
+    total, squares = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for step in range(STEPS):
+        chunk = step * PART + tl.arange(0, PART)
+        inside = (chunk < chunks)[:, None] & has_channel[None, :]  # [part, width]
+        at = (image * chunks + chunk)[:, None] * 2 * channels + channel[None, :]
+        total += tl.sum(tl.load(sums + at, inside, other=0.0), 0)
+        squares += tl.sum(tl.load(sums + at + channels, inside, other=0.0), 0)
+    shift = total / pixels  # of the channel's mean from its pivot
+    mean = _load(x + image * pixels * channels, channel, has_channel) + shift
+    if HAS_BIAS:
+        mean += _load(input_bias, channel, has_channel)
+    mean_of_group = tl.sum(tl.where(has_channel, mean, 0.0), 0) / width
+    apart = tl.where(has_channel, mean - mean_of_group, 0.0)
+    within = tl.where(has_channel, squares / pixels - shift * shift, 0.0)
+    variance = tl.maximum(tl.sum(within + apart * apart, 0) / width, 0.0)
+    moments += tl.program_id(0) * 2
+    tl.store(moments, mean_of_group)
+    tl.store(moments + 1, tl.rsqrt(variance + eps))
+
+
+@triton.jit
+def _normalise(
+    x, weight, bias, input_bias, moments, out, pixels, parts, channels, groups,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    image = (tl.program_id(0) // parts).to(tl.int64)
+    pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)
+    has_channel = channel < channels
+    inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
+    at = (image * pixels + pixel.to(tl.int64))[:, None] * channels + channel[None, :]
+    moments += (image * groups + channel // (channels // groups)) * 2
+    mean, inverse = tl.load(moments, has_channel, other=0.0), tl.load(moments + 1, has_channel, other=0.0)
+    if HAS_BIAS:
+        mean -= _load(input_bias, channel, has_channel)
+    scale = inverse * _load(weight, channel, has_channel)
+    y = (tl.load(x + at, inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
+    y += _load(bias, channel, has_channel)[None, :]
+    if SILU:
+        y *= tl.sigmoid(y)
+    tl.store(out + at, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _add(x, update, bias, out, pixels, channels, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)
+    has_channel = channel < channels
+    inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
+    at = pixel.to(tl.int64)[:, None] * channels + channel[None, :]
+    y = tl.load(x + at, inside, other=0.0).to(tl.float32) + tl.load(update + at, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += _load(bias, channel, has_channel)[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), inside)
+
+
+def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out) -> None:
+    """Fills ``out``; it and ``x`` are ``[B, C, H, W]`` in channels-last layout."""
+    images, channels, height, width = x.shape
+    pixels, padded = height * width, next_power_of_2(channels)
+    rows = max(1, VALUES // padded)
+    steps = max(1, triton.cdiv(pixels, rows * CHUNKS))
+    chunks = triton.cdiv(pixels, rows * steps)
+    sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
+    moments = x.new_empty(images, groups, 2, dtype=torch.float32)
+    parts, has_bias = triton.cdiv(pixels, rows), input_bias is not None
+    with on_device(x):
+        launch(
+            _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
+            ROWS=rows, STEPS=steps, CHANNELS=padded, num_warps=8,
+        )  # fmt: skip
+        launch(
+            _group_moments, images * groups, (x, input_bias, sums, moments),
+            (pixels, chunks, channels, groups, float(eps)), HAS_BIAS=has_bias,
+            WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
+        )  # fmt: skip
+        launch(
+            _normalise, images * parts, (x, weight, bias, input_bias, moments, out), (pixels, parts, channels, groups),
+            HAS_BIAS=has_bias, SILU=silu, ROWS=rows, CHANNELS=padded, num_warps=8,
+        )  # fmt: skip
+
+
+def add_residual_into(x, update, bias, out) -> None:
+    """Fills ``out``; all are ``[B, C, H, W]`` in channels-last layout."""
+    channels, pixels = x.shape[1], x.numel() // x.shape[1]
+    padded = next_power_of_2(channels)
+    rows = max(1, VALUES // padded)
+    with on_device(x):
+        launch(
+            _add, triton.cdiv(pixels, rows), (x, update, bias, out), (pixels, channels),
+            HAS_BIAS=bias is not None, ROWS=rows, CHANNELS=padded, num_warps=8,
+        )  # fmt: skip

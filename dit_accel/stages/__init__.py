@@ -1,0 +1,6 @@
+"""Stages of a pipeline's call other than its steps: today the decoding of latents.
+
+A stage gives the output of the module's own code within the rounding of its dtype, and stands aside with a reason on
+anything that it does not know. Read `decode.py` first: a hook on an autoencoder's decoder, which compares its first
+output of each shape with the decoder's own. `vae/` has a page for each class of autoencoder.
+"""

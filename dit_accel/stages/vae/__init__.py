@@ -1,0 +1,15 @@
+"""Decoders of autoencoders, a page for each class: why one can't run here, and its forward with fused kernels."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from dit_accel.stages.vae import autoencoder_kl
+
+PAGES = {"AutoencoderKL": autoencoder_kl, "AutoencoderKLFlux2": autoencoder_kl}
+
+
+def page_of(autoencoder: Any) -> ModuleType | None:
+    """The page of an autoencoder's class; None = there is none."""
+    return PAGES.get(type(autoencoder).__name__)

@@ -1,0 +1,92 @@
+"""The decoder of ``AutoencoderKL``: Stable Diffusion 3, FLUX.1, FLUX.2, Z-Image and others.
+
+Features stay in channels-last layout, which convolutions on tensor cores want. GroupNorm and SiLU are one op, which
+adds the bias of the convolution before; the sum behind a block adds the bias of the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.vae import Decoder
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock2D
+from diffusers.models.upsampling import Upsample2D
+from torch import nn
+
+from dit_accel.kernels import add_residual, group_norm
+
+LAST = torch.channels_last
+
+
+def why_not(decoder: nn.Module) -> str | None:
+    """Why a decoder can't run on this page, or None."""
+    if type(decoder) is not Decoder:
+        return f"its decoder is a {type(decoder).__name__}"
+    kinds = {UNetMidBlock2D: [decoder.mid_block], UpDecoderBlock2D: decoder.up_blocks}
+    for kind, blocks in kinds.items():
+        other = next((block for block in blocks if type(block) is not kind), None)
+        if other is not None:
+            return f"its decoder has a {type(other).__name__}"
+    if type(decoder.conv_norm_out) is not nn.GroupNorm:
+        return f"its decoder ends with a {type(decoder.conv_norm_out).__name__}"
+    for module in decoder.modules():
+        if isinstance(module, ResnetBlock2D) and (reason := _why_not_block(module)) is not None:
+            return reason
+        if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+            return f"a convolution pads with {module.padding_mode}"
+        if isinstance(module, Upsample2D) and (module.norm is not None or not module.use_conv or module.name != "conv"):
+            return "its upsampling is not nearest pixels and a convolution"
+    return None
+
+
+def _why_not_block(block: ResnetBlock2D) -> str | None:
+    if block.time_emb_proj is not None or block.time_embedding_norm == "scale_shift":
+        return "its residual blocks take embeddings"
+    if type(block.nonlinearity) is not nn.SiLU:
+        return f"its activation is {type(block.nonlinearity).__name__}"
+    if block.upsample is not None or block.downsample is not None or block.output_scale_factor != 1.0:
+        return "its residual blocks scale"
+    return None if type(block.norm1) is type(block.norm2) is nn.GroupNorm else "its residual blocks have other norms"
+
+
+def decode(decoder: Decoder, latents: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``.
+
+    Args:
+        backend: of the kernels.
+    """
+    x, middle = _convolved(decoder.conv_in, latents), decoder.mid_block
+    x = _block(middle.resnets[0], x, backend)
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        x = x if attention is None else attention(x, temb=None)
+        x = _block(block, x, backend)
+    for stage in decoder.up_blocks:
+        for block in stage.resnets:
+            x = _block(block, x, backend)
+        for upsampler in stage.upsamplers or ():
+            x = _convolved(upsampler.conv, F.interpolate(x, scale_factor=2.0, mode="nearest"))
+    return _convolved(decoder.conv_out, _normed(decoder.conv_norm_out, x, backend))
+
+
+def _block(block: ResnetBlock2D, x: torch.Tensor, backend: str) -> torch.Tensor:
+    h = _convolved(block.conv1, _normed(block.norm1, x, backend), biased=False)
+    h = _normed(block.norm2, h, backend, block.conv1.bias)
+    h = _convolved(block.conv2, h, biased=False)
+    bias = block.conv2.bias
+    if block.conv_shortcut is not None:
+        x = _convolved(block.conv_shortcut, x, biased=False)
+        biases = [each for each in (bias, block.conv_shortcut.bias) if each is not None]
+        bias = torch.stack(biases).sum(0, dtype=torch.float32) if biases else None
+    return add_residual(x, h, bias, backend=backend)
+
+
+def _normed(norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return group_norm(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=bias, backend=backend)
+
+
+def _convolved(convolution: nn.Conv2d, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+    weight = convolution.weight.contiguous(memory_format=LAST)
+    bias = convolution.bias if biased else None
+    x = x.contiguous(memory_format=LAST)
+    return F.conv2d(x, weight, bias, convolution.stride, convolution.padding, convolution.dilation, convolution.groups)

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Times the decoding of latents at full size, random weights: with fused kernels, and by diffusers' own code.
+
+    python -m scripts.bench.decoding --output docs/results/decoding.json
+    python -m scripts.bench.decoding --tiny                       # the same paths on the CPU, in seconds
+
+Both sides decode the same latents with the same weights in one process. The error of each is the relative L2 error over
+the float32 decoder without TF32; memory is the peak above what weights and latents take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import nn
+
+from dit_accel.models.hooks import register_hook, remove_hook
+from dit_accel.stages.decode import FUSED, DecoderHook
+from dit_accel.stages.vae import page_of
+from dit_accel.tools.origin import describe_run
+
+BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
+TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}
+SIZES = {"1024 x 1024": (1, 128, 128), "2048 x 2048": (1, 256, 256), "four of 1024 x 1024": (4, 128, 128)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RUNS = 7
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
+    options = parser.parse_args()
+    device = "cpu" if options.tiny else "cuda"
+    rows: list[dict[str, Any]] = []
+    for size, (batch, height, width) in SIZES.items():
+        shape = (batch, 4, 4, 4) if options.tiny else (batch, 16, height, width)
+        for name, dtype in DTYPES.items():
+            rows.append({"autoencoder": "FLUX.1", "images": size, "dtype": name, **measure(shape, dtype, device)})
+            print(json.dumps(rows[-1]), flush=True)
+            if options.output:
+                document = {**describe_run(device), "rows": rows}
+                options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row["decoding"] == FUSED for row in rows) else 1
+
+
+@torch.no_grad()
+def measure(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Milliseconds, GiB and errors of both ways to decode latents of a shape."""
+    torch.manual_seed(0)
+    config = {**BLOCKS, **(TINY if device == "cpu" else FLUX), "use_quant_conv": False, "use_post_quant_conv": False}
+    autoencoder = AutoencoderKL(**config).to(device).eval()
+    for norm in (module for module in autoencoder.modules() if isinstance(module, nn.GroupNorm)):
+        nn.init.normal_(norm.weight, 1.0, 0.3)
+        nn.init.normal_(norm.bias, 0.0, 0.3)
+    latents = torch.randn(shape, device=device)
+    exact = _exact(autoencoder.to(dtype).float(), latents.to(dtype).float())
+    autoencoder, latents = autoencoder.to(dtype), latents.to(dtype)
+
+    def decode() -> torch.Tensor:
+        return autoencoder.decode(latents, return_dict=False)[0]
+
+    row: dict[str, Any] = {"diffusers": _timed(decode, exact)}
+    hook = DecoderHook(page_of(autoencoder), "auto" if device == "cuda" else "reference")
+    register_hook(autoencoder.decoder, hook)
+    row["fused"] = _timed(decode, exact)
+    remove_hook(autoencoder.decoder)
+    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": hook.remark}
+
+
+def _exact(autoencoder: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+    """The images in float32, without TF32, one by one."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return torch.cat([autoencoder.decode(each[None], return_dict=False)[0].cpu() for each in latents])
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _timed(decode: Callable[[], torch.Tensor], exact: torch.Tensor) -> dict[str, float]:
+    image = decode().float().cpu()
+    error = ((image - exact).norm() / exact.norm()).item()
+    is_gpu = torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if is_gpu else 0
+    times = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        decode()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - started))
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if is_gpu else 0.0
+    return {"ms": statistics.median(times), "gib": peak, "error": error}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

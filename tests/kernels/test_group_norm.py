@@ -1,0 +1,65 @@
+"""Group normalisation with SiLU, and the sum behind a residual block, equal their formulas in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import add_residual, group_norm
+
+LAST = torch.channels_last
+SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
+
+
+def exact(x, weight, bias, groups, eps, silu, input_bias):
+    values = x.double() if input_bias is None else x.double() + input_bias.double()[:, None, None]
+    normed = F.group_norm(values, groups, weight.double(), bias.double(), eps)
+    return F.silu(normed) if silu else normed
+
+
+def assert_close(actual, expected, dtype):
+    assert actual.dtype == dtype and actual.is_contiguous(memory_format=LAST)
+    rounding = 0.51 * torch.finfo(dtype).eps * expected.abs()
+    assert ((actual.double() - expected).abs() <= rounding + 2e-5).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "norm-alone"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["biased-input", "input"])
+def test_normalises_groups(shape, silu, has_bias, implementation, make_tensor):
+    backend, dtype = implementation
+    x, channels = make_tensor(*shape, dtype=dtype) * 3 + 1, shape[1]
+    weight, bias, input_bias = (make_tensor(channels, dtype=dtype) for _ in range(3))
+    given = {"groups": 8, "eps": 1e-6, "silu": silu, "input_bias": input_bias if has_bias else None}
+    out = group_norm(x.contiguous(memory_format=LAST), weight, bias, **given, backend=backend)
+    assert_close(out, exact(x, weight, bias, *given.values()), dtype)
+
+
+def test_a_mean_far_from_zero_costs_no_digits(backend, make_tensor):
+    """The variance is a difference of large sums there."""
+    x = make_tensor(1, 32, 48, 48) + 100
+    weight, bias = torch.ones(32, device=x.device), torch.zeros(32, device=x.device)
+    out = group_norm(x, weight, bias, groups=4, eps=1e-6, silu=False, backend=backend)
+    assert (out.double() - exact(x, weight, bias, 4, 1e-6, False, None)).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_adds_a_residual(shape, has_bias, implementation, make_tensor):
+    backend, dtype = implementation
+    x, update, bias = make_tensor(*shape, dtype=dtype), make_tensor(*shape, dtype=dtype), make_tensor(shape[1])
+    out = add_residual(x, update.contiguous(memory_format=LAST), bias if has_bias else None, backend=backend)
+    expected = x.double() + update.double() + (bias.double()[:, None, None] if has_bias else 0.0)
+    assert_close(out, expected, dtype)
+
+
+def test_errors_name_the_argument(make_tensor):
+    x, vector = make_tensor(1, 6, 2, 2), make_tensor(6)
+    with pytest.raises(ShapeError, match=r"groups must divide the 6 channels of x, got 4"):
+        group_norm(x, vector, vector, groups=4, eps=1e-6)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[6\], got \[5\]"):
+        group_norm(x, vector[:5], vector, groups=2, eps=1e-6)
+    with pytest.raises(ShapeError, match=r"x must have shape \[B, C, H, W\], got \[6\]"):
+        group_norm(vector, vector, vector, groups=2, eps=1e-6)
+    with pytest.raises(ShapeError, match=r"update must have shape \[1, 6, 2, 2\]"):
+        add_residual(x, x[:, :3])
