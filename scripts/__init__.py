@@ -1,1 +1,1 @@
-"""What measures and checks this project; each script says at its head what it answers."""
+"""Scripts that measure and check this project; each docstring says which question the script answers."""

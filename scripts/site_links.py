@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links from docs/ to files of the repository outside of it lead to where its code is shown."""
+"""Hook of mkdocs: turns links from docs/ to other files of the repository into links to the code's web page."""
 
 import os
 import posixpath
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """A page with such links made whole; one to a file that does not exist stays, and the build finds it."""
+    """Replace such links in a page; a link to a missing file stays, so that the build reports it."""
     folder, root = posixpath.dirname(page.file.src_uri), Path(config.docs_dir).parent
 
     def whole(link: re.Match[str]) -> str:

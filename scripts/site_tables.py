@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a page of tables for each JSON file of docs/results. In the site links to the JSON lead there."""
+"""Hook of mkdocs: adds a page of tables for each JSON file of docs/results, and points links to the JSON there."""
 
 import posixpath
 import re
@@ -12,8 +12,8 @@ PAGE = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n[JSON]({title}.jso
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """The files with those pages; a table that a script left in the folder gives way."""
-    sys.path.insert(0, str(Path(config.docs_dir).parent))  # the command `mkdocs` looks for modules elsewhere
+    """Add these pages to the files; they replace tables that a script left in the folder."""
+    sys.path.insert(0, str(Path(config.docs_dir).parent))  # the command `mkdocs` has another module path
     from scripts.tables import rendered
 
     for json in sorted(Path(config.docs_dir, "results").glob("*.json")):
@@ -26,7 +26,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """A page whose links to JSON files lead to the pages of their tables."""
+    """Point a page's links to JSON files to the pages of their tables."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def led(link: re.Match[str]) -> str:

@@ -2,7 +2,7 @@
 
     python -m scripts.tables docs/results/speed-flux.json
 
-Scripts write the same tables beside the JSON, and the site has a page of them.
+The scripts write the same tables next to the JSON, and the site has a page for each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-RENDERERS = {  # by the stem of the JSON: module, function, and the parts of the document that it takes; none = all
+RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
     r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
     r"compiled-kernels": ("scripts.checks.compile_study.report", "table", ["kernels"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),
@@ -33,7 +33,7 @@ RENDERERS = {  # by the stem of the JSON: module, function, and the parts of the
 
 
 def rendered(file: Path) -> str | None:
-    """The tables of a JSON file as Markdown; None where no script renders files of its name."""
+    """Tables of a JSON file as Markdown; None if no script renders files with its name."""
     for stem, (module, function, parts) in RENDERERS.items():
         if re.fullmatch(stem, file.stem):
             document = json.loads(file.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def rendered(file: Path) -> str | None:
 
 
 def write_table(file: Path, text: str) -> None:
-    """Write a Markdown file, which git ignores in docs/results, and print where it lies."""
+    """Write a Markdown file, which git ignores in docs/results, and print its path."""
     file.write_text(text, encoding="utf-8")
     print(f"wrote {file}")
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="JSON file in docs/results")
     file = parser.parse_args().file
     if not file.is_file():
-        parser.error(f"file must exist, got {file}; docs/results has those of the pages")
+        parser.error(f"file must exist, got {file}; results are in docs/results")
     text = rendered(file)
     if text is None:
         parser.error(f"file must have the name of a result with tables ({', '.join(RENDERERS)}), got {file.name}")

@@ -1,4 +1,4 @@
-"""Clips as tests read them."""
+"""Read videos in tests."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def read_clip(path: Path) -> np.ndarray:
-    """The clip in a file or folder of frames: uint8 ``[frames, height, width, 3]``."""
+    """Read the video in a file or folder of frames: uint8 ``[frames, height, width, 3]``."""
     if path.is_dir():
         return np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in sorted(path.glob("[0-9]*.png"))])
     if path.suffix.lower() == ".gif":

@@ -1,4 +1,4 @@
-"""What tests share. Without a GPU Triton kernels run in its interpreter, chosen here before triton is imported."""
+"""Shared fixtures. Without a GPU Triton kernels run in its interpreter, chosen here before triton is imported."""
 
 import os
 

@@ -1,6 +1,6 @@
-"""What two processes do together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``, with torchrun's
-variables set. Each writes what it found to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` starts them and reads it.
-"""
+"""Checks that two processes run together, over gloo on the CPU: ``python -m tests.parallel_ranks FOLDER``, with
+torchrun's variables set. Each writes its results to ``FOLDER/RANK.json``; :mod:`tests.test_parallel` starts the
+processes and reads them."""
 
 import faulthandler
 import json
@@ -72,7 +72,7 @@ def pipeline(name: str):
 
 
 def share_tokens(pipe, name: str) -> None:
-    """As a user would without our helper; an odd number of text tokens needs diffusers' uneven form."""
+    """Share tokens as a user would without our helper; an odd number of text tokens needs diffusers' uneven form."""
     transformer = pipe.transformer
     plan = split_plan(transformer, known_family(transformer))
     config = ContextParallelConfig(ulysses_degree=2, ulysses_anything=name == "qwen-image")
@@ -152,7 +152,7 @@ def qwen() -> dict:
 
 @check
 def fused() -> dict:
-    """As on a GPU, where blocks run through fused kernels in every step: attention is exchanged by ours."""
+    """Use fused kernels in every step, as on a GPU: our code exchanges attention."""
     found = {}
     for name in ("flux", "flux2", "wan", "hunyuan", "qwen-image"):
         pipe = pipeline(name)
@@ -170,7 +170,7 @@ def fused() -> dict:
 
 @check
 def graphs() -> dict:
-    """The first rank replays what it has captured, cut where tokens are exchanged; the second runs as ever."""
+    """The first rank replays its captures, cut where tokens are exchanged; the second runs without graphs."""
     found = {}
     for name in ("flux", "wan", "hunyuan"):
         pipe = parallelize_pipeline(pipeline(name), ulysses=2)
@@ -341,7 +341,7 @@ def branch_called_twice() -> dict:
 
 @check
 def refusals() -> dict:
-    """What can't be shared says so, and changes nothing."""
+    """Unsupported combinations give an error and change nothing."""
     found = {}
     cases = {"count": ("wan", {"ulysses": 4}), "plan": ("sd3", {"ulysses": 2}), "heads": ("wan-3", {"ulysses": 2})}
     for case, (name, degrees) in cases.items():

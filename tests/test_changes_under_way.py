@@ -1,6 +1,6 @@
-"""Runs that change one thing under way, drawn at random, beside plain runs that undergo the same change.
+"""Runs that randomly change one thing midway, compared with plain runs that change the same way.
 
-The long run: ``CHANGED_RUNS=300 pytest tests/test_changes_under_way.py``. ``CHANGED_RUNS=300-500`` draws other ones.
+The long run: ``CHANGED_RUNS=300 pytest tests/test_changes_under_way.py``. ``CHANGED_RUNS=300-500`` uses other cases.
 """
 
 import math
@@ -86,7 +86,7 @@ def writes_to(name):
 
 
 def turns_guidance(pipe, tensors, strength):
-    """To another strength, whether or not the pipeline still reads it."""
+    """Set another guidance strength, whether or not the pipeline still reads it."""
     pipe._guidance_scale = 1.5 + 5 * strength
 
 
@@ -95,7 +95,7 @@ def toggles_guidance(pipe, tensors, strength):
 
 
 def ends_guidance(pipe, tensors, strength):
-    """As diffusers' guide has it: the scale is 0, and the prompt's half goes on alone."""
+    """End guidance as in diffusers' guide: the scale becomes 0, and only the prompt's half continues."""
     if pipe._guidance_scale > 1:
         pipe._guidance_scale = 0.0
         for name in ("prompt_embeds", "pooled_prompt_embeds"):
@@ -144,7 +144,7 @@ def merges_adapter(pipe, tensors, strength):
 
 
 def unmerged(pipe):
-    """Subtracting what was merged leaves rounding errors, so the weights are put back too."""
+    """Subtracting merged weights leaves rounding errors, so the weights are restored too."""
     weights = {name: each for name, each in pipe.transformer.named_modules() if hasattr(each, "base_layer")}
     for layer in weights.values():
         if not hasattr(layer, "kept"):
@@ -158,7 +158,7 @@ def unmerged(pipe):
 
 
 def scales_by_arguments(pipe, tensors, strength):
-    """Through what pipelines hand to attention; some read it once, before their loop."""
+    """Scales in pipelines' attention arguments; some pipelines read them once, before their loop."""
     for name in ("_joint_attention_kwargs", "_attention_kwargs"):
         if hasattr(pipe, name):
             setattr(pipe, name, {"scale": strength})
@@ -220,7 +220,7 @@ CHANGES = {
 
 
 class Case:
-    """A pipeline, what it is called with, and a preset, drawn at random."""
+    """A random pipeline with its arguments and a preset."""
 
     def __init__(self, choose, names=MOST, guided=None):
         self.name = choose.choice(names)
@@ -331,7 +331,7 @@ def check(case, run, changed, when):
 
 
 def check_next_run(choose):
-    """A run of another size, number of steps, dtype or preset is to the bit that of a pipeline accelerated for it."""
+    """A run of another size, number of steps, dtype or preset equals that of a pipeline accelerated for it exactly."""
     case = Case(choose)
     pipe = case.pipe.to(torch.bfloat16).to(torch.float32)  # so that other dtypes lose nothing
     sizes = [{}, {"height": 64, "width": 96}, {"height": 128, "width": 96}]

@@ -1,7 +1,8 @@
-"""What else users put on a pipeline, before or after accelerating it: it keeps its effect, and so does the loop.
+"""Other features that users add to a pipeline, before or after accelerating it: they keep their effect, and so does the
+loop.
 
-Compilation stands in tests/models/test_compile.py, control nets in tests/models/test_control_net.py, fused projections
-and autocast in tests/models/fused.
+Compilation is in tests/models/test_compile.py, control nets in tests/models/test_control_net.py, fused projections and
+autocast in tests/models/fused.
 """
 
 import functools
@@ -31,7 +32,7 @@ NO_LINEAR, PACKED = "not a plain linear layer", "its weight is quantised"
 
 @pytest.fixture(autouse=True)
 def own_attention_backend():
-    """What ``set_attention_backend`` sets is of the whole process."""
+    """Restore ``set_attention_backend``, whose setting is global to the process."""
     with attention_backend("native"):
         yield
 
@@ -45,7 +46,7 @@ def hot_swap(pipe):
 
 
 def ip_adapter(pipe):
-    """A picture prompt's projections, of weights that have an effect."""
+    """Projections of an image prompt, with weights that have an effect."""
     flux.add_ip_adapter(pipe)
     generator = torch.Generator().manual_seed(0)
     added = [pipe.transformer.encoder_hid_proj, *pipe.transformer.attn_processors.values()]
@@ -69,7 +70,7 @@ def quanto_weights(pipe):
 
 
 def replace_linears(pipe, make, multiple=1):
-    """Puts what ``make`` makes of each in the place of all linear layers whose input divides by ``multiple``."""
+    """Replace all linear layers whose input divides by ``multiple`` with the result of ``make``."""
     for module in list(pipe.transformer.modules()):
         for name, layer in module.named_children():
             if type(layer) is torch.nn.Linear and layer.in_features % multiple == 0:
@@ -77,7 +78,7 @@ def replace_linears(pipe, make, multiple=1):
 
 
 def gguf_weights(pipe):
-    """As in a .gguf file of type Q8_0, whose blocks are of 32 features."""
+    """Weights like those of a .gguf file of type Q8_0, in blocks of 32 features."""
     gguf = pytest.importorskip("gguf")
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
@@ -93,7 +94,7 @@ def gguf_weights(pipe):
 
 
 class PackedLinear(torch.nn.Linear):
-    """As bitsandbytes' ``Linear4bit``: a linear layer whose weight is uint8 ``[elements / 2, 1]``, two in a byte."""
+    """Linear layer like bitsandbytes' ``Linear4bit``: its weight is uint8 ``[elements / 2, 1]``, two a byte."""
 
     def __init__(self, layer):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -119,7 +120,7 @@ def bitsandbytes_weights(pipe):
     pipe.transformer.to(CPU)  # which packs the weights
 
 
-# name: (what puts it on, why blocks run densely at level head, or None)
+# name: (function that adds it, reason for dense attention at level head, or None)
 COMPANIONS = {
     "layerwise-casting": (
         lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
@@ -153,7 +154,7 @@ def call(pipe, companion, name="flux"):
 
 @functools.cache
 def plainly(companion):
-    """What the pipeline with that companion gives without us."""
+    """Result of the pipeline with that feature, without acceleration."""
     pipe = tiny_pipeline("flux")
     COMPANIONS[companion][0](pipe)
     return call(pipe, companion)
@@ -203,7 +204,7 @@ def test_levels_inside_of_blocks_run_or_say_why_not(companion):
 
 @pytest.mark.parametrize("preset", [CLOSED_LOOP, LAYERS, HEADS], ids=["output", "layer", "head"])
 def test_group_offload_that_comes_later_changes_nothing(preset):
-    """Its hooks lie above ours then, so that every level goes on as before."""
+    """Its hooks are above ours then, so every level continues as before."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
     expected = tiny_output(pipe, "flux", steps=STEPS)
     group_offload(pipe, "block_level")
@@ -212,7 +213,7 @@ def test_group_offload_that_comes_later_changes_nothing(preset):
 
 
 def test_prompt_embeddings_equal_their_prompt():
-    """A prompt that was encoded before gives what the prompt itself gives, forecasts included."""
+    """An encoded prompt gives the same result as the prompt itself, forecasts included."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), CLOSED_LOOP)
     expected = tiny_output(pipe, "flux", steps=STEPS)
     with torch.no_grad():
@@ -222,7 +223,7 @@ def test_prompt_embeddings_equal_their_prompt():
 
 
 def test_inpainting_keeps_what_the_mask_keeps():
-    """After each step the pipeline puts the picture's own latents back where nothing is painted."""
+    """After each step the pipeline restores the image's own latents outside the mask."""
     parts = tiny_pipeline("flux").components
     pipe = diffusers.FluxInpaintPipeline(**parts)
     pipe.set_progress_bar_config(disable=True)
@@ -244,7 +245,7 @@ def test_inpainting_keeps_what_the_mask_keeps():
 
 
 def test_a_callback_may_change_the_latents():
-    """It is called after every step, forecast or not, and the loop goes on from what it gives back."""
+    """It is called after every step, forecast or not, and the loop continues with its result."""
     pipe, seen = tiny_pipeline("flux"), []
 
     def darken(pipe, step, timestep, tensors):

@@ -1,6 +1,6 @@
 """Every program in examples/ runs as its docstring says, and the notebook cell by cell, here with few steps.
 
-All but serve_ray.py, which runs until it is told to end: tests/scripts/test_serve_load.py holds that one.
+The exception is serve_ray.py, which runs until it is stopped: see tests/scripts/test_serve_load.py.
 """
 
 import ast
@@ -17,7 +17,7 @@ from dit_accel.tools import demo
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "serve_ray")
-FEW = {"--steps": "2", "--tokens": "512"}  # in place of what the docstring shows
+FEW = {"--steps": "2", "--tokens": "512"}  # instead of the docstring's values
 PRINTS = {  # and the files that it leaves
     "compare_methods": ("flux-taylorseer", set()),
     "image": ("PSNR to the plain image", {"plain.png", "accelerated.png"}),
@@ -57,7 +57,7 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
 
 
 def test_notebook_runs_cell_by_cell(tmp_path, monkeypatch, capsys):
-    """Steps are told one by one, a smaller target computes more, and the restored pipeline is the plain one."""
+    """Steps are reported one by one, a smaller target computes more, and the restored pipeline is the plain one."""
     small = {"height": 64, "width": 64, "num_inference_steps": 12, "max_sequence_length": 64}
     monkeypatch.setattr(demo, "demo_arguments", lambda folder: small)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Who imports what: arrows point one way, heavy packages stay where they belong, and importing has no side effects."""
+"""Import rules: arrows have one direction, heavy packages stay in their place, and imports have no side effects."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ PACKAGE = Path(dit_accel.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 
-# The wings of dit_accel; each imports only what stands in an earlier line, or itself.
+# The packages of dit_accel; each imports only packages of an earlier line, or itself.
 LAYERS = [
     {"errors"},
     {"presets", "kernels"},
@@ -68,7 +68,7 @@ def imports(path: Path) -> Iterator[Import]:
 
 
 def _is_for_checkers(node: ast.AST) -> bool:
-    """Whether a node is ``if TYPE_CHECKING:``, whose body never runs."""
+    """Return True if a node is ``if TYPE_CHECKING:``, whose body never runs."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
@@ -89,7 +89,7 @@ def module_of(path: Path) -> str:
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of more than one node of which each leads to every other, be it by way of others."""
+    """Sets of several nodes that all reach each other, directly or through others."""
 
     def reach(start: str) -> set[str]:
         reached, ahead = set(), [start]
@@ -115,7 +115,7 @@ def packages(path: Path, *, at_import: bool = False) -> set[str]:
 
 @every_file
 def test_arrows_point_one_way(path):
-    """A module imports only what stands before it, or its own package."""
+    """A module imports only modules above it, or its own package."""
     unit, imported = unit_of(path), imported_units(path)
     if unit == "":
         early = {module for module, at_import in imports(path) if at_import and module.startswith("dit_accel")}
@@ -128,7 +128,7 @@ def test_arrows_point_one_way(path):
 
 
 def test_no_circles():
-    """No file imports itself by way of others; imports inside functions and for type checking count too."""
+    """No file imports itself through others; imports inside functions and for type checking count too."""
     modules = {module_of(path): path for path in FILES}
     graph = {}
     for name, path in modules.items():
@@ -146,7 +146,7 @@ def test_a_circle_is_found_whatever_its_length():
 
 @every_file
 def test_heavy_packages_stay_where_they_belong(path):
-    """Only what drives diffusers imports it; Triton is imported by its own kernels, elsewhere inside functions only."""
+    """Only code that drives diffusers imports it; Triton's kernels import Triton, other code only inside functions."""
     if unit_of(path) not in MAY_IMPORT_DIFFUSERS:
         assert packages(path).isdisjoint({"diffusers", "transformers"})
     if "_triton" not in path.parts:
@@ -162,7 +162,7 @@ def test_public_names_exist():
 
 
 def test_type_checkers_see_the_public_names():
-    """What stands there for type checkers is each public name, from where it is imported at first use."""
+    """The names for type checkers are the public names, from the modules of their first use."""
     seen = {module for module, at_import in imports(PACKAGE / "__init__.py") if not at_import}
     assert seen == {f"dit_accel.{home}.{name}" for name, home in dit_accel._HOMES.items()}
 

@@ -1,4 +1,4 @@
-"""The wheels hold what the checkout runs on, demo models apart, and run where they are installed."""
+"""The wheels have the checkout's code and presets without demo models, and run after installation."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def metadata(wheel):
-    """What a package index reads."""
+    """Metadata that a package index reads."""
     (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     return message_from_bytes(wheel.read(path))
 
@@ -71,7 +71,7 @@ def test_wheel_holds_every_preset(wheel):
 
 
 def test_wheel_holds_the_package_without_demo_models(wheel, built):
-    """Every file of the package but the models ships, and nothing beside package and presets."""
+    """The wheel has every file of the package except the models, and nothing but package and presets."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {f"dit_accel/{name}" for name in _files("dit_accel")}
     package = {name for name in package if not name.startswith(f"{ASSETS}/demo-")}
@@ -95,7 +95,7 @@ def test_wheel_of_demo_models_holds_all_of_them(built):
 
 
 def test_source_archive_builds_and_tests(built):
-    """Code, presets, tests and what they read are in it; the demo models, which would be most of it, are not."""
+    """The archive has code, presets, tests and their data, but not the demo models, which would be most of it."""
     (path,) = built.glob("dit_accel-*.tar.gz")
     assert path.stat().st_size < 20 * MEGABYTE
     with tarfile.open(path) as archive:
@@ -107,7 +107,7 @@ def test_source_archive_builds_and_tests(built):
 
 @pytest.fixture(scope="module")
 def environment(built, tmp_path_factory):
-    """Runs commands in a fresh environment with the library's wheel, which borrows what that needs from this one."""
+    """Run commands in a fresh environment with the library's wheel and this environment's dependencies."""
     place = tmp_path_factory.mktemp("fresh")
     venv.create(place)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -142,7 +142,7 @@ def environment(built, tmp_path_factory):
 
 
 def test_an_installed_wheel_runs(environment):
-    """Presets are found; the command says what to install for the demo models, and with that finds them."""
+    """Presets are found; the command says how to install the demo models, and then finds them."""
     listed = environment("dit-accel", "presets", "list")
     assert listed.returncode == 0 and "balanced" in listed.stdout, listed.stderr
     failed = environment("dit-accel", "generate", "--prompt", "a yellow ring")
@@ -201,14 +201,14 @@ def test_description_has_no_relative_link(metadata):
 
 
 def test_indexes_render_the_description(metadata):
-    """As a package index makes HTML of it: tables, code and pictures, and every link a whole address."""
+    """HTML as from a package index: tables, code and images, and every link a complete address."""
     page = markdown.render(metadata.get_payload(decode=True).decode())
     assert min(page.count(tag) for tag in ("<table", "<pre", "<img", "<h2")) >= 2
     assert re.findall(r'(?:src|href)="(?!https://|#)[^"]*"', page) == []
 
 
 def test_indexes_know_the_metadata(built):
-    """Version 2.4 of the core metadata, the first with licence expressions; what is newer some indexes refuse."""
+    """Version 2.4 of the core metadata, the first with licence expressions; some indexes refuse newer ones."""
     for pattern in ("dit_accel-*.whl", "dit_accel_demos-*.whl"):
         with opened(built, pattern) as archive:
             (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

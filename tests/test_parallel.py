@@ -1,4 +1,4 @@
-"""Two processes that share a pipeline's work make what one makes; :mod:`tests.parallel_ranks` holds what they do."""
+"""Two processes that share a pipeline's work give the same result as one; see :mod:`tests.parallel_ranks`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank has found, by check; both run all checks, in one go."""
+    """Results of each rank, by check; both run all checks, in one go."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -40,14 +40,14 @@ def found(tmp_path_factory):
 
 
 def on_both(found, check):
-    """What both ranks have found in a check that failed on neither."""
+    """Results of both ranks in a check that failed on neither."""
     rows = [rank[check] for rank in found[:2]]
     assert not any("failed" in row for row in rows), rows
     return rows
 
 
 def require_as_alone(first, second):
-    """Both ranks end with what one process ends with, by the same decisions."""
+    """Both ranks end with the result and decisions of one process."""
     assert first["error"] < ROUNDING
     assert first["sum"] == second["sum"]
     assert first["modes"] == second["modes"] == first["alone"]
@@ -57,7 +57,7 @@ def require_as_alone(first, second):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", [*SHARED, f"{SHARED[-1]}, accelerated first"])
 def test_tokens_shared_by_two_ranks_make_what_one_makes(found, family, case):
-    """Whatever the preset, and whichever of parallelism and acceleration comes first; no block falls back."""
+    """With any preset, and parallelism or acceleration first; no block falls back."""
     first, second = (rank[case] for rank in on_both(found, family))
     require_as_alone(first, second)
     assert first["fallbacks"] == []
@@ -73,7 +73,7 @@ def test_each_rank_expects_the_memory_that_it_takes(found, family, case):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_leave_tiles_out(found, family):
-    """Symbols are drawn where a rank has all tokens of its heads; both tell the share of the one that computes most."""
+    """Symbols are computed where a rank has all tokens of its heads; both report the highest computed share."""
     first, second = (rank["sparse"] for rank in on_both(found, family))
     assert first["computed"] == second["computed"] < 0.999
 
@@ -81,7 +81,7 @@ def test_ranks_leave_tiles_out(found, family):
 @pytest.mark.parametrize("family", ["flux", "flux2", "wan", "hunyuan", "qwen-image"])
 @pytest.mark.parametrize("preset", ["exact", "layer"])
 def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
-    """As on a GPU, where they run in every step; HunyuanVideo's prompt has an odd number of tokens here."""
+    """Fused kernels run in every step, as on a GPU; HunyuanVideo's prompt has an odd number of tokens here."""
     first, second = (rank[f"{family}, {preset}"] for rank in on_both(found, "fused"))
     require_as_alone(first, second)
 
@@ -90,7 +90,7 @@ def test_fused_blocks_exchange_tokens_for_heads(found, family, preset):
 @pytest.mark.parametrize("preset", ["exact", "balanced"])
 @pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
 def test_a_rank_replays_graphs_beside_one_that_runs_as_ever(found, family, preset, blocks):
-    """What is exchanged stays between graphs, so that ranks meet whatever each of them does."""
+    """Communication stays between graphs, so that ranks meet whether they replay or not."""
     replaying, other = (rows[f"{family}, {preset}, {blocks}"] for rows in on_both(found, "graphs"))
     assert replaying["equal"] and other["equal"]
     assert replaying["parts"] > 4 and replaying["replays"] > 0 == other["replays"]
@@ -126,7 +126,7 @@ def test_a_run_after_one_that_was_left_equals_a_fresh_one(found):
 
 @pytest.mark.parametrize("case", [f"wan, {preset}" for preset in ("exact", "balanced", "layer", "residual")])
 def test_branches_on_two_ranks_make_what_one_makes(found, case):
-    """Each computes its own branch; the second one's first call of all tells it what to receive."""
+    """Each rank computes its own branch; the second one's first call determines the shape to receive."""
     first, second = (rank[case] for rank in on_both(found, "branches"))
     require_as_alone(first, second)
     assert [first["calls"], second["calls"]] == [first["plain_calls"] // 2, first["plain_calls"] // 2 + 1]
@@ -141,7 +141,7 @@ def test_pipelines_with_true_guidance_share_their_branches(found, case):
 
 
 def test_branches_have_the_dtype_of_their_own_run(found):
-    """Runs of the same shapes in another dtype, before and after each other, give what one process gives."""
+    """Runs of the same shapes in another dtype, before and after each other, equal one process."""
     first, second = on_both(found, "branch_kinds")
     for case, row in first.items():
         assert row["error"] < (2e-2 if "bfloat16" in case else ROUNDING), case
@@ -152,7 +152,7 @@ def test_branches_have_the_dtype_of_their_own_run(found):
 
 
 def test_prompts_that_decide_apart_share_their_branches(found):
-    """Each rank computes its branch of whatever prompts a step computes; a new number of them costs one call more."""
+    """Each rank computes its branch of all prompts of a step; a new number of prompts costs one more call."""
     first, second = on_both(found, "branches_per_prompt")
     require_as_alone(first, second)
     assert max(first["calls"], second["calls"]) < first["plain_calls"]
@@ -160,7 +160,7 @@ def test_prompts_that_decide_apart_share_their_branches(found):
 
 
 def test_a_branch_that_is_called_twice_in_a_step_waits_for_nobody(found):
-    """Outputs are exchanged in the order of the calls, whatever the loop drops."""
+    """Outputs are exchanged in the order of the calls, even if the loop drops some."""
     first, second = on_both(found, "branch_called_twice")
     assert first["shared"] == second["shared"] == first["alone"]
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_shared_says_so(found, case, told):
 
 
 def test_the_benchmark_of_several_gpus_runs_at_toy_size(found):
-    """Every row is measured, and what several devices give is what one gives."""
+    """Every row is measured, and several devices give the result of one."""
     assert on_both(found, "speed_script") == [{"code": 0}, {"code": 0}]
     rows = json.loads((found[2] / "speed.json").read_text())["rows"]
     assert not any("error" in row for row in rows)

@@ -39,7 +39,7 @@ def call(pipe, name="flux", steps=STEPS, **overrides):
 
 
 def fresh(preset, **overrides):
-    """What a newly built pipeline gives in its first call."""
+    """Result of a newly built pipeline's first call."""
     return call(accelerate_pipeline(tiny_pipeline("flux"), preset), **overrides)
 
 
@@ -86,7 +86,7 @@ def test_accelerating_is_faster_on_a_cpu(pipe):
 
 @pytest.mark.parametrize("preset", FLUX_PRESETS)
 def test_changed_resolution_steps_and_prompt_equal_fresh_runs(preset):
-    """Abuse: whatever the last call was, the next equals one of a fresh process."""
+    """Abuse: after any call, the next equals one of a fresh process."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), preset)
     call(pipe)
     assert torch.equal(call(pipe, height=112, width=96), fresh(preset, height=112, width=96))
@@ -150,7 +150,7 @@ def test_accelerating_twice_replaces_the_preset(pipe):
 
 
 def test_two_pipelines_over_one_transformer_share_the_latest_acceleration(pipe):
-    """A transformer has one acceleration, whoever asked for it last, and all its pipelines carry it."""
+    """A transformer has one acceleration, the latest, and all its pipelines share it."""
     other = type(pipe)(**pipe.components)
     accelerate_pipeline(pipe, HEADS)
     accelerate_pipeline(other, CLOSED_LOOP)
@@ -172,7 +172,7 @@ def test_restoring_twice_does_nothing(pipe):
 
 
 def test_unknown_preset_key_changes_nothing(pipe):
-    """Abuse: a wrong key is an error that lists the right ones, and the pipeline keeps what it had."""
+    """Abuse: a wrong key is an error that lists the valid ones, and the pipeline keeps its acceleration."""
     accelerate_pipeline(pipe, CLOSED_LOOP)
     with pytest.raises(
         PresetError, match=r"unknown key 'forecast.ordre' \(did you mean 'order'\?\); valid keys here: level"
@@ -199,7 +199,7 @@ def test_keys_are_keywords_of_every_front_door(pipe):
 
 
 def test_threshold_out_of_range(pipe):
-    """Abuse: τ beyond 1 is refused with its range and what came."""
+    """Abuse: τ above 1 is refused with its range and the given value."""
     with pytest.raises(PresetError, match=r"reuse.tau_q: Input should be less than or equal to 1, got 1.5"):
         accelerate_pipeline(pipe, "flux-flashomni-paper", **{"reuse.tau_q": 1.5})
     assert not hasattr(pipe, "dit_accel")
@@ -212,7 +212,7 @@ def test_unsupported_pipeline():
 
 
 def test_preset_of_another_family():
-    """A FLUX preset on another model names what would fit; what needs blocks, the families that have them."""
+    """A FLUX preset on another model names fitting ones; a preset that needs blocks names the supported families."""
     pipe = tiny_pipeline("sd3")
     fitting = "presets that fit it: balanced, exact, quality, turbo$"
     with pytest.raises(UnsupportedError, match=f"is for flux models, and SD3Transformer2DModel is not one; {fitting}"):
@@ -240,7 +240,7 @@ def test_what_needs_blocks_is_refused_where_they_are_not_known(keys):
 
 @pytest.mark.parametrize(("name", "usual"), [("flux", "balanced"), ("wan", "video-balanced")])
 def test_without_a_name_it_is_balanced(name, usual):
-    """In its video form where videos are made; a Preset stays what it is, and a transformer goes by its family."""
+    """The video form for videos; a Preset stays unchanged, and a transformer goes by its family."""
     pipe = accelerate_pipeline(tiny_pipeline(name))
     assert pipe.dit_accel.preset == load_preset(usual)
     with accelerated(pipe, load_preset("turbo")):
@@ -379,7 +379,7 @@ def _modules(pipe):
 
 @pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
 def test_loop_that_begins_in_the_middle_counts_from_there(rounding):
-    """Video-to-video starts mid-schedule without telling the scheduler; its first is step 0 of what remains."""
+    """Video-to-video starts mid-schedule without notice to the scheduler; its first step is step 0 of the rest."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     scheduler.set_timesteps(20)
     clock, sample, ticks = SchedulerClock(lambda: scheduler), torch.zeros(1, 4), []
@@ -425,7 +425,7 @@ def test_blocks_that_carry_another_hook_run_through_it(pipe, preset):
 
 
 def test_another_pipelines_loop_goes_by_its_own_scheduler(pipe):
-    """A pipeline that shares an accelerated transformer has steps, decisions and a report of its own."""
+    """A pipeline that shares an accelerated transformer has its own steps, decisions and report."""
     other = type(pipe)(**{**pipe.components, "scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
     accelerate_pipeline(pipe, CLOSED_LOOP)
     pipe.scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=1.0)
@@ -453,7 +453,7 @@ def test_loop_that_the_clock_cannot_follow_runs_densely(pipe):
 
 
 def test_outputs_may_hold_what_is_no_tensor():
-    """An output with a None beside the sample is forecast with the None in its place."""
+    """An output with a None next to the sample is forecast with the None in its place."""
 
     class Transformer(torch.nn.Module):
         def forward(self, hidden_states, timestep):
@@ -492,4 +492,4 @@ def test_the_host_waits_once_a_computed_call(preset):
     finally:
         pipe.transformer.forward = forward
     computed = [step.mode != "dispatch" for step in pipe.dit_accel.report().steps]
-    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has nothing to be judged by
+    assert waits[1:] == [int(each) for each in computed][1:]  # the first output has no forecast to compare with

@@ -1,4 +1,4 @@
-"""What the README and the docs show works as they show it."""
+"""Code in the README and the docs works as shown."""
 
 import functools
 import re
@@ -88,7 +88,7 @@ def test_links_and_pictures_exist(page):
 
 
 def test_every_result_stands_on_a_page():
-    """README or docs link to every file in docs/results: no measurement lies there that nobody quotes."""
+    """README or docs link to every file in docs/results."""
     files = (ROOT / "docs" / "results").rglob("*")
     results = {path.resolve() for path in files if path.is_file() and path.suffix != ".md"}  # git ignores tables
     named = {path.resolve() for page in PAGES for path in linked(page)}

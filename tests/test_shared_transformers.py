@@ -30,7 +30,7 @@ def twin_of(pipe):
 
 
 def in_threads(jobs):
-    """Results of some functions that run side by side, or what they raised."""
+    """Results, or exceptions, of some functions that run in parallel threads."""
     results = [None] * len(jobs)
 
     def work(place, job):
@@ -80,7 +80,7 @@ def test_eight_threads_get_what_each_gets_alone(preset):
 
 
 def test_loops_in_threads_have_steps_of_their_own():
-    """Loops of the caller's own over one transformer are told apart by their threads."""
+    """Loops of the caller's own over one transformer are distinguished by their threads."""
     pipe = tiny_pipeline("flux")
     timesteps = [1 - step / 20 for step in range(20)]
     held = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0))[
@@ -150,7 +150,7 @@ def test_any_of_several_pipelines_restores_all(accelerated, restored):
 
 
 def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
-    """The latest preset holds for both, each has a report of its runs, and one restore takes it off both."""
+    """The latest preset applies to both, each has a report of its runs, and one restore removes it from both."""
     pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
     plain = [run_of(each, "flux", 0)() for each in (pipe, twin)]
@@ -165,7 +165,7 @@ def test_pipelines_that_were_both_accelerated_carry_one_acceleration():
 
 @pytest.mark.parametrize("first", ["copy", "original"])
 def test_a_shallow_copy_is_left_as_the_original_was(first):
-    """Restoring a copy takes off what it has from an accelerated original, which may be restored before or after."""
+    """Restoring a copy removes everything inherited from an accelerated original, before or after it is restored."""
     pipe = tiny_pipeline("flux")
     plain, left = call(pipe), set(vars(pipe))
     accelerate_pipeline(pipe, CLOSED_LOOP)
@@ -182,7 +182,7 @@ def call(pipe):
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_pipeline_may_go_while_another_stays(gone):
-    """A deleted pipeline is not kept alive, and the other one goes on as before and can be restored."""
+    """A deleted pipeline is freed, and the other one continues and can be restored."""
     pipes = [tiny_pipeline("flux")]
     pipes.append(twin_of(pipes[0]))
     plain = call(pipes[0])
@@ -197,7 +197,7 @@ def test_a_pipeline_may_go_while_another_stays(gone):
 
 
 def test_a_transformer_outlives_its_pipeline():
-    """A call from elsewhere is refused with a way out, the report stays readable, and restoring gives plain calls."""
+    """A call from elsewhere is refused with a solution, the report stays readable, and restoring gives plain calls."""
     pipe, calls = tiny_pipeline("flux"), []
     accelerate_pipeline(pipe, CLOSED_LOOP)
     hook = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
@@ -215,7 +215,7 @@ def test_a_transformer_outlives_its_pipeline():
 
 
 def test_a_call_within_another_leaves_it_in_progress():
-    """As where the arguments of a call are the output of another device's branch, which is received then."""
+    """For example an argument that is the output of another device's branch, received during the call."""
     pipe = tiny_pipeline("flux")
     twin = twin_of(pipe)
     runs = accelerate_pipeline(pipe, CLOSED_LOOP).dit_accel._runs
@@ -227,7 +227,7 @@ def test_a_call_within_another_leaves_it_in_progress():
 
 
 def test_finished_threads_leave_no_records():
-    """What a loop in a thread has recorded goes with the thread."""
+    """Records of a loop in a thread are freed with the thread."""
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, CLOSED_LOOP)
     for seed in range(3):

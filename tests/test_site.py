@@ -37,7 +37,7 @@ def test_every_page_is_in_the_site(site):
 
 
 def test_the_reference_has_docstrings(site):
-    """The page on Python shows what docstrings say, arguments and errors too."""
+    """The page on Python shows the docstrings, including arguments and errors."""
     text = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
     assert "Makes a diffusers pipeline faster, in place." in text and "UnsupportedError" in text
 

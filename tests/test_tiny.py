@@ -22,7 +22,7 @@ TEXT_ENDS_UNREAD = ("sd3", "sd35", "mochi", "qwen-image", "hunyuan15", "hunyuan1
 UNREAD = {"add_q_proj", "norm_added_q", "to_add_out", "txt_mlp", "ff_context"}
 # Softmax does not see a shift common to all keys; these keys are neither normalised nor rotated.
 SHIFTS_OF_KEYS = ("to_k_ip.0.bias", "refiner_blocks.0.attn.to_k.bias")
-# Without a picture its embedding is masked; two sections leave the oldest history empty.
+# Without an image its embedding is masked; two sections leave the oldest history empty.
 IDLE = {"hunyuan15": "image_embedder.", "framepack": "clean_x_embedder.proj_4x.weight"}
 
 pipeline = functools.cache(tiny_pipeline)
@@ -84,7 +84,7 @@ def test_reacts_to_prompt_and_steps(name):
 
 @every_pipeline
 def test_batch_and_pictures(name):
-    """Two prompts make two results, decoded to finite pictures of the default size."""
+    """Two prompts make two results, decoded to finite images of the default size."""
     pictures = generate(name, prompt=["a red fox", "two blue whales"], steps=2, output_type="pt")
     arguments = tiny_inputs(name)
     size = (72, 56) if name == "hunyuan15-i2v" else (arguments["height"], arguments["width"])  # it chooses its own
@@ -128,7 +128,7 @@ def test_every_parameter_reaches_the_output(name):
 
 @pytest.mark.parametrize("name", [name for name in TINY_PIPELINES if name.startswith("flux")])
 def test_flux_tokens_are_ragged(name):
-    """Text and picture together fill neither blocks of 64 nor of 128 tokens, and take more than one of each."""
+    """Text and image together fill neither blocks of 64 nor of 128 tokens, and need more than one of each."""
     ((call, *_),) = calls_of(name, steps=2).values()
     tokens = call["encoder_hidden_states"].shape[1] + call["hidden_states"].shape[1]
     assert tokens > 128 and tokens % 64 and tokens % 128
@@ -147,13 +147,13 @@ def test_flux_tokens_are_ragged(name):
     ],
 )
 def test_conditioning_picture_counts(name, argument):
-    """Another conditioning picture, all else equal, changes the result by more than 1%."""
+    """Another conditioning image, with all else equal, changes the result by more than 1%."""
     other = {argument: tiny_inputs(name, seed=1)[argument]}
     assert relative_change(generate(name, **other), plain(name)) > 0.01
 
 
 def test_overrides_replace_arguments_and_size_pictures():
-    """An override wins over the default, and a picture is as large as the result asked for."""
+    """An override replaces the default, and an image is as large as the requested result."""
     arguments = tiny_inputs("flux-control", height=64, guidance_scale=2.0, output_type="pt")
     assert arguments["control_image"].shape == (1, 3, 64, arguments["width"])
     assert (arguments["height"], arguments["guidance_scale"], arguments["output_type"]) == (64, 2.0, "pt")
@@ -170,7 +170,7 @@ def test_lora_changes_the_picture_and_unloads():
 
 
 def test_building_leaves_the_global_random_state():
-    """A test that draws its own numbers gets the same ones with or without a tiny pipeline in between."""
+    """A test's random numbers are the same with or without a tiny pipeline in between."""
     before = torch.get_rng_state()
     tiny_pipeline("flux")
     tiny_inputs("flux")

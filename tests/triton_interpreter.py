@@ -1,15 +1,15 @@
-"""Triton's interpreter without what it repeats: the kernels compute the same, and their tests take half the time."""
+"""Triton's interpreter without repeated work: the kernels compute the same, and their tests take half the time."""
 
 import functools
 from collections.abc import Callable
 
 
 def spare_repetition() -> None:
-    """Of triton 3.6's interpreter; another release, or none, is left as it is.
+    """Patch triton 3.6's interpreter; other releases, or none, stay unchanged.
 
-    Every call of a device function replaces all of ``triton.language`` by numpy's counterparts, though the kernel that
-    calls it has done so, and every sum and product of integers is computed once more in 64 bits to assert that it did
-    not overflow, though the interpreter's asserts are off. Each takes a quarter of the time.
+    Every call of a device function replaces all of ``triton.language`` with numpy's counterparts, although the calling
+    kernel has done so already. Every integer sum and product is computed again in 64 bits for an overflow assertion,
+    although the interpreter's asserts are off. Each takes a quarter of the time.
     """
     try:
         import triton

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes the same prompts one a call and several a call, and compares time, steps and images.
+"""Compare one prompt per call with several: time, steps and images.
 
     python -m scripts.bench.calls --output docs/results/prompt_batches.json
 
-All are made by ``balanced`` with ``schedule.per_prompt``, from the same noise. Times are medians of rounds in which
-every batch size has its turn. Images are compared as they are written, in 8 bits.
+All calls use ``balanced`` with ``schedule.per_prompt`` and the same noise. Times are medians of several rounds; each
+round times every batch size. Images are compared as saved, in 8 bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     jobs = read_jobs(folder / "prompts.txt", {})[: options.prompts]
 
     def make(size: int) -> tuple[float, list[Any], list[Any]]:
-        """Seconds of all calls, and each prompt's image and report."""
+        """Return the seconds of all calls, and each prompt's image and report."""
         seconds, images, reports = 0.0, [], []
         for batch in batches(jobs, size):
             prompts, seeds = [job.settings["prompt"] for job in batch], [job.index for job in batch]
@@ -89,7 +89,7 @@ def _modes(report: Any) -> list[str]:
 
 
 def _difference(image: Any, other: Any) -> tuple[int, float | None]:
-    """Largest difference of a pixel in levels of 255, and PSNR in dB, None where they are identical."""
+    """Largest pixel difference (of 255 levels) and PSNR in dB, which is None for identical images."""
     first, second = (np.asarray(each) for each in (image, other))
     most = int(np.abs(first.astype(int) - second.astype(int)).max())
     return most, psnr(first, second) if most else None

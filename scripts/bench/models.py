@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Times transformers at full size, random weights, beside plain diffusers and beside its best dense run, on one GPU.
+"""Time full-size transformers with random weights: plain diffusers, its fastest dense run, and accelerated; on one GPU.
 
     python -m scripts.bench.models --model flux --output docs/results/speed-flux
     python -m scripts.bench.models --model wan-i2v-14b --runs dispatch --output docs/results/speed-wan-i2v-14b
     python -m scripts.bench.models --model wan-14b --runs memory --output docs/results/speed-wan-14b
     python -m scripts.bench.models --tiny                             # the same paths on the CPU, in seconds
 
-Random weights tell speed and memory and nothing about pictures. Their attention maps are noise, so what a policy would
-leave out is drawn at random at a stated density, after the policy has done (and taken the time of) its own choice; and
-their outputs defy forecasts, so computed steps are forced by a fixed interval.
+Random weights give speed and memory, but say nothing about image quality. Their attention maps are noise: a policy runs
+and costs its time, then a random choice with the given density replaces its own. Forecasts of their outputs fail, so
+computed steps are forced at a fixed interval.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
         print(json.dumps({key: value for key, value in row.items() if key != "preset"}), flush=True)
         if options.output:
             written = {"json": json.dumps(results, indent=1) + "\n", "md": markdown(results)}
-            for kind, text in written.items():  # not with_suffix, for names as wan-1.3b have a point
+            for kind, text in written.items():  # not with_suffix: names such as wan-1.3b have a dot
                 options.output.with_name(f"{options.output.name}.{kind}").write_text(text, encoding="utf-8")
 
     if options.output:
@@ -62,9 +62,9 @@ def _options() -> argparse.Namespace:
         "--runs",
         type=_run_names,
         default="baseline,computed,fifty,dispatch",
-        help=f"of {', '.join(RUNS)}, split by commas; default %(default)s",
+        help=f"runs among {', '.join(RUNS)}, comma-separated; default %(default)s",
     )
-    parser.add_argument("--timed-steps", type=int, default=TIMED_STEPS, help="of the dense runs; default %(default)s")
+    parser.add_argument("--timed-steps", type=int, default=TIMED_STEPS, help="per dense run; default %(default)s")
     parser.add_argument("--output", type=Path, help="stem of the .json and .md files, written after every row")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
@@ -74,7 +74,7 @@ def _run_names(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in RUNS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown run {unknown[0]!r}; runs are {', '.join(RUNS)}, split by commas")
+        raise argparse.ArgumentTypeError(f"unknown run {unknown[0]!r}; runs are {', '.join(RUNS)}, comma-separated")
     return names
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Times full-size transformers, random weights, on one GPU and on all that torchrun starts, plain and accelerated.
+"""Time full-size transformers with random weights, plain and accelerated, on one GPU and on all GPUs of torchrun.
 
     torchrun --nproc-per-node 2 scripts/bench/ranks.py --output docs/results/parallel
     torchrun --nproc-per-node 2 scripts/bench/ranks.py --models flux --seconds 120
     torchrun --nproc-per-node 2 scripts/bench/ranks.py --smoke     # the same paths on the CPU, at toy size
 
-Several GPUs share the tokens of a call (diffusers' Ulysses), or take a branch of guidance each. A row that fails has
-its error in place of its times; what is left when the time is up is noted as skipped.
+Several GPUs share the tokens of a call (diffusers' Ulysses) or run one guidance branch each. A row that fails has its
+error instead of times; rows after the time limit are marked as skipped.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KEPT = (
 )
 COLUMNS = {"ms": "{:.1f}", "over_plain": "{:.2f}×", "over_one": "{:.2f}×", "relative_error": "{:.1e}"}
 HEADER = """\
-| | | ms | over plain on as many | over the same on one | relative error |
+| | | ms | speed-up over plain, equal devices | speed-up over one device | relative error |
 |---|---|---|---|---|---|"""
 MEANING = """\
-ms: of a computed step, all branches; of a run of 50 steps, of its average step. Relative error: ‖v − v'‖ / ‖v'‖ of one
-velocity, v' that of the plain run on one device. HunyuanVideo's plain run on several masks the wrong tokens among the
-text, which diffusers' exchange of tokens puts elsewhere; its time is what diffusers takes."""
+ms: per computed step, all branches; for a run of 50 steps per average step. Relative error: ‖v − v'‖ / ‖v'‖ of one
+velocity, v' that of the plain run on one device. On several devices HunyuanVideo's plain run masks the wrong text
+tokens, because diffusers' token exchange moves them; only its time is valid."""
 Row = dict[str, Any]
 
 
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measure(name: str, smoke: bool, table: Table) -> None:
-    """All rows of a model: alone, then sharing the tokens, then a branch each."""
+    """Add all rows of a model: one device, shared tokens, then one branch per device."""
     bench: list[Bench] = []
 
     def build() -> Row:
@@ -78,7 +78,7 @@ def measure(name: str, smoke: bool, table: Table) -> None:
     (model,) = bench
     for run, timed in RUNS.items():
         table.run(f"{name}, {_count(1)}", run, partial(timed, model))
-    velocity = getattr(model, "velocity", None)  # of the plain run on one device
+    velocity = getattr(model, "velocity", None)  # plain run on one device
     if "CFG" in model.model.variants:
         for devices in (1, table.ranks):
             setattr(model.transformer, GROUP, dist.group.WORLD if devices > 1 else None)
@@ -96,33 +96,33 @@ def measure(name: str, smoke: bool, table: Table) -> None:
 
 
 def plain(bench: Bench) -> Row:
-    """Diffusers as it is."""
+    """Time plain diffusers."""
     return bench.plain()
 
 
 def exact(bench: Bench) -> Row:
-    """Every step computed, by fused kernels."""
+    """Time computed steps with fused kernels."""
     return bench.accelerated("", load_preset("exact"), 4)
 
 
 def without_graphs(bench: Bench) -> Row:
-    """The same, launched kernel by kernel."""
+    """Time the same steps without CUDA graphs."""
     return bench.accelerated("", load_preset("exact", graphs="never"), 4, warm=1)
 
 
 def fifty(bench: Bench, name: str | Preset, tiles: float = 1.0) -> Row:
-    """A run of 50 steps of which 14 are computed."""
+    """Time a run of 50 steps of which 14 are computed."""
     preset = _fixed(name, warmup=4, interval=5, cooldown=1)
     return bench.accelerated("", preset, STEPS, tiles=tiles, warm=20, whole=True)
 
 
 def half_of_fifty(bench: Bench) -> Row:
-    """The same with half of the tiles in the steps that are computed after the warm-up."""
+    """Time the same run, with half of the tiles in the computed steps after the warm-up."""
     return fifty(bench, bench.model.sparse, tiles=0.5)
 
 
 def half_tiles(bench: Bench) -> Row:
-    """Computed steps that leave out half of the tiles, drawn at random."""
+    """Time computed steps that skip a random half of the tiles."""
     preset = _fixed(bench.model.sparse, warmup=1, interval=2, cooldown=0)
     return bench.accelerated("", preset, TILED_STEPS, tiles=0.5)
 
@@ -133,7 +133,7 @@ RUNS: dict[str, Callable[[Bench], Row]] = {
     f"14 of {STEPS} steps": partial(fifty, name="balanced"),
     "half of the tiles": half_tiles,
 }
-GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; of several devices each takes its own
+GUIDED: dict[str, Callable[[Bench], Row]] = {  # both branches; with several devices one each
     "two branches, exact": exact,
     f"two branches, 14 of {STEPS} steps": partial(fifty, name="balanced"),
 }
@@ -146,7 +146,7 @@ def _count(devices: int) -> str:
 
 
 def _fixed(name: str | Preset, **schedule: int) -> Preset:
-    """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
+    """Return a preset with a fixed interval of computed steps, because forecasts fail on random weights."""
     return load_preset(name, schedule={"control": "interval", **schedule})
 
 
@@ -156,7 +156,7 @@ def _share(bench: Bench, ranks: int, smoke: bool) -> Row:
 
 
 def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tensor | None) -> Row:
-    """A row of several devices; of runs that compute everything, with the distance of a velocity from ``velocity``."""
+    """Time a row on several devices; if it computes everything, add the distance of its velocity from ``velocity``."""
     row = timed(bench)
     if velocity is None or timed not in (plain, exact):
         return row
@@ -168,12 +168,12 @@ def _compared(timed: Callable[[Bench], Row], bench: Bench, velocity: torch.Tenso
 
 
 class Table:
-    """The rows so far, written after each; all ranks run it, and the first one writes.
+    """Rows so far, written after each; all ranks run it, and the first one writes.
 
     Args:
         options: of the command line.
-        started: when the script began, by ``time.perf_counter``.
-        rank, ranks: this process, and how many there are.
+        started: start of the script, by ``time.perf_counter``.
+        rank, ranks: this process's rank, and the number of ranks.
     """
 
     def __init__(self, options: argparse.Namespace, started: float, rank: int, ranks: int) -> None:
@@ -183,7 +183,7 @@ class Table:
         self._facts = describe_run("cpu" if options.smoke else "cuda") | {"devices": ranks}
 
     def run(self, of: str, name: str, timed: Callable[[], Row], *, shown: bool = True) -> bool:
-        """Adds a row, or what kept it from being measured on any rank; whether it was measured."""
+        """Add a row, or the reason why a rank could not measure it; return True if it was measured."""
         out_of_time = on_any(time.perf_counter() - self._started > self._options.seconds)
         error = "skipped: the time is up" if out_of_time else None
         row: Row = {}
@@ -191,7 +191,7 @@ class Table:
             try:
                 measured = timed()
                 row = {key: measured[key] for key in (*KEPT, "relative_error") if key in measured}
-            except Exception as problem:  # whatever it is, the other rows are worth having
+            except Exception as problem:  # any failure; go on with the other rows
                 text = str(problem).strip().splitlines()
                 error = f"{type(problem).__name__}: {text[0] if text else ''}"
         failed = on_any(error is not None)
@@ -231,7 +231,7 @@ class Table:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The rows as a table, below where they were measured."""
+    """Rows as a Markdown table, below the machine and versions."""
     lines = [
         f"# Parallel speed, {document['devices']} × {document['device']}",
         "",
@@ -247,8 +247,8 @@ def markdown(document: dict[str, Any]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=CHOSEN, help="split by commas")
-    parser.add_argument("--seconds", type=float, default=330.0, help="after which no row is begun; default %(default)s")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=CHOSEN, help="models, comma-separated")
+    parser.add_argument("--seconds", type=float, default=330.0, help="no row starts later; default %(default)s")
     parser.add_argument("--output", type=Path, help="stem of the .json and .md files, written after every row")
     parser.add_argument("--smoke", action="store_true", help="toy size, on the CPU")
     options = parser.parse_args()

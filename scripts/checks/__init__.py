@@ -1,1 +1,1 @@
-"""Does it hold: on a GPU, over many runs, in diffusers' own tests, in other programs?"""
+"""Checks: on a GPU, over many runs, in diffusers' own tests, in other programs."""

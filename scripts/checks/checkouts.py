@@ -1,10 +1,10 @@
-"""Runs every preset on the tiny pipelines and the demo models in two checkouts, and compares outputs bit for bit.
+"""Run every preset on the tiny pipelines and the demo models in two checkouts, and compare outputs bit for bit.
 
     python -m scripts.checks.checkouts BEFORE AFTER --output comparison.json      # folders of two checkouts; on a CPU
     python -m scripts.checks.checkouts BEFORE AFTER --output comparison.json --only flux,demo-wan --steps 12
 
-Presets are those of BEFORE that fit a pipeline, by their names there. Each checkout runs in a process of its own with
-the packages of the Python that runs this script. Exits with 1 if anything differs.
+The presets are the shipped ones of BEFORE that fit a pipeline. Each checkout runs in its own process with the packages
+of the Python that runs this script. Exits with 1 if any output differs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every preset on every model of this process's checkout: by model and preset a digest, or the error's name."""
+    """Run every preset on every model of this checkout: a digest by model and preset, or the name of the error."""
     testing = _module("tests.tiny", "dit_accel.tools.testing")
     models = list(job.get("runs", job["only"] or [*testing.TINY_PIPELINES, *DEMO_MODELS]))
     results: dict[str, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def run(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _pipeline(model: str, steps: int, testing: Any) -> tuple[Any, Any]:
-    """The pipeline, and a function that calls it always alike."""
+    """Return the pipeline, and a function that always calls it with the same arguments."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -82,7 +82,7 @@ def _pipeline(model: str, steps: int, testing: Any) -> tuple[Any, Any]:
 
 
 def _fitting(pipe: Any) -> list[str]:
-    """Names of the shipped presets that this pipeline takes."""
+    """Names of the shipped presets that fit this pipeline."""
     from dit_accel import accelerate_pipeline, preset_names, restore_pipeline
     from dit_accel.errors import DitAccelError
 
@@ -125,7 +125,7 @@ def _digest(pipe: Any, call: Any, preset: str) -> dict[str, Any]:
 
 
 def _module(*names: str) -> Any:
-    """The first of these modules that the checkout has."""
+    """Import the first of these modules that the checkout has."""
     for name in names:
         try:
             return importlib.import_module(name)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs the nodes for ComfyUI inside a ComfyUI checkout, with the trained demo-flux as its model: minutes on a CPU.
+"""Run the ComfyUI nodes inside a ComfyUI checkout, with the trained demo-flux as the model; takes minutes on a CPU.
 
     python -m scripts.checks.comfyui ~/ComfyUI --output comfyui.json
 
-The Python that runs this needs ComfyUI's requirements beside dit-accel's. ComfyUI's own FLUX gets the demo model's
-weights, its samplers make each picture plainly and under the node, and diffusers' VAE shows both. Checked are: the
-plain picture is diffusers'; preset `exact` gives it bit for bit; samplers of one call a step skip steps and stay near
-the plain picture; all others run plainly, and the report says why.
+The Python that runs this needs ComfyUI's requirements and dit-accel's. ComfyUI's own FLUX gets the demo model's
+weights. Its samplers make each image without and with the node, and diffusers' VAE decodes both. Checks: the plain
+image equals diffusers'; preset `exact` gives it bit for bit; samplers with one call per step skip steps and stay close
+to the plain image; all others run plainly, and the report says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dit_accel.tools.origin import describe_run
 NODES = Path(__file__).parents[2] / "integrations" / "comfyui"
 ACCELERATED = ("euler", "ddim", "dpmpp_2m", "uni_pc", "res_multistep", "deis", "ipndm", "lms", "euler_cfg_pp")
 PLAIN = ("heun", "dpm_2", "euler_ancestral", "dpmpp_2m_sde", "lcm", "dpm_adaptive")
-LEAST_PSNR = 28.0  # of a picture that counts as near
+LEAST_PSNR = 28.0  # of an image that counts as close
 SEED = 5
 
 
@@ -54,11 +54,11 @@ def main() -> int:
 
 
 class Check:
-    """The demo model in diffusers and in ComfyUI, one prompt and its noise.
+    """The demo model in diffusers and in ComfyUI, with one prompt and its noise.
 
     Args:
-        steps: of a run.
-        size: of the pictures, in pixels.
+        steps: steps of a run.
+        size: side of the images in pixels.
     """
 
     def __init__(self, steps: int, size: int) -> None:
@@ -78,7 +78,7 @@ class Check:
         self.wanted = self._conditions(self.prompt, slice(None))
 
     def rows(self) -> Any:
-        """One row a check, each with ``passed``."""
+        """Yield one row per check, each with ``passed``."""
         plain, _ = self.sample(self.model, "euler")
         near = psnr(self.picture(plain), self.by_diffusers)
         yield {"check": "ComfyUI's plain picture is diffusers'", "psnr": near, "passed": near > 45}
@@ -96,7 +96,7 @@ class Check:
             yield {"check": f"{sampler} runs plainly", "notes": report.notes, "passed": passed}
 
     def row(self, name: str, sampler: str, unwanted: list | None = None, guidance: float = 1.0) -> dict[str, Any]:
-        """One sampler, plain and under preset balanced."""
+        """Run one sampler, plainly and with preset balanced."""
         plain, _ = self.sample(self.model, sampler, unwanted, guidance)
         latents, report = self.sample(self.accelerated("balanced"), sampler, unwanted, guidance)
         near = psnr(self.picture(plain), self.picture(latents))
@@ -104,18 +104,18 @@ class Check:
         return {"check": name, **facts, "passed": near >= LEAST_PSNR and report.computed_fraction < 0.9}
 
     def accelerated(self, preset: str) -> Any:
-        """The model behind the node."""
+        """Return the model behind the node."""
         node = self.nodes.NODE_CLASS_MAPPINGS["DitAccel"]()
         return node.accelerate(self.model, preset, target_error=0.0, warmup=-1)[0]
 
     def sample(self, model: Any, sampler: str, unwanted: list | None = None, guidance: float = 1.0) -> tuple:
-        """Latents of one run, and the report of an accelerated model."""
+        """Return the latents of one run, and the report of an accelerated model."""
         import comfy.sample
         import comfy.samplers
 
         sampler = comfy.samplers.sampler_object(sampler)
         unwanted, sigmas = self.wanted if unwanted is None else unwanted, self.sigmas.clone()
-        torch.manual_seed(SEED)  # for samplers that draw noise
+        torch.manual_seed(SEED)  # for samplers that add noise
         empty = torch.zeros_like(self.noise)
         with torch.inference_mode():
             latents = comfy.sample.sample_custom(
@@ -136,14 +136,14 @@ class Check:
 
     @torch.no_grad()
     def _conditions(self, prompt: str, tokens: slice) -> list:
-        """A prompt in ComfyUI's form; some of its tokens make a call of its own."""
+        """Return a prompt in ComfyUI's form; with fewer tokens it needs a call of its own."""
         length = self.arguments["max_sequence_length"]
         embeddings, pooled, _ = self.pipe.encode_prompt(prompt, None, max_sequence_length=length)
         return [[embeddings[:, tokens], {"pooled_output": pooled}]]
 
 
 def comfy_flux(transformer: torch.nn.Module) -> Any:
-    """ComfyUI's FLUX with the weights of diffusers'."""
+    """Build ComfyUI's FLUX with the weights of diffusers'."""
     import comfy.latent_formats
     import comfy.model_detection
     import comfy.model_management
@@ -171,7 +171,7 @@ def comfy_flux(transformer: torch.nn.Module) -> Any:
             "guidance_embed": facts.guidance_embeds,
         }
     )
-    config.latent_format = comfy.latent_formats.LatentFormat()  # latents as the model has them
+    config.latent_format = comfy.latent_formats.LatentFormat()  # keep the latents' scale of the model
     config.set_inference_dtype(torch.float32, None)
     device = comfy.model_management.get_torch_device()
     model = config.get_model({}, device=device)
@@ -191,7 +191,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("comfyui", type=Path, help="checkout of ComfyUI")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--size", type=int, default=256, help="side of the pictures in pixels")
+    parser.add_argument("--size", type=int, default=256, help="side of the images in pixels")
     return parser.parse_args()
 
 

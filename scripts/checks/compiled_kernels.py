@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""What Triton's compiler makes of the kernels for GPUs that are not at hand: registers, spills, instructions.
+"""Compile the kernels for GPUs that are not available, and list registers, spills and instructions.
 
-Every op runs its launcher on CPU tensors under a driver that names another GPU, so that tiles, warps and stages are
-those that this GPU would get; kernels are compiled to machine code by the ptxas that comes with Triton, and none is
-launched. Needs no GPU. It tells that a kernel compiles, fits the GPU's shared memory and uses its matrix units, and
-says nothing about how fast it is.
+Every op runs its launcher on CPU tensors with a driver that names another GPU, so that tiles, warps and stages are
+chosen for that GPU. The ptxas that comes with Triton compiles the kernels to machine code; none is launched. Needs no
+GPU. Shows that a kernel compiles, fits the GPU's shared memory and uses its matrix units, but not how fast it is.
 
     python -m scripts.checks.compiled_kernels --output docs/results/compiled-kernels     # a few minutes on a CPU
     python -m scripts.checks.compiled_kernels --gpus sm89 --ops attention --output /tmp/compiled
 
-Writes STEM.json and STEM.md; exits with 1 where a kernel does not fit its GPU.
+Writes STEM.json and STEM.md; exits with 1 if a kernel does not fit its GPU.
 """
 
 from __future__ import annotations

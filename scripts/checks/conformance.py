@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Runs diffusers' own pipeline tests plainly and accelerated, and tells which pass only plainly.
+"""Run diffusers' own pipeline tests plainly and accelerated, and list the tests that pass only plainly.
 
-Takes a checkout of diffusers for its ``tests`` folder; the diffusers that is tested is the installed one. Every
-pipeline that a test calls is accelerated before its first call, in each of five kinds: the preset `exact`, the same
-with blocks `fused` as on a GPU, `balanced` (what a pipeline gets when no preset is named), `forecast` (every second
-step, at level `output`) and `flashomni` (inside the blocks of every second step, where there is a preset). What tests
-load from the Hub are small stand-ins, unless `--hub` asks for the Hub's own models.
+Needs a checkout of diffusers for its ``tests`` folder; the installed diffusers is tested. Every pipeline that a test
+calls is accelerated before its first call, in each of five kinds: the preset `exact`, the same with blocks `fused` as
+on a GPU, `balanced` (a pipeline's default preset), `forecast` (every second step, at level `output`) and `flashomni`
+(inside the blocks of every second step, if a preset exists). Models from the Hub are replaced with small ones, unless
+`--hub` asks for the Hub's own.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
     python -m scripts.checks.conformance diffusers --output conformance
     python -m scripts.checks.conformance diffusers --output conformance --families flux wan --kinds exact forecast
 
-Writes STEM.json and STEM.md after each process; families that are there already are replaced, the others stay. What
-the classes of failures are stands in ``conformance_study/kinds.py``.
+Writes STEM.json and STEM.md after each process; families that are already in the file are replaced, the others stay.
+``conformance_study/kinds.py`` describes the classes of failures.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def families_of(checkout: Path) -> list[str]:
 
 
 def tests_of(families: list[str], kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Test]:
-    """Runs the tests of some families in a process of their own.
+    """Run the tests of some families in their own process.
 
     Args:
-        folder: working directory, which holds the stand-ins.
+        folder: working directory, which holds the replacement models.
 
     Returns:
-        What the plugin recorded of each test, by its id.
+        The plugin's record of each test, by test id.
     """
     record = folder / f"{families[0]}-{kind}.jsonl"
     command = [sys.executable, "-m", "pytest", *(str(options.checkout / PIPELINES / family) for family in families)]
@@ -88,12 +88,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", help="folders of tests/pipelines; all by default")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--only", help="expression of pytest's -k, which chooses among the tests")
-    parser.add_argument("--tests", default="the checkout", help="what the tests are of, for the table")
-    parser.add_argument("--hub", action="store_true", help="load from the Hub what tests name")
-    parser.add_argument("--seconds", type=float, default=120.0, help="that one test may take")
+    parser.add_argument("--tests", default="the checkout", help="origin of the tests, for the table")
+    parser.add_argument("--hub", action="store_true", help="load the tests' models from the Hub")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one test")
     parser.add_argument("--together", type=int, default=1, help="families whose tests run in one process")
-    parser.add_argument("--minutes", type=float, default=30.0, help="that the tests of one process may take")
-    parser.add_argument("--jobs", type=int, default=1, help="processes beside each other")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of one process")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
     options = parser.parse_args(arguments)
     options.checkout = options.checkout.resolve()
     return options

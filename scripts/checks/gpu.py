@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks every kernel on a CUDA GPU against float64 at real sizes, then FLUX.1-dev's transformer in every step mode.
+"""Check every kernel on a CUDA GPU against float64 at real sizes, then FLUX.1-dev's transformer in every step mode.
 
     python -m scripts.checks.gpu --output gpu_check.json [--quick]
     compute-sanitizer --tool memcheck python -m scripts.checks.gpu --small
@@ -8,9 +8,9 @@
     compute-sanitizer --tool racecheck --kernel-name kernel_name=slices \
         python -m scripts.checks.gpu --racecheck --tests tests/kernels/test_slices.py
 
-A kernel's case passes when its largest error is at most twice that of the dense low-precision computation plus the
-rounding of the largest value, and when everything that the symbols mark as reused is untouched. DISPATCH steps must not
-make the host wait. Exits 1 on a failure. Times are what `python -m scripts.bench.kernels` is for.
+A kernel's case passes if its largest error is at most twice the error of the dense low-precision computation plus the
+rounding of the largest value, and if everything that the symbols mark as reused is unchanged. DISPATCH steps must not
+make the host wait. Exits with 1 on a failure. For timings use `python -m scripts.bench.kernels`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from scripts.bench.kernels.gate import (
 
 
 class ProductsOnTheHost(TorchDispatchMode):
-    """Matrix products of torch run on the CPU: racecheck stops with an internal error at cuBLAS's Hopper kernels."""
+    """Run torch's matrix products on the CPU: racecheck fails with an internal error at cuBLAS's Hopper kernels."""
 
     OPS = ("mm", "bmm", "addmm", "baddbmm", "_int_mm")
 
@@ -71,14 +71,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="three cases a kernel, and no transformer")
+    size.add_argument("--quick", action="store_true", help="three cases per kernel, and no transformer")
     size.add_argument("--small", action="store_true", help="two cases of at most 700 tokens, for compute-sanitizer")
     checks = {check.__name__.removeprefix("check_"): check for check in ALL_CHECKS}
-    parser.add_argument("--checks", nargs="+", choices=checks, help="of the kernels, these alone; no transformer then")
-    parser.add_argument("--racecheck", action="store_true", help="with what racecheck can't follow done another way")
-    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="all that follows goes to pytest, instead")
+    parser.add_argument("--checks", nargs="+", choices=checks, help="only these kernel checks, without the transformer")
+    parser.add_argument("--racecheck", action="store_true", help="replace operations that racecheck does not support")
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="run pytest with all remaining arguments instead")
     names = [name for name in backend_status() if name != "reference"]
-    parser.add_argument("--backends", nargs="+", choices=names, default=names, help="these alone, if they run here")
+    parser.add_argument(
+        "--backends", nargs="+", choices=names, default=names, help="only these backends, if they run here"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch finds none", file=sys.stderr)

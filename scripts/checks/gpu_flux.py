@@ -1,4 +1,4 @@
-"""FLUX.1-dev's transformer, random weights, in every step mode on a GPU; part of scripts/checks/gpu.py."""
+"""FLUX.1-dev's transformer with random weights in every step mode on a GPU; part of scripts/checks/gpu.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import tiny_inputs, tiny_pipeline
 
 TEXT, SIDE = 512, 64  # 1024 x 1024 pixels: 64 x 64 tokens after packing
 STEPS = 8
-# A short run that meets every mode: FULL FULL UPDATE DISPATCH DISPATCH UPDATE DISPATCH FULL.
+# A short run with every mode: FULL FULL UPDATE DISPATCH DISPATCH UPDATE DISPATCH FULL.
 HEADS = load_preset("flux-flashomni-paper", schedule={"warmup": 2, "interval": 3}, reuse={"tau_q": 0.95, "ramp": 0.3})
 LAYERS = load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3})
 OUTPUT = load_preset("exact", schedule={"warmup": 2, "interval": 3, "cooldown": 1})
@@ -23,7 +23,7 @@ BF16_BOUND = 5e-3  # relative L2 after four blocks; one H200 measured 3.4e-3, an
 
 
 def transformer(double: int, single: int, dtype: torch.dtype) -> FluxTransformer2DModel:
-    """FLUX.1-dev's width (24 heads of 128) and so many blocks, the same random weights for the same seed."""
+    """Build a model of FLUX.1-dev's width (24 heads of 128) with this number of blocks and seeded random weights."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         default = torch.get_default_dtype()
@@ -36,7 +36,7 @@ def transformer(double: int, single: int, dtype: torch.dtype) -> FluxTransformer
 
 
 def inputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """One picture's call, but for latents and timestep."""
+    """Arguments of one image's call, except latents and timestep."""
     generator = torch.Generator("cuda").manual_seed(1)
     ids = torch.zeros(SIDE * SIDE, 3, device="cuda", dtype=dtype)
     ids[:, 1] = torch.arange(SIDE, device="cuda").repeat_interleave(SIDE)
@@ -53,7 +53,7 @@ def inputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def denoise(model: FluxTransformer2DModel) -> list[torch.Tensor]:
-    """A rectified-flow loop; the transformer's output at every step."""
+    """Run a rectified-flow loop and return the transformer's output at every step."""
     dtype = model.dtype
     call, outputs = inputs(dtype), []
     latents = torch.randn(1, SIDE * SIDE, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
@@ -69,7 +69,7 @@ def timesteps() -> torch.Tensor:
 
 
 def check_few_layers() -> list[dict[str, Any]]:
-    """Attention and GEMMs in Triton, and as "auto" chooses them, against the torch reference; bf16, at full width."""
+    """Compare attention and GEMMs in Triton, and as chosen by "auto", with the torch reference; bf16, at full width."""
     model = transformer(2, 2, torch.bfloat16)
     plain = denoise(model)
     rows = []
@@ -99,7 +99,7 @@ def check_few_layers() -> list[dict[str, Any]]:
 
 
 def check_full_size() -> list[dict[str, Any]]:
-    """All 57 blocks: finite outputs, and milliseconds of each mode beside a plain step."""
+    """Check all 57 blocks: finite outputs, and milliseconds of each mode compared with a plain step."""
     model = transformer(19, 38, torch.bfloat16)
     denoise(model)
     plain = accelerate_transformer(model, "exact", timesteps())
@@ -131,12 +131,12 @@ def check_full_size() -> list[dict[str, Any]]:
 
 
 def check_no_host_wait() -> list[dict[str, Any]]:
-    """Whole DISPATCH steps of a pipeline, scheduler and all, in which the host must not wait for the GPU."""
+    """Run whole DISPATCH steps of a pipeline, scheduler included, and fail if the host waits for the GPU."""
     rows = []
     for name, preset in (("output", OUTPUT), ("layer", LAYERS), ("head", HEADS)):
         pipe = accelerate_pipeline(tiny_pipeline("flux").to("cuda", torch.bfloat16), preset)
         call = {"steps": STEPS, "height": 256, "width": 256}
-        pipe(**tiny_inputs("flux", **call))  # compiles, and tells the modes
+        pipe(**tiny_inputs("flux", **call))  # compiles, and gives the modes
         modes = [step.mode for step in pipe.dit_accel.report().steps]
         reason = None
         with ExitStack() as watched:
@@ -159,7 +159,7 @@ def check_no_host_wait() -> list[dict[str, Any]]:
 
 
 def check_flux() -> list[dict[str, Any]]:
-    """Every check of this page."""
+    """Run all FLUX checks."""
     return check_no_host_wait() + check_few_layers() + check_full_size()
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Checks CUDA graphs of computed steps on one GPU, and tells what they save: random weights, under 4 minutes.
+"""Check CUDA graphs of computed steps on one GPU, and measure what they save: random weights, under 4 minutes.
 
     python -m scripts.checks.graphs --output graphs.json
     python -m scripts.checks.graphs --models flux --seconds 60
-    python -m scripts.checks.graphs --models flux --one-core           # on a core that a busy process shares
-    torchrun --nproc-per-node 2 scripts/checks/graphs.py --models flux # by GPUs that share the tokens
+    python -m scripts.checks.graphs --models flux --one-core           # shares its core with a busy process
+    torchrun --nproc-per-node 2 scripts/checks/graphs.py --models flux # GPUs share the tokens
     python -m scripts.checks.graphs --smoke                            # the same paths at toy size, on the CPU
 
-Each row runs the same steps without and with graphs: from the fourth on these are replayed. A row that fails prints its
-traceback, and the others go on.
+Each row runs the same steps without and with graphs, which are replayed from the fourth step on. A row that fails
+prints its traceback, and the others continue.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from scripts.bench.model_speed.ranks import join, on_any, share_tokens
 from scripts.checks.graphs_study import situations
 from tests.tiny import tiny_output, tiny_pipeline
 
-BEFORE = 3  # steps: one that warms up, one that is watched, one that is captured
-TIMED = {"flux": 6, "flux-2048": 3, "qwen-image": 6, "flux2-klein-4b": 6, "wan-1.3b": 3, "hunyuan": 2}  # behind those
+BEFORE = 3  # steps: warm-up, watched step, capture
+TIMED = {"flux": 6, "flux-2048": 3, "qwen-image": 6, "flux2-klein-4b": 6, "wan-1.3b": 3, "hunyuan": 2}  # replayed steps
 FAMILIES = ("flux", "sd3", "wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx")  # at toy size
 WANTED = ("never", "always", "auto")
 DENSITIES = {"50% of tiles left out": 0.5, "80% of tiles left out": 0.2, "exact": 1.0}
@@ -72,9 +72,9 @@ def main() -> int:
 
 
 def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """What is measured, and how."""
+    """Yield the name and the function of each check."""
     device = "cpu" if smoke else "cuda"
-    made: dict[str, Bench] = {}  # the latest, by the kind of its transformer
+    made: dict[str, Bench] = {}  # the latest one, by kind of transformer
     if ranks == 1:
         chosen = list(situations.SITUATIONS)[: 2 if smoke else None]
         for name in chosen:
@@ -94,7 +94,7 @@ def checks(models: list[str], smoke: bool, ranks: int) -> Iterator[tuple[str, Ca
 
 
 def _build(made: dict[str, Bench], name: str, device: str, smoke: bool, ranks: int) -> dict[str, Any]:
-    """A model, with the transformer of the one before where that is the same."""
+    """Build a model, reusing the previous transformer if it is the same."""
     kind, model = name.partition("-")[0], (TINY if smoke else MODELS)[name]
     transformer = made[kind].transformer if kind in made else None
     made.clear()
@@ -107,7 +107,7 @@ def _build(made: dict[str, Bench], name: str, device: str, smoke: bool, ranks: i
 
 
 def _computing(bench: Bench, density: float) -> Preset:
-    """A preset that computes every step, with this share of each row's tiles."""
+    """Return a preset that computes every step, with this share of each row's tiles."""
     if density == 1:
         return load_preset("exact")
     schedule = {"control": "interval", "interval": 1, "warmup": 0, "cooldown": 0}
@@ -116,7 +116,7 @@ def _computing(bench: Bench, density: float) -> Preset:
 
 
 def step(made: dict[str, Bench], density: float, timed: int) -> dict[str, Any]:
-    """The same steps without graphs, with them, and with them where that pays."""
+    """Time the same steps without graphs, with graphs, and with graphs where they are faster."""
     (bench,) = made.values()
     preset = _computing(bench, density)
     runs = {wanted: _measured(bench, load_preset(preset, graphs=wanted), timed) for wanted in WANTED}
@@ -174,7 +174,7 @@ def _idle(run: Iterator[torch.Tensor]) -> float:
 
 
 def followed(differences: Callable[[str, torch.dtype], list[str]], device: str) -> dict[str, Any]:
-    """Whether replayed steps follow a change; on a CPU nothing is captured, so that their absence is no failure."""
+    """Check that replayed steps follow a change; a CPU captures nothing, so missing graphs are no failure there."""
     wrong = differences(device, torch.bfloat16 if device == "cuda" else torch.float32)
     if device == "cpu":
         wrong = [each for each in wrong if "computes on cpu" not in each]
@@ -182,16 +182,16 @@ def followed(differences: Callable[[str, torch.dtype], list[str]], device: str) 
 
 
 def tiny_run(family: str, device: str) -> dict[str, Any]:
-    """Two runs of a whole tiny pipeline without and with graphs, under the closed loop; then with other weights."""
+    """Run a whole tiny pipeline twice without and with graphs, in the closed loop; then with other weights."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     preset = load_preset("balanced", **{"schedule.target_error": 0.2})
     outputs: dict[str, list] = {}
     for graphs in ("never", "always"):
         pipe = accelerate_pipeline(tiny_pipeline(family).to(device, dtype), preset, **{"kernels.graphs": graphs})
         outputs[graphs] = [torch.as_tensor(tiny_output(pipe, family, steps=12)) for _ in range(2)]
-        next(pipe.transformer.parameters()).data.mul_(1.5)  # in place: the graphs stay
+        next(pipe.transformer.parameters()).data.mul_(1.5)  # in place: the graphs stay valid
         outputs[graphs].append(torch.as_tensor(tiny_output(pipe, family, steps=12)))
-        pipe.transformer.to(torch.float32).to(dtype)  # to other places: they are captured anew
+        pipe.transformer.to(torch.float32).to(dtype)  # new memory: steps are captured again
         outputs[graphs] += [torch.as_tensor(tiny_output(pipe, family, steps=12)) for _ in range(2)]
     differences = [(a.float() - b.float()).abs().max().item() for a, b in zip(*outputs.values(), strict=True)]
     report, driver = pipe.dit_accel.report(), pipe.dit_accel._drivers[0]
@@ -213,10 +213,10 @@ def _guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _share_a_core() -> None:
-    """From now on this process, and one that is always busy, have one core for both, as on a slow host."""
+    """Pin this process, and one that is always busy, to one core, to simulate a slow host."""
     core = {min(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, core)
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # has the affinity of its parent
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # inherits the CPU affinity
     atexit.register(busy.kill)
 
 
@@ -229,9 +229,9 @@ def _now(is_gpu: bool) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=TIMED, default=list(TIMED))
-    parser.add_argument("--seconds", type=float, default=210.0, help="after which no row begins; default %(default)s")
-    parser.add_argument("--output", type=Path, help="a JSON file, written after every row")
-    parser.add_argument("--one-core", action="store_true", help="on one core, which a busy process shares (Linux)")
+    parser.add_argument("--seconds", type=float, default=210.0, help="no row starts later; default %(default)s")
+    parser.add_argument("--output", type=Path, help="JSON file, written after every row")
+    parser.add_argument("--one-core", action="store_true", help="share one core with a busy process (Linux)")
     parser.add_argument("--smoke", action="store_true", help="toy size, on the CPU")
     return parser.parse_args()
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Which plausible mistakes the tests notice: one change at a time in a copy of the checkout, and the nearest tests.
+"""Find plausible mistakes that the tests miss: one change at a time in a copy of the checkout, with the nearest tests.
 
-`changes/` lists the changes, each with the property that it breaks and the test files nearest to it. A change is
-noticed if one of these tests fails. The tests first run on the unchanged copy, where all of them must pass. The
-checkout itself is never written to.
+`changes/` lists the changes, each with the property that it breaks and the nearest test files. A change is noticed if
+one of these tests fails. All tests must pass on the unchanged copy first. The checkout itself is never modified.
 
     python -m scripts.checks.mutants                      # all of them, one to two hours on one core
     python -m scripts.checks.mutants --only NAME --only NAME
     python -m scripts.checks.mutants --jobs 4             # in four copies at a time
 
-Prints a table and the share that was noticed by folder, and exits with 1 if that is below 90% of all.
+Prints a table and the share of noticed changes by folder, and exits with 1 if it is below 90% in total.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from scripts.checks.changes import MUTANTS
 from scripts.checks.changes.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
-ENOUGH = 0.9  # of all changes must be noticed
-LIMIT_S = 600  # that the tests of one change may take
+ENOUGH = 0.9  # required share of noticed changes
+LIMIT_S = 600  # time limit of one change's tests
 NOTICED, PASSED, TIMED_OUT = "noticed", "not noticed", "timed out"
-PYTEST_OUTCOMES = {0: PASSED, 1: NOTICED, 2: NOTICED}  # 2: a test file can't be imported; others are mistakes in a call
+PYTEST_OUTCOMES = {0: PASSED, 1: NOTICED, 2: NOTICED}  # 2: a test file can't be imported; other codes are usage errors
 
 
 def copy_checkout(target: Path) -> None:
-    """Copies the files that git knows or would add, and links the environment."""
+    """Copy the files that git tracks or would add, and link the environment."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -57,7 +56,7 @@ def run_tests(tree: Path, tests: str, limit: float = LIMIT_S) -> tuple[str, str]
     Raises:
         RuntimeError: pytest could not run them.
     """
-    # Compiled files are told apart by seconds and size, which a change may leave as they are.
+    # Python detects stale bytecode by time in seconds and size; a change may keep both.
     changes = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     try:
@@ -73,7 +72,7 @@ def run_tests(tree: Path, tests: str, limit: float = LIMIT_S) -> tuple[str, str]
 
 
 def try_out(mutant: Mutant, tree: Path, limit: float = LIMIT_S) -> str:
-    """What the nearest tests make of one change in a copy, which is undone afterwards."""
+    """Outcome of the nearest tests for one change in a copy; the change is undone afterwards."""
     path = tree / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.of(source), encoding="utf-8")
@@ -84,7 +83,7 @@ def try_out(mutant: Mutant, tree: Path, limit: float = LIMIT_S) -> str:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int) -> list[str]:
-    """The outcome of every change, in as many copies at a time as there are jobs.
+    """Outcomes of all changes, with ``jobs`` copies at a time.
 
     Raises:
         RuntimeError: tests fail without any change.
@@ -110,7 +109,7 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> list[str]:
 
 
 def require_passing(mutants: Sequence[Mutant], tree: Path) -> None:
-    """Raises if any of the tests fails in an unchanged copy, where it would notice everything."""
+    """Raise if any test fails in an unchanged copy, where every change would seem noticed."""
     tests = " ".join(sorted({test for mutant in mutants for test in mutant.tests.split()}))
     outcome, printed = run_tests(tree, tests, limit=LIMIT_S * len(mutants))
     if outcome != PASSED:
@@ -118,7 +117,7 @@ def require_passing(mutants: Sequence[Mutant], tree: Path) -> None:
 
 
 def table(mutants: Sequence[Mutant], outcomes: Sequence[str]) -> str:
-    """A row for each change, and the share that was noticed by folder."""
+    """Format a row per change, and the share of noticed changes by folder."""
     rows = ["| change | file | outcome | breaks |", "|---|---|---|---|"]
     folders: dict[str, list[bool]] = defaultdict(list)
     for mutant, outcome in zip(mutants, outcomes, strict=True):
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {mutant.name: mutant for mutant in MUTANTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=known, metavar="NAME", help="one change; may be repeated")
-    parser.add_argument("--jobs", type=int, default=1, help="copies at work at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of copies in parallel")
     options = parser.parse_args(arguments)
     mutants = [known[name] for name in options.only or known]
     outcomes = try_all(mutants, options.jobs)

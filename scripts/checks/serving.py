@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Load on examples/serve_ray.py: what it can do, how long it takes at half of that, and what becomes of too much.
+"""Load test of examples/serve_ray.py: its capacity, latencies at half of the capacity, and behaviour under overload.
 
-Starts the server with a shipped model and asks it over HTTP: by as many clients as keep it busy, which gives its
-capacity; at random times, half as often as it could answer; and `--factor` times as often. Meanwhile the memory of all
-its processes is read once a second. At last it is told to end while requests wait.
+Starts the server with a shipped model and sends HTTP requests: first from enough clients to keep it busy, to measure
+its capacity; then at random times at half of the capacity; then at `--factor` times the capacity. The memory of all its
+processes is read once a second. Finally the server is stopped while requests wait.
 
     python -m scripts.checks.serving --output docs/results/serving.json --overload 300
     python -m scripts.checks.serving --output serving.json --capacity 5 --half 5 --overload 10 --steps 2
 
-Exits with 1 if a request had no answer, or one but an image or "busy"; if the server counted otherwise; if memory grew
-by more than 5% from the second third of a long overload to its last; or if the server did not end well.
+Exits with 1 if a request got no answer, or an answer other than an image or "busy"; if the server's counts differ; if
+memory grew by more than 5% from the second third of a long overload to the last; or if the server did not stop cleanly.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ import ray
 from dit_accel.tools.origin import describe_run
 
 SERVER = Path(__file__).parents[2] / "examples" / "serve_ray.py"
-CLIENTS = 8  # that keep it busy
+CLIENTS = 8  # enough to keep it busy
 IMAGE, BUSY, NOTHING = "200", "503", "no answer"
 PROMPTS = ("a yellow ring over the sea", "two pink stars at sunset", "a red square over the hills")
-LONG, MOST_GROWTH = 60, 0.05  # seconds of an overload that memory is held to; share
+LONG, MOST_GROWTH = 60, 0.05  # seconds of overload from which memory is checked; share
 PATIENCE = 300  # seconds
 
 
 @dataclass
 class Phase:
-    """What became of requests."""
+    """Outcomes of the requests of one phase."""
 
     answers: Counter[str] = field(default_factory=Counter)
-    latencies: list[float] = field(default_factory=list)  # of images, seconds
+    latencies: list[float] = field(default_factory=list)  # for images, seconds
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -67,13 +67,13 @@ class Load:
     """Requests for images of `--size` or twice that.
 
     Args:
-        url: of the server.
+        url: address of the server.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, options: argparse.Namespace) -> None:
         self.session, self.url, self.draw = session, url, random.Random(0)
         self.sizes, self.steps = (options.size, 2 * options.size), options.steps
-        self.answers: Counter[str] = Counter()  # of all phases
+        self.answers: Counter[str] = Counter()  # over all phases
 
     async def ask(self, phase: Phase) -> None:
         side, prompt, seed = self.draw.choice(self.sizes), self.draw.choice(PROMPTS), self.draw.randrange(2**32)
@@ -92,7 +92,7 @@ class Load:
         self.answers[answer] += 1
 
     async def busy(self, seconds: float) -> Phase:
-        """Clients that ask again once they have their answer."""
+        """Run clients that send the next request once they have the answer."""
         phase, ends = Phase(), time.monotonic() + seconds
 
         async def client() -> None:
@@ -102,7 +102,7 @@ class Load:
         return await self._timed(phase, [asyncio.create_task(client()) for _ in range(CLIENTS)])
 
     async def random(self, rate: float, seconds: float) -> Phase:
-        """Requests at random times, ``rate`` a second on average, whatever becomes of those before."""
+        """Send requests at random times, ``rate`` per second on average, without waiting for answers."""
         phase, tasks, now = Phase(), set[asyncio.Task[None]](), time.monotonic()
         started, ends = now, now + seconds
         while (now := now + self.draw.expovariate(rate)) < ends:
@@ -112,7 +112,7 @@ class Load:
         return await self._timed(phase, tasks, started)
 
     async def counted(self) -> dict[str, int]:
-        """Answers by status, as the server tells."""
+        """Answers by status, as counted by the server."""
         async with self.session.get(f"{self.url}/metrics") as reply:
             found = re.findall(r'answers_total{status="(\d+)"} ([\d.]+)', await reply.text())
         return {status: int(float(number)) for status, number in found}
@@ -125,7 +125,7 @@ class Load:
 
 
 class Memory:
-    """MiB that the processes of the server have to themselves, once a second while the ``async with`` block runs."""
+    """MiB of private memory of the server's processes, sampled once a second within the ``async with`` block."""
 
     def __init__(self, server: subprocess.Popen[str]) -> None:
         self.server, self.samples = psutil.Process(server.pid), list[float]()
@@ -153,7 +153,7 @@ class Memory:
 
 
 async def measure(server: subprocess.Popen[str], url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All phases, one after the other."""
+    """Run all phases one after the other."""
     timeout = aiohttp.ClientTimeout(total=PATIENCE)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         load = Load(session, url, options)
@@ -185,7 +185,7 @@ async def measure(server: subprocess.Popen[str], url: str, options: argparse.Nam
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """List the failures."""
     phases, memory = found["phases"], found["memory_mib"]
     wrong = [
         f"{name}: {count} answers of {answer}"
@@ -206,7 +206,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def start() -> tuple[subprocess.Popen[str], str]:
-    """The server, once it is ready, and its address."""
+    """Start the server; return it and its address once it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -222,10 +222,10 @@ def start() -> tuple[subprocess.Popen[str], str]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
-    parser.add_argument("--capacity", type=float, default=30, help="seconds in which it is measured")
-    parser.add_argument("--half", type=float, default=60, help="seconds at half of it")
-    parser.add_argument("--overload", type=float, default=300, help="seconds above it")
-    parser.add_argument("--factor", type=float, default=3, help="of the overload")
+    parser.add_argument("--capacity", type=float, default=30, help="seconds of the capacity measurement")
+    parser.add_argument("--half", type=float, default=60, help="seconds at half of the capacity")
+    parser.add_argument("--overload", type=float, default=300, help="seconds of overload")
+    parser.add_argument("--factor", type=float, default=3, help="overload as a multiple of the capacity")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--size", type=int, default=64, help="side in pixels; half of the images have twice that")
     return parser.parse_args(arguments)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Many generations in one process with accidents among them, and whether anything of them stays behind.
+"""Run many generations in one process, with failures among them, and check that nothing is left behind.
 
-Tiny pipelines stay in memory for the whole run. Each generation draws one of them, a preset that fits it (or leaves
-the one that is on, or takes it off), a size, a number of steps, a LoRA on or off, and in half of the cases an accident:
-an exception or an interrupt inside a block, an exception in the callback, or a run that the callback stops. Now and
-then every pipeline is restored and asked for its first plain result again, which has to be the same bit for bit, while
-the number of live tensors and the memory of the process are noted; caches that are functions of their key, such as
-token orders by size, are emptied first.
+Tiny pipelines stay in memory for the whole run. Each generation randomly chooses a pipeline, a fitting preset (or keeps
+or removes the current one), a size, a number of steps, a LoRA on or off, and in half of the cases a failure: an
+exception or an interrupt inside a block, an exception in the callback, or a stop by the callback. From time to time
+every pipeline is restored and must repeat its first plain result bit for bit; the number of live tensors and the memory
+of the process are recorded. Caches that are functions of their key, such as token orders by size, are emptied first.
 
     python -m scripts.checks.soak --output docs/results/soak.json --minutes 10
     python -m scripts.checks.soak --output soak.json --generations 1000 --seed 7 --pipelines flux wan
@@ -46,11 +45,11 @@ BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")
 BLOCK_FAILS, INTERRUPT = "exception in a block", "interrupt in a block"
 CALLBACK_FAILS, STOP = "exception in the callback", "stop by the callback"
 ACCIDENTS = (BLOCK_FAILS, INTERRUPT, CALLBACK_FAILS, STOP)
-SCALES, UNIT = (0.75, 1.0, 1.5), 32  # of the sides that a pipeline has by default, which become multiples (pixels)
+SCALES, UNIT = (0.75, 1.0, 1.5), 32  # factors of a pipeline's default sides, rounded to multiples (pixels)
 
 
 class Accident(RuntimeError):
-    """What is thrown on purpose."""
+    """Exception raised on purpose."""
 
 
 @dataclass
@@ -58,10 +57,10 @@ class Subject:
     """One pipeline of the run.
 
     Args:
-        name: of the tiny pipeline.
+        name: name of the tiny pipeline.
         plain: its first plain result.
-        presets: names of those that it takes.
-        has_lora: whether one is loaded.
+        presets: names of the presets that fit it.
+        has_lora: whether a LoRA is loaded.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Subject:
         self.has_lora = not self.has_lora
 
     def drift(self) -> float:
-        """Restores the pipeline; the largest difference of its plain result from the first one."""
+        """Restore the pipeline; return the largest difference of its plain result from the first one."""
         restore_pipeline(self.pipe)
         if self.has_lora:
             self.switch_lora()
@@ -102,9 +101,9 @@ class Soak:
 
     Args:
         subjects: the pipelines.
-        random: draws what happens.
-        counts: what has happened, by its name.
-        checks: what was found each time that all pipelines were restored.
+        random: generator of all random choices.
+        counts: number of events by name.
+        checks: findings of each check, with all pipelines restored.
     """
 
     subjects: list[Subject]
@@ -113,7 +112,7 @@ class Soak:
     checks: list[dict[str, Any]] = field(default_factory=list)
 
     def generate(self) -> None:
-        """One generation, whatever becomes of it."""
+        """Run one generation; a failure is counted, not raised."""
         draw, subject = self.random, self.random.choice(self.subjects)
         self.counts["generations"] += 1
         if draw.random() < 0.5:
@@ -134,7 +133,7 @@ class Soak:
             self.counts[f"ended by an {accident}"] += 1
 
     def check(self) -> None:
-        """Restores every pipeline, and notes what stayed behind."""
+        """Restore every pipeline and record the findings."""
         drifts = {subject.name: subject.drift() for subject in self.subjects}
         for each in gc.get_objects():
             if isinstance(each, functools._lru_cache_wrapper) and str(each.__module__).startswith("dit_accel."):
@@ -151,7 +150,7 @@ class Soak:
         )
 
     def left_over(self) -> list[str]:
-        """What did not come back, in words: of tensors, if there are never as few again as in the first half."""
+        """Describe what is left over; tensors count if their number never returns to that of the first half."""
         drifted = sorted({name for check in self.checks for name in check["drifted"]})
         told = [f"plain results drifted: {', '.join(drifted)}"] if drifted else []
         tensors = [check["tensors"] for check in self.checks]
@@ -161,7 +160,7 @@ class Soak:
 
 @contextmanager
 def _arranged(pipe: Any, accident: str | None, when: int, draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Within, an accident waits; yields what the call needs for it.
+    """Arrange a failure within the ``with`` block; yield the arguments that the call needs for it.
 
     Args:
         when: step of a callback, or call of a block, from 0.
@@ -191,7 +190,7 @@ def _arranged(pipe: Any, accident: str | None, when: int, draw: random.Random) -
 
 
 def _size(name: str, draw: random.Random) -> dict[str, int]:
-    """Height and width of a call, pixels."""
+    """Height and width of a call in pixels."""
     inputs, scale = tiny_inputs(name), draw.choice(SCALES)
     return {side: max(UNIT, UNIT * round(scale * inputs[side] / UNIT)) for side in ("height", "width")}
 
@@ -199,7 +198,7 @@ def _size(name: str, draw: random.Random) -> dict[str, int]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
-    parser.add_argument("--generations", type=int, default=1_000_000, help="after which it ends")
+    parser.add_argument("--generations", type=int, default=1_000_000, help="number of generations")
     parser.add_argument("--minutes", type=float, default=10.0, help="likewise")
     parser.add_argument("--every", type=int, default=50, help="generations from one check to the next")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,1 +1,1 @@
-"""The small trained model that ships with dit-accel: its pictures, its prompts, its training and its checks."""
+"""Small trained models that ship with dit-accel: their scenes, prompts, training and checks."""

@@ -1,4 +1,4 @@
-"""Presets on a demo model beside its plain runs."""
+"""Compare presets on a demo model with its plain runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .prompts import HeldOutPrompt
 
 
 class AgainstPlain:
-    """Runs prompts plainly once, and again under each preset.
+    """Runs prompts plainly once, and again with each preset.
 
     Args:
-        pipe: the pipeline, in place.
-        arguments: of its call, without prompt and generator.
+        pipe: the pipeline, changed in place.
+        arguments: arguments of its call, except prompt and generator.
         prompts: held-out prompts with their seeds.
     """
 
@@ -30,9 +30,9 @@ class AgainstPlain:
         self._plain = [self._call(prompt) for prompt in prompts]
 
     def runs(self, preset: Preset) -> Iterator[tuple[torch.Tensor, torch.Tensor, RunReport]]:
-        """For each prompt what the preset makes, the plain picture or clip, and the report.
+        """Yield for each prompt the output with the preset, the plain output, and the report.
 
-        Both are float32 ``[frames, 3, height, width]`` in 0..1.
+        Both outputs are images or videos, float32 ``[frames, 3, height, width]`` in 0..1.
         """
         for prompt, plain in zip(self._prompts, self._plain, strict=True):
             with accelerated(self.pipe, preset):

@@ -1,4 +1,4 @@
-"""The autoencoder: FLUX's latent layout (factor 8, 16 channels, no quantisation convolutions) in 1.3M parameters."""
+"""Autoencoder with FLUX's latent layout (factor 8, 16 channels, no quantisation convolutions) and 1.3M parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ SQUARE_WEIGHT = 2.0
 
 
 def make_autoencoder(channels: tuple[int, ...], groups: int) -> AutoencoderKL:
-    """An untrained autoencoder with `channels` at factors 1, 2, 4 and 8.
+    """Build an untrained autoencoder with `channels` at factors 1, 2, 4 and 8.
 
-    Few normalisation groups keep what matters most here, flat colour: a group's mean is what normalisation removes.
+    It has few normalisation groups, because a group's mean is lost in normalisation and flat colour is what matters
+    most.
     """
     return AutoencoderKL(
         in_channels=3,
@@ -41,17 +42,17 @@ def make_autoencoder(channels: tuple[int, ...], groups: int) -> AutoencoderKL:
 def train_autoencoder(
     vae: AutoencoderKL, numbers: torch.Tensor, pace: Pace, *, render: Callable, batch: int, size: int
 ) -> list[torch.Tensor]:
-    """Train in place on pictures drawn on the fly, whole ones and windows at twice the scale in turn.
+    """Train in place on images rendered on the fly, alternating whole images and windows at twice the scale.
 
-    The loss is L1 and L2 on pixels, L1 on their differences along x and y (edges), and a little KL divergence.
+    The loss is L1 and L2 on pixels, L1 on their differences along x and y (edges), and a small KL divergence.
 
     Args:
         vae: bf16, on the device of `numbers`.
-        numbers: packed pictures [N, K].
+        numbers: packed images [N, K].
         pace: the budget.
-        render: draws packed pictures, as `rendering.render`.
-        batch: pictures per step.
-        size: pixels along a side of what is drawn.
+        render: renders packed images, like `rendering.render`.
+        batch: images per step.
+        size: side of the rendered images in pixels.
 
     Returns:
         The averaged weights in float32, in the order of `vae.parameters()`.
@@ -73,14 +74,14 @@ def train_autoencoder(
 
 @torch.no_grad()
 def latent_statistics(vae: AutoencoderKL, pictures: torch.Tensor) -> dict[str, float]:
-    """The shift and scale, by their names in the config, that give these latents zero mean and unit variance."""
+    """Compute the shift and scale, named as in the config, that give these latents zero mean and unit variance."""
     latents = vae.encode(pictures).latent_dist.mode().float()
     return {"shift_factor": float(latents.mean()), "scaling_factor": float(1 / latents.std())}
 
 
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
-    """Mean over pictures [N, 3, H, W] in -1..1 of the PSNR in dB of encode, then decode."""
+    """Mean PSNR in dB of images [N, 3, H, W] in -1..1 after encoding and decoding."""
     decoded = vae.decode(vae.encode(pictures).latent_dist.mode()).sample.float().clamp(-1, 1)
     error = ((decoded - pictures.float()) / 2).square().mean(dim=(1, 2, 3))
     return float((-10 * torch.log10(error)).mean())
@@ -89,7 +90,7 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
 def _draw_batches(
     numbers: torch.Tensor, render: Callable, batch: int, size: int, generator: torch.Generator
 ) -> Iterator[torch.Tensor]:
-    """Pictures without end, bf16 [batch, 3, size, size]; drawing eight batches at once keeps the GPU busy."""
+    """Endless batches of images, bf16 [batch, 3, size, size]; eight batches rendered at once keep the GPU busy."""
     for turn in itertools.count():
         rows = torch.randint(len(numbers), (8 * batch,), device=numbers.device, generator=generator)
         extent = (1.0, 0.5)[turn % 2]

@@ -1,9 +1,9 @@
-"""The grammar of clips: what a clip shows, and the prompt that says so.
+"""Grammar of videos: the content of a video, and the prompt that describes it.
 
-One or two paper stickers move over one of four landscapes, each in its own light, and the camera may pan. The world is
-small on purpose: a transformer of four million parameters shall follow all of it.
+One or two paper stickers move over one of four landscapes, each with its own light, and the camera may pan. The grammar
+is small so that a transformer of four million parameters can follow all of it.
 
-Plain Python without torch, so that other scripts can read held-out prompts at no cost.
+Plain Python without torch, so that other scripts can read held-out prompts quickly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from .scenes import PLACE_WORDS, PLACES, SHAPE_WORDS, words_of
 
 SHAPES = ("circle", "square", "triangle", "star", "heart")
-TURNING_SHAPES = ("square", "triangle", "star", "heart")  # a circle does not show that it turns
+TURNING_SHAPES = ("square", "triangle", "star", "heart")  # a circle has no visible rotation
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple")
 CAMERAS = ("still", "left", "right")
 LAYOUTS = ("single", "front", "behind", "above", "below")
-# The pairs whose ground is palest, so that no slip of a model's colours makes it look like a sticker.
+# The pairs with the palest ground, so that small colour errors of a model do not look like stickers.
 TIME_OF_DAY = {"hills": "noon", "desert": "noon", "sea": "sunset", "mountains": "night"}
 
-CROSSING_MOTIONS = ("left", "right", "up", "down")  # of the one that passes in front of or behind the other
-LANE_MOTIONS = ("left", "right", "side to side", "turns", "rests")  # of two that stay above each other
+CROSSING_MOTIONS = ("left", "right", "up", "down")  # of the actor that passes in front of or behind the other
+LANE_MOTIONS = ("left", "right", "side to side", "turns", "rests")  # of two actors that stay above each other
 
 MOTION_WORDS = {
     "left": ("moves to the left", "moves left"),
@@ -50,7 +50,7 @@ TEMPLATES = ("{action} over {place}", "over {place} {action}", "a clip of {place
 
 @dataclass(frozen=True)
 class Actor:
-    """One object and what it does. `motion` is as the picture shows it, whether the camera pans or not."""
+    """One object and its motion. `motion` is relative to the frame, whether the camera pans or not."""
 
     shape: str
     colour: str
@@ -59,7 +59,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class ClipScene:
-    """What a prompt says. `layout` says where the first actor is, or passes, as seen from the second."""
+    """Content of a prompt. `layout` is the first actor's position, or the way it passes, relative to the second."""
 
     place: str
     camera: str
@@ -68,7 +68,7 @@ class ClipScene:
 
 
 def draw_scene(rng: random.Random) -> ClipScene:
-    """A scene at random, reserved for held-out prompts or not, in which something moves."""
+    """Choose a random scene with some motion, reserved for held-out prompts or not."""
     layout = rng.choices(LAYOUTS, weights=(6, 2, 2, 1, 1))[0]
     camera = rng.choices(CAMERAS, weights=(2, 1, 1))[0]
     motions = [rng.choice(MOTIONS)]
@@ -87,7 +87,7 @@ def draw_scene(rng: random.Random) -> ClipScene:
 
 
 def describe(scene: ClipScene, rng: random.Random) -> str:
-    """A prompt that says all of `scene`, in lower case."""
+    """Write a prompt that describes all of `scene`, in lower case."""
     names = [f"a {actor.colour} {rng.choice(SHAPE_WORDS[actor.shape])[0]}" for actor in scene.actors]
     deeds = [rng.choice(MOTION_WORDS[actor.motion]) for actor in scene.actors]
     action = f"{names[0]} {deeds[0]}"
@@ -101,7 +101,7 @@ def describe(scene: ClipScene, rng: random.Random) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every word that a prompt can hold, sorted; the comma is not a word."""
+    """List every word that a prompt can hold, sorted; the comma is not a word."""
     phrases = [*TEMPLATES, *COLOURS, "a an that", *(singular for shape in SHAPES for singular, _ in SHAPE_WORDS[shape])]
     for table in (PLACE_WORDS, MOTION_WORDS, RELATION_WORDS, CAMERA_WORDS):
         phrases += [phrase for choices in table.values() for phrase in choices]

@@ -1,8 +1,8 @@
-"""Reads from a clip's pixels what moves in it and how, and counts how much of it agrees with the prompt.
+"""Read objects and motions from a video's pixels, and count how many attributes match the prompt.
 
-Stickers are the vivid pixels (see `palette`). No two in a clip share a colour, so an object is all vivid pixels nearest
-to one hue: hue alone, because light, shadow and gloss change the rest. Its shape and angle are those of the outline, of
-all shapes at all angles, that overlaps it best; its motion is what its centre and angle do.
+Stickers are the vivid pixels (see `palette`). Every sticker in a video has its own colour, so an object is all vivid
+pixels nearest to one hue; only the hue counts, because light, shadow and gloss change the rest. Shape and angle are
+those of the best overlapping outline among all shapes and angles; the motion follows from centre and angle.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .reading import READ_SIZE, read_background, shares, vivid_pixels
 from .rendering import FOLDS, sticker_distance, table_rows
 from .scenes import SHAPES as ALL_SHAPES
 
-CLIP_SIZE = 128  # pixels along a side at which all but the landscape is read
-LEAST_AREA = 0.006  # of the picture, mean over the clip; a star that passes behind a square shows 0.011
-LEAST_MOVE = 0.22  # picture widths that a moving object covers; a walk is 0.56, half hiding shifts a centre by 0.1
+CLIP_SIZE = 128  # side in pixels at which everything but the landscape is read
+LEAST_AREA = 0.006  # share of the frame, mean over the video; a star that passes behind a square has 0.011
+LEAST_MOVE = 0.22  # minimum path of a moving object in frame widths; a walk is 0.56, half hiding shifts a centre by 0.1
 LEAST_TURN = TURN / 2
-LEAST_PAN = 0.15  # picture widths; a pan is 0.4
+LEAST_PAN = 0.15  # frame widths; a pan is 0.4
 
-_CELLS = 40  # along a side of the crops in which outlines are compared
-_REACH = 1.7  # half of a crop's side, in radii of the disc that has the object's area; a star's points reach 1.5
-_ANGLES = 72  # at which outlines are drawn
-_SYMMETRY = {"circle": math.inf, "square": 4, "triangle": 3, "star": 5, "heart": 1}  # times that a full turn repeats it
+_CELLS = 40  # side of the crops in which outlines are compared
+_REACH = 1.7  # half of a crop's side, in radii of the disc with the object's area; a star's points reach 1.5
+_ANGLES = 72  # number of rendered angles per outline
+_SYMMETRY = {"circle": math.inf, "square": 4, "triangle": 3, "star": 5, "heart": 1}  # repetitions within a full turn
 
 
 @dataclass(frozen=True)
 class SeenActor:
-    """An object as read: mean centre in picture widths, y down; `motion` is "" if none of `clip_prompts.MOTIONS`.
+    """An object as read: mean centre in frame widths, y down; `motion` is "" if none of `clip_prompts.MOTIONS` fits.
 
     `hidden` is the share of its largest visible area that it lost in some frame.
     """
@@ -51,7 +51,7 @@ class SeenActor:
 
 @dataclass(frozen=True)
 class ClipReading:
-    """All that is read from one clip."""
+    """Everything read from one video."""
 
     actors: tuple[SeenActor, ...]
     place: str
@@ -59,12 +59,12 @@ class ClipReading:
 
 
 def read_clips(clips: torch.Tensor) -> list[ClipReading]:
-    """Read clips [N, 3, F, H, W] in 0..1, on any device."""
+    """Read videos [N, 3, F, H, W] in 0..1, on any device."""
     return [_read_clip(clip) for clip in clips]
 
 
 def agreement(readings: Sequence[ClipReading], scenes: Sequence[ClipScene]) -> dict[str, float]:
-    """Fraction of clips right in each attribute of `_verdict`, and in "all" of them."""
+    """Fraction of videos with each attribute of `_verdict` correct, and with all of them ("all")."""
     return shares([_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)])
 
 
@@ -83,7 +83,7 @@ def _verdict(reading: ClipReading, scene: ClipScene) -> dict[str, bool]:
 
 
 def _relation_holds(layout: str, seen: list[SeenActor]) -> bool:
-    """Whether the first object is where it should be: who passes behind loses more of its area."""
+    """Return True if the first object is where the layout says; the object behind loses more of its area."""
     if layout == "single":
         return True
     first, second = seen
@@ -100,7 +100,7 @@ def _read_clip(clip: torch.Tensor) -> ClipReading:
     vivid = vivid_pixels(frames)
     hues = _nearest_hues(frames)
     of_colour = torch.stack([vivid & (hues == index) for index in range(len(COLOURS))], dim=1).float()
-    masks = F.avg_pool2d(of_colour, 5, stride=1, padding=2) > 0.5  # [F, colours, H, W]; without specks and gaps
+    masks = F.avg_pool2d(of_colour, 5, stride=1, padding=2) > 0.5  # [F, colours, H, W]; removes specks and gaps
     actors = tuple(
         _read_actor(mask, colour)
         for mask, colour in zip(masks.unbind(1), COLOURS, strict=True)
@@ -116,7 +116,7 @@ def _resize(frames: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _nearest_hues(frames: torch.Tensor) -> torch.Tensor:
-    """Index into COLOURS of the hue nearest to each pixel of [F, 3, H, W]: int64 [F, H, W]."""
+    """Index into COLOURS of the nearest hue for each pixel of [F, 3, H, W]: int64 [F, H, W]."""
     stickers = _hue(table_rows(palette.STICKER, COLOURS, frames).T[None])[0].T  # [colours, 3]
     hues = _hue(frames.flatten(2))  # [F, 3, P]
     similarity = stickers @ hues - stickers.square().sum(dim=1, keepdim=True) / 2  # nearest is largest
@@ -124,13 +124,13 @@ def _nearest_hues(frames: torch.Tensor) -> torch.Tensor:
 
 
 def _hue(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels [B, 3, P] scaled and shifted to the range 0..1, which light and gloss leave as it is."""
+    """Scale and shift pixels [B, 3, P] to the range 0..1, so that light and gloss do not matter."""
     darkest = pixels.amin(dim=1, keepdim=True)
     return (pixels - darkest) / (pixels.amax(dim=1, keepdim=True) - darkest + 1e-6)
 
 
 def _read_actor(mask: torch.Tensor, colour: str) -> SeenActor:
-    """The object of a mask [F, H, W]."""
+    """Read the object of a mask [F, H, W]."""
     weights = mask.float()
     areas = weights.mean(dim=(1, 2))
     steps = (torch.arange(CLIP_SIZE, device=mask.device) + 0.5) / CLIP_SIZE
@@ -152,7 +152,7 @@ def _read_actor(mask: torch.Tensor, colour: str) -> SeenActor:
 
 
 def _name_motion(x: torch.Tensor, y: torch.Tensor, turned: float) -> str:
-    """The motion of an object whose centre goes along x and y [F], or "" where no motion is like that."""
+    """Name the motion of an object whose centre follows x and y [F]; "" if no motion fits."""
     ranges = [float(line.amax() - line.amin()) for line in (x, y)]
     nets = [float(line[-1] - line[0]) for line in (x, y)]
     moves = tuple(reach > LEAST_MOVE for reach in ranges)
@@ -168,7 +168,7 @@ def _name_motion(x: torch.Tensor, y: torch.Tensor, turned: float) -> str:
 
 
 def _turned(angles: torch.Tensor, symmetry: float) -> float:
-    """Radians that angles [F] turn clockwise from the first to the last, each step taken the shortest way."""
+    """Clockwise rotation in radians from the first to the last of angles [F], taking the shortest way at each step."""
     if math.isinf(symmetry) or len(angles) < 2:
         return 0.0
     period = 2 * math.pi / symmetry
@@ -177,7 +177,7 @@ def _turned(angles: torch.Tensor, symmetry: float) -> float:
 
 
 def _overlaps(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
-    """How well each outline covers each mask [F, H, W], as shared over joint area: [F, shapes, angles]."""
+    """Intersection over union of each outline with each mask [F, H, W]: [F, shapes, angles]."""
     outlines = _outlines().to(masks.device)
     crops = (_crop(masks, x, y, areas) > 0.5).float().flatten(1)
     shared = crops @ outlines.flatten(0, 1).T
@@ -186,7 +186,7 @@ def _overlaps(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torc
 
 
 def _crop(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
-    """Windows [F, _CELLS, _CELLS] around the centres x and y, sized by the areas, all [F] in picture widths."""
+    """Crop windows [F, _CELLS, _CELLS] around the centres x and y, sized by the areas, all [F] in frame widths."""
     reach = _REACH * torch.sqrt(areas / math.pi)
     scale, zero = 2 * reach, torch.zeros_like(x)
     rows = torch.stack((scale, zero, 2 * x - 1, zero, scale, 2 * y - 1), dim=1).unflatten(1, (2, 3))
@@ -196,7 +196,7 @@ def _crop(masks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, areas: torch.Te
 
 @functools.cache
 def _outlines() -> torch.Tensor:
-    """Every shape at every angle as `_crop` would show it: float32 [shapes, angles, _CELLS * _CELLS], 0 or 1."""
+    """Every shape at every angle as `_crop` would return it: float32 [shapes, angles, _CELLS * _CELLS], 0 or 1."""
     axis = (torch.arange(CLIP_SIZE) + 0.5) / CLIP_SIZE * 4 - 2
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     turns = torch.arange(_ANGLES)[:, None, None] * (2 * math.pi / _ANGLES)
@@ -214,14 +214,14 @@ def _outlines() -> torch.Tensor:
 
 
 def _read_camera(frames: torch.Tensor, vivid: torch.Tensor) -> str:
-    """The pan under which the pixels of the background, at every fourth of the clip, agree best."""
+    """Find the pan that matches the background best between frames a quarter of the video apart."""
     side = CLIP_SIZE // 2
     small = F.avg_pool2d(frames, 2)  # [F, 3, side, side]
-    bare = F.max_pool2d(vivid[:, None].float(), 11, stride=2, padding=5) == 0  # rims and shadows lie around stickers
+    bare = F.max_pool2d(vivid[:, None].float(), 11, stride=2, padding=5) == 0  # rims and shadows surround stickers
     gap = max(1, (len(frames) - 1) // 4)
     most = side // 5
     errors = []
-    for shift in range(-most, most + 1):  # pixels that the background moves to the right in `gap` frames
+    for shift in range(-most, most + 1):  # pixels by which the background moves to the right in `gap` frames
         before, after = slice(max(0, -shift), side - max(0, shift)), slice(max(0, shift), side - max(0, -shift))
         both = bare[:-gap, ..., before] & bare[gap:, ..., after]
         squares = (small[gap:, ..., after] - small[:-gap, ..., before]).square() * both

@@ -1,8 +1,7 @@
-"""Clips of scenes: where each object goes, and all frames drawn in batches at any length and resolution.
+"""Videos of scenes: the path of each object, and all frames rendered in batches at any length and resolution.
 
-A clip is the image demo's landscape, along which a panning camera slides, and its stickers, which move as the picture
-shows them: a pan moves the background alone. What a prompt leaves open (tilts, small shifts) is drawn anew for each
-clip and kept small.
+A video has the image demo's landscape, which moves with a panning camera, and stickers. Stickers move relative to the
+frame: a pan moves only the background. Details outside the prompt (tilts, small shifts) are random and small.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from .scenes import COLOURS, SHAPES, Landscape, draw_training_scene
 MOST_ACTORS = 2
 ACTOR_NUMBERS = PATH_NUMBERS + 3  # radius, shape, colour
 CLIP_NUMBERS = LANDSCAPE_NUMBERS + 1 + MOST_ACTORS * ACTOR_NUMBERS
-PAN = 0.4  # picture widths that the camera pans over a clip
+PAN = 0.4  # frame widths of a camera pan over a video
 PAN_SIGNS = {"still": 0, "left": -1, "right": 1}
 PIXELS_AT_ONCE = 64 * 256 * 256  # about 1 GB of intermediate values
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A scene, a prompt that says it, and the CLIP_NUMBERS numbers that one clip of it is drawn from."""
+    """A scene, its prompt, and the CLIP_NUMBERS numbers that determine one video of it."""
 
     prompt: str
     scene: ClipScene
@@ -39,7 +38,7 @@ class Clip:
 
 
 def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Clip:
-    """A clip of `scene`, or of a training scene at random."""
+    """Choose a video of `scene`, or of a random training scene."""
     scene = scene or draw_training_scene(rng, draw_scene)
     prompt = describe(scene, rng)
     landscape = Landscape(
@@ -53,32 +52,32 @@ def draw_clip(rng: random.Random, scene: ClipScene | None = None) -> Clip:
     numbers = [*landscape_numbers(landscape), PAN * PAN_SIGNS[scene.camera]]
     actors = [_actor_numbers(scene, index, rng) for index in range(len(scene.actors))]
     if scene.layout == "front":
-        actors.reverse()  # the last is painted on top
+        actors.reverse()  # the last is rendered on top
     actors += [[0.0] * ACTOR_NUMBERS] * (MOST_ACTORS - len(actors))
     return Clip(prompt, scene, numbers + [number for actor in actors for number in actor])
 
 
 def pack(clips: Sequence[Clip]) -> torch.Tensor:
-    """The numbers that drawing needs: float32 [N, CLIP_NUMBERS]."""
+    """Pack the numbers for rendering: float32 [N, CLIP_NUMBERS]."""
     return torch.tensor([clip.numbers for clip in clips], dtype=torch.float32)
 
 
 def held_out_prompts(count: int = prompts.DEFAULT_COUNT, split: str = "tuning") -> list[HeldOutPrompt]:
-    """The first `count` prompts of scenes that training never sees, as `prompts.held_out_prompts` gives them."""
+    """Return the first `count` prompts of scenes never seen in training, like `prompts.held_out_prompts`."""
     return prompts.held_out_prompts(count, split, draw=draw_scene, write=describe)
 
 
 def render_clips(
     numbers: torch.Tensor, *, frames: int, size: int, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Draw clips.
+    """Render videos.
 
     Args:
-        numbers: float32 [N, CLIP_NUMBERS] of `pack`, on the device that shall draw.
-        frames: of each clip, evenly spaced from its start to its end.
-        size: pixels along each side of what is drawn.
-        corner: float32 [N, 2], x and y of the upper left corner of the window that is drawn; None for (0, 0).
-        extent: width of the window; 1 draws the whole picture.
+        numbers: float32 [N, CLIP_NUMBERS] of `pack`, on the device that renders.
+        frames: number of frames, evenly spaced from start to end.
+        size: side of the output in pixels.
+        corner: float32 [N, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
+        extent: width of the window; 1 renders the whole frame.
 
     Returns:
         float32 [N, 3, frames, size, size] in -1..1.
@@ -101,9 +100,9 @@ def render_clips(
 
 
 def film_strips(clips: torch.Tensor, shown: int = 6) -> torch.Tensor:
-    """Some frames of each clip side by side, for `exporting.contact_sheet`.
+    """Place some frames of each video side by side, for `exporting.contact_sheet`.
 
-    Takes clips [N, 3, F, H, W] in 0..1 and gives [N, 3, H, shown * (W + gap)]: `shown` frames from the first to the
+    Takes videos [N, 3, F, H, W] in 0..1 and returns [N, 3, H, shown * (W + gap)]: `shown` frames from the first to the
     last, with a white gap after each.
     """
     index = torch.linspace(0, clips.shape[2] - 1, shown).round().long()
@@ -112,7 +111,7 @@ def film_strips(clips: torch.Tensor, shown: int = 6) -> torch.Tensor:
 
 
 def _frame_numbers(numbers: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The camera's position [N * F] and the stickers [N * F, MOST_ACTORS, OBJECT_NUMBERS] of every frame."""
+    """Camera position [N * F] and stickers [N * F, MOST_ACTORS, OBJECT_NUMBERS] of every frame."""
     pans = numbers[:, LANDSCAPE_NUMBERS, None] * (times - 0.5)
     actors = numbers[:, LANDSCAPE_NUMBERS + 1 :].unflatten(1, (MOST_ACTORS, ACTOR_NUMBERS))
     x, y, angle = follow(actors[..., :PATH_NUMBERS], times)  # [N, actors, F]
@@ -123,7 +122,7 @@ def _frame_numbers(numbers: torch.Tensor, times: torch.Tensor) -> tuple[torch.Te
 
 
 def _actor_numbers(scene: ClipScene, index: int, rng: random.Random) -> list[float]:
-    """One actor's path, radius, shape and colour. Those who cross stand clear of each other at first and at last."""
+    """Path, radius, shape and colour of one actor. Crossing actors are apart at the start and at the end."""
     actor = scene.actors[index]
     centre_x, centre_y, span, radius = {
         "single": ((0.5, 0.5, 0.56, 0.16),),

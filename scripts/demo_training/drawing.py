@@ -1,4 +1,4 @@
-"""The training scenes of a demo model, drawn by many processes."""
+"""Generate the training scenes of a demo model in several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 2000  # scenes that share one random generator
+CHUNK = 2000  # scenes per random generator
 
 
 def draw_bank(
@@ -22,9 +22,9 @@ def draw_bank(
     *,
     parallel: bool,
 ) -> tuple[list[str], torch.Tensor]:
-    """Prompts and packed numbers of `count` training scenes, the same whether drawn in parallel or not.
+    """Prompts and packed numbers of `count` training scenes; the same with one process or several.
 
-    `draw` gives something that has a `.prompt`, and `pack` turns a list of such into numbers [N, K].
+    `draw` returns an object with a `.prompt`, and `pack` turns a list of them into numbers [N, K].
     """
     jobs = [(min(CHUNK, count - start), f"{seed} {start}") for start in range(0, count, CHUNK)]
     draw_chunk = partial(_draw_chunk, draw, pack)

@@ -1,4 +1,4 @@
-"""Trains a demo model from nothing, or on from an earlier state, exports it and reports what it follows."""
+"""Train a demo model from scratch or from an earlier state, export it and measure how well it follows prompts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
     if not options.smoke:
         compiler = get_context("spawn").Process(target=fill_compile_cache, args=(demo,))
         compiler.start()
-    say(f"drew {len(prompts)} scenes")
+    say(f"generated {len(prompts)} scenes")
 
     resumed = family.load(options.resume) if options.resume else None
     vae = make_trained_autoencoder(demo, resumed and resumed.vae, numbers, options, log)
@@ -85,7 +85,7 @@ def train_demo(demo: Demo, options: argparse.Namespace) -> None:
 def make_trained_autoencoder(
     demo: Demo, vae: nn.Module | None, numbers: torch.Tensor, options: argparse.Namespace, log: Log
 ) -> nn.Module:
-    """A float32 autoencoder on the CPU, a new one or `vae` trained further, that knows its latents' statistics."""
+    """Return a float32 autoencoder on the CPU, new or continued from `vae`, with its latents' statistics set."""
     seconds = options.vae_seconds
     if seconds is None:
         seconds = 0 if vae else demo.sizes.vae_seconds
@@ -102,7 +102,7 @@ def make_trained_autoencoder(
 def make_trained_flow(
     demo: Demo, flow: nn.Module, bank: object, seconds: float, options: argparse.Namespace, log: Log
 ) -> nn.Module:
-    """The float32 model on the CPU, trained for `seconds`."""
+    """Return the float32 model on the CPU, trained for `seconds`."""
     torch.manual_seed(options.seed)
     trained = copy.deepcopy(flow)
     masters = put_in_bf16(trained, torch.device("cpu" if options.smoke else "cuda"))
@@ -117,9 +117,9 @@ def make_trained_flow(
 
 
 def fill_compile_cache(demo: Demo) -> None:
-    """Compile the blocks at every training shape, for the on-disk cache alone.
+    """Compile the blocks at every training shape, to fill the on-disk cache.
 
-    Compiling takes about a minute; done by another process while the autoencoder trains, it is free.
+    Compilation takes about a minute; another process does it while the autoencoder trains, so it costs no extra time.
     """
     configure_torch()
     device = torch.device("cuda")
@@ -132,11 +132,11 @@ def fill_compile_cache(demo: Demo) -> None:
 
 
 def report(demo: Demo, pipe: DiffusionPipeline, results: Path) -> None:
-    """Paint held-out prompts; write a sheet and how often they are followed, beside what drawn scenes give."""
+    """Sample held-out prompts; write a sheet and the prompt-following table, with rendered scenes for comparison."""
     held_out = demo.held_out(demo.sizes.prompts, "reporting")
     batches = demo.paint(pipe, held_out)
     if not all(batch.isfinite().all() for batch, _ in batches.values()):
-        raise FloatingPointError("the pipeline paints values that are not finite")
+        raise FloatingPointError("the pipeline returns values that are not finite")
     demo.sheet(batches).save(results / "samples.png", optimize=True)
     table = {}
     for name, (batch, prompts) in batches.items():

@@ -1,4 +1,4 @@
-"""A pipeline's folder, what it makes of prompts, and sheets of that."""
+"""Write a pipeline's folder, sample prompts, and make contact sheets."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .prompts import HeldOutPrompt
 
 
 def write_folder(pipe: DiffusionPipeline, folder: Path, card: str, call: dict[str, Any]) -> int:
-    """Write a pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
+    """Write a pipeline, its card and the arguments of a call; return the folder's size in bytes."""
     pipe.save_pretrained(folder, safe_serialization=True)
     (folder / "README.md").write_text(card)
     (folder / "demo.json").write_text(json.dumps(call) + "\n")
     for weights in folder.rglob("*.safetensors"):
-        weights.chmod(0o644)  # safetensors writes them for their owner alone, and a wheel keeps modes
+        weights.chmod(0o644)  # safetensors makes them readable by the owner only, and a wheel keeps modes
     for config in folder.rglob("*config.json"):
         _forget_origin(config)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _forget_origin(config: Path) -> None:
-    """Take out where a part was loaded from, which a training that goes on leaves there."""
+    """Remove the source folder of a component, which a resumed training leaves in the config."""
     values = json.loads(config.read_text(encoding="utf-8"))
     kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "local_files_only")}
     if kept != values:
@@ -43,9 +43,9 @@ def paint(
     each: dict[str, Any] | None = None,
     **call: Any,
 ) -> torch.Tensor:
-    """What the pipeline makes of prompts, each from its own seed: float32 [N, ...] in 0..1 on the CPU.
+    """Sample prompts with the pipeline, each with its own seed: float32 [N, ...] in 0..1 on the CPU.
 
-    `call` are arguments of a call, and `each` those that it takes once for each of its `batch` prompts.
+    `call` are arguments of a call; `each` are arguments with one entry for each of its `batch` prompts.
     """
     painted = []
     for start in range(0, len(prompts), batch):
@@ -63,7 +63,7 @@ def paint(
 
 
 def contact_sheet(pictures: torch.Tensor, captions: list[str], *, columns: int, cell: int) -> Image.Image:
-    """Pictures [N, 3, H, W] in 0..1 in a grid of cells `cell` pixels wide, each over its caption."""
+    """Arrange images [N, 3, H, W] in 0..1 in a grid of cells `cell` pixels wide, each with its caption."""
     line, letters = 13, cell // 6
     rows = -(-len(pictures) // columns)
     cell_height = cell * pictures.shape[2] // pictures.shape[3]

@@ -1,4 +1,4 @@
-"""What a family of pipelines must say of itself so that `train_demo.py` can train a demo of it."""
+"""Interface between a family of pipelines and the training of a demo model."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch import nn
 
 
 class Family(ABC):
-    """A family's parts at demo size; `small` asks for toy sizes."""
+    """Parts of a family at demo size; `small` asks for toy sizes."""
 
     name: str
 
     @abstractmethod
     def make_vae(self, *, small: bool) -> nn.Module:
-        """An untrained autoencoder."""
+        """Build an untrained autoencoder."""
 
     @abstractmethod
     def make_tokenizers(self, words: list[str]) -> tuple:
-        """Tokenizers that know `words`."""
+        """Build tokenizers that know `words`."""
 
     @abstractmethod
     def tokenize(self, tokenizers: tuple, prompts: list[str]) -> tuple[torch.Tensor, ...]:
-        """Token ids and masks as the pipeline makes them, int64 [N, length] each: what `make_flow`'s model takes."""
+        """Token ids and masks as in the pipeline, int64 [N, length] each: the inputs of `make_flow`'s model."""
 
     @abstractmethod
     def make_flow(self, tokenizers: tuple, *, small: bool) -> nn.Module:
-        """All that learns by rectified flow, untrained, with the transformer as `.transformer`.
+        """Build everything that learns by rectified flow, untrained, with the transformer as `.transformer`.
 
-        Called with noisy latents, their noise levels in 0..1 [N], and `tokenize`'s tensors, it gives velocities.
+        It takes noisy latents, their noise levels in 0..1 [N], and `tokenize`'s tensors, and returns velocities.
         """
 
     @abstractmethod
     def flow_of(self, pipe: DiffusionPipeline) -> nn.Module:
-        """The same, made of a pipeline's own parts."""
+        """Build the same from a pipeline's own parts."""
 
     @abstractmethod
     def tokenizers_of(self, pipe: DiffusionPipeline) -> tuple:
-        """A pipeline's tokenizers, in the order of `make_tokenizers`."""
+        """Return a pipeline's tokenizers, in the order of `make_tokenizers`."""
 
     @abstractmethod
     def assemble(self, vae: nn.Module, flow: nn.Module, tokenizers: tuple) -> DiffusionPipeline:
-        """The pipeline of these parts."""
+        """Build the pipeline from these parts."""
 
     def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
         """Read a pipeline folder."""

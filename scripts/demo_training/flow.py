@@ -1,9 +1,9 @@
 """The transformer and its training by rectified flow, on a bank of latents that stays on the device.
 
 With clean latents x and noise n the model sees `x_s = (1 - s) x + s n` at noise level s in 0..1 and learns the velocity
-`n - x`, with the loss even over tokens. Levels follow the schedule that FluxPipeline will walk: a logit-normal whose
-mean is the schedule's own shift for the number of image tokens, plus some uniform ones for the ends. The two small text
-encoders learn along with the transformer.
+`n - x`; all tokens count equally in the loss. Most levels follow FluxPipeline's schedule: a logit-normal whose mean is
+the schedule's shift for the number of image tokens. The others are uniform, to cover the ends. The two small text
+encoders are trained together with the transformer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .training import MasterWeights, Pace
 
 PROMPT_DROPOUT = 0.1
 UNIFORM_LEVELS = 0.15
-LONG_TEXT = 512  # tokens that FluxPipeline pads to unless told otherwise
+LONG_TEXT = 512  # FluxPipeline's default padded length
 
-# The schedule's shift at these numbers of image tokens, as in FLUX.1-dev but larger: where a sticker of some thousand
-# latent values goes and what shape it has is settled at noise levels above 0.85, and half of all steps must fall there.
+# The schedule's shift at these numbers of image tokens, as in FLUX.1-dev but larger: noise levels above 0.85 decide the
+# place and shape of a sticker of some thousand latent values, so half of all steps must be there.
 SHIFT_TOKENS, SHIFT = (256, 4096), (1.2, 2.7)
 
 
 @dataclass(frozen=True)
 class Bank:
-    """What training reads: `latents` by picture size bf16 [N, tokens, 64], and token ids int64 [N + 1, length].
+    """Training data: `latents` by image size, bf16 [N, tokens, 64], and token ids, int64 [N + 1, length].
 
-    Row 0 of the ids is the empty prompt; picture i has row i + 1.
+    Row 0 of the ids is the empty prompt; image i has row i + 1.
     """
 
     latents: dict[int, torch.Tensor]
@@ -45,7 +45,7 @@ class Bank:
 
 
 class PromptedFlow(nn.Module):
-    """All that learns by rectified flow: the transformer and both text encoders, called as FluxPipeline calls them."""
+    """Everything that learns by rectified flow: the transformer and both text encoders, called as in FluxPipeline."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PromptedFlow(nn.Module):
         positions: torch.Tensor,
         guidance: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Velocity bf16 [B, tokens, 64] of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3].
+        """Predict the velocity, bf16 [B, tokens, 64], of `noisy` (same shape) at `levels` [B]; `positions` [tokens, 3].
 
         `guidance` [B] is for transformers that embed it.
         """
@@ -85,7 +85,7 @@ class PromptedFlow(nn.Module):
 def make_transformer(
     double_blocks: int, single_blocks: int, heads: int, *, guidance: bool = False
 ) -> FluxTransformer2DModel:
-    """An untrained FLUX transformer with heads of 64, initialised so that every block starts as the identity."""
+    """Build an untrained FLUX transformer with heads of 64, initialised so that every block starts as the identity."""
     transformer = FluxTransformer2DModel(
         in_channels=64,
         num_layers=double_blocks,
@@ -112,7 +112,7 @@ def make_transformer(
 def encode_pictures(
     vae: AutoencoderKL, numbers: torch.Tensor, size: int, *, render: Callable, batch: int = 128
 ) -> torch.Tensor:
-    """Draw pictures [N, K] at `size` and encode them to normalised, packed latents, bf16 [N, (size / 16)^2, 64]."""
+    """Render images [N, K] at `size` and encode them to normalised, packed latents, bf16 [N, (size / 16)^2, 64]."""
     shift, scale = vae.config.shift_factor, vae.config.scaling_factor
     packed = []
     for chunk in numbers.split(batch):
@@ -139,9 +139,9 @@ def train_flow(
         masters: its weights in float32, in the order of `trained_weights(model)`.
         bank: latents and text.
         pace: the budget.
-        batches: pictures per step, by picture size. Of four steps three are at the largest size.
-        long_text_every: each so many steps the text is padded to LONG_TEXT instead, at a quarter of the batch and not
-            compiled, so that the pipeline's default call works too.
+        batches: images per step, by image size. Three of four steps use the largest size.
+        long_text_every: period in steps at which text is padded to LONG_TEXT instead, with a quarter of the batch and
+            not compiled, so that the pipeline's default call works too.
 
     Returns:
         The averaged weights in float32, in the order of `trained_weights(model)`.
@@ -185,7 +185,7 @@ def backward_at_every_shape(
 
 
 def image_positions(size: int, device: torch.device) -> torch.Tensor:
-    """FLUX's position ids of a square picture's tokens, float32 [tokens, 3]: zero, row, column."""
+    """FLUX's position ids of a square image's tokens, float32 [tokens, 3]: zero, row, column."""
     side = torch.arange(size // 16, device=device, dtype=torch.float32)
     rows, columns = torch.meshgrid(side, side, indexing="ij")
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
@@ -194,7 +194,7 @@ def image_positions(size: int, device: torch.device) -> torch.Tensor:
 def draw_levels(
     count: int, tokens: int, generator: torch.Generator, shift: tuple[float, float] = SHIFT
 ) -> torch.Tensor:
-    """Noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
+    """Random noise levels in 0..1, float32 [count]; `shift` at the two numbers SHIFT_TOKENS."""
     device = generator.device
     slope = (shift[1] - shift[0]) / (SHIFT_TOKENS[1] - SHIFT_TOKENS[0])
     mean = shift[0] + slope * (tokens - SHIFT_TOKENS[0])
@@ -217,7 +217,7 @@ def _flow_loss(
     noise = torch.randn(clean.shape, device=clean.device, generator=generator)
     levels = draw_levels(len(rows), clean.shape[1], generator, model.shift)
     guidance = None
-    if model.transformer.config.guidance_embeds:  # what it does to a picture in place of distillation: more contrast
+    if model.transformer.config.guidance_embeds:  # it acts as contrast, because there is no distillation
         guidance = 1 + 4 * torch.rand(len(rows), device=rows.device, generator=generator)
         clean = clean * (0.7 + 0.1 * guidance)[:, None, None]
     noisy = torch.lerp(clean, noise, levels[:, None, None]).bfloat16()
@@ -231,7 +231,7 @@ def _flow_loss(
 
 
 def _shapes(sizes: list[int], long_text_every: int) -> Iterator[tuple[int, bool]]:
-    """Sizes without end, the largest in three steps of four, and whether the step's text is long."""
+    """Yield sizes without end, the largest in three of four steps, and whether the step's text is long."""
     step = 0
     while True:
         step += 1

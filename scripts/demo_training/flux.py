@@ -1,4 +1,4 @@
-"""The FLUX demo's parts: `FluxPipeline` with CLIP and T5 text, each at a size that trains in minutes."""
+"""Parts of the FLUX demo: `FluxPipeline` with CLIP and T5 text, at a size that trains in minutes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .text_encoders import (
 
 
 class Flux(Family):
-    """See `Family`; `make_flow`'s model takes the positions of the image's tokens besides.
+    """See `Family`; `make_flow`'s model also takes the positions of the image's tokens.
 
     Args:
         blocks: double blocks, single blocks and heads of 64 of the transformer.
-        shift: of the schedule, at the two numbers SHIFT_TOKENS of image tokens.
-        guidance: the transformer embeds a guidance scale.
+        shift: the schedule's shift at the two numbers SHIFT_TOKENS of image tokens.
+        guidance: whether the transformer embeds a guidance scale.
     """
 
     name = "flux"
@@ -61,7 +61,7 @@ class Flux(Family):
         return pipe.tokenizer, pipe.tokenizer_2
 
     def assemble(self, vae: AutoencoderKL, flow: PromptedFlow, tokenizers: tuple) -> FluxPipeline:
-        """The pipeline, with FLUX.1-dev's kind of schedule: shifted by the number of image tokens."""
+        """Build the pipeline with FLUX.1-dev's kind of schedule: shifted by the number of image tokens."""
         scheduler = FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=self.shift[0],

@@ -1,4 +1,4 @@
-"""The HunyuanVideo demo's parts: `HunyuanVideoPipeline` with Llama and CLIP text, at a size that trains in minutes."""
+"""Parts of the HunyuanVideo demo: `HunyuanVideoPipeline` with Llama and CLIP text, at a size that trains in minutes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .text_encoders import CLIP_TOKENS, make_clip_encoder, make_clip_tokenizer
 from .video_family import GUIDANCE, LATENT_CHANNELS, TEXT_TOKENS, VideoFamily, init_transformer, make_scheduler
 
 CLIP_WIDTH = 64
-GUIDANCE_RANGE = (1.0, 10.0)  # of the embedded guidance scale, which this model learns to ignore: it is not distilled
+GUIDANCE_RANGE = (1.0, 10.0)  # embedded guidance scales; the model is not distilled and learns to ignore them
 
 
 class HunyuanFlow(nn.Module):
-    """Transformer and text encoders, called as HunyuanVideoPipeline calls them."""
+    """Transformer and text encoders, called as in HunyuanVideoPipeline."""
 
     def __init__(self, transformer: HunyuanVideoTransformer3DModel, llama: LlamaModel, clip: CLIPTextModel) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class HunyuanFlow(nn.Module):
     def forward(
         self, noisy: torch.Tensor, levels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, clip_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Velocity of `noisy` latents at `levels` [N]."""
+        """Predict the velocity of `noisy` latents at `levels` [N]."""
         states = self.llama(ids, attention_mask=mask, output_hidden_states=True).hidden_states
         return self.transformer(
             hidden_states=noisy,
@@ -62,7 +62,7 @@ class Hunyuan(VideoFamily):
             latent_channels=LATENT_CHANNELS,
             block_out_channels=(8, 8, 8, 8) if small else (16, 32, 32, 32),
             layers_per_block=1,
-            norm_num_groups=2,  # few, as in the image demo: a group's mean, flat colour, is what normalisation removes
+            norm_num_groups=2,  # few, as in the image demo: normalisation removes a group's mean, which is flat colour
             mid_block_add_attention=False,
         )
 
@@ -70,9 +70,7 @@ class Hunyuan(VideoFamily):
         return vae.quant_conv(vae.encoder(clips))
 
     def decode(self, vae: AutoencoderKLHunyuanVideo, latents: torch.Tensor) -> torch.Tensor:
-        return vae.decode(
-            latents
-        ).sample  # from 17 frames on it blends the ends of overlapping pieces, and must learn to
+        return vae.decode(latents).sample  # from 17 frames on it blends overlapping pieces, so training must do so too
 
     @contextmanager
     def quick_training(self, vae: AutoencoderKLHunyuanVideo) -> Iterator[None]:
@@ -87,7 +85,7 @@ class Hunyuan(VideoFamily):
 
     @torch.no_grad()
     def set_statistics(self, vae: AutoencoderKLHunyuanVideo, mean: torch.Tensor, deviation: torch.Tensor) -> None:
-        """The config holds one scale and no mean, so the 1x1 convolutions around the latents take both in."""
+        """Put scale and mean into the 1x1 convolutions around the latents; the config holds only one scale."""
         inward, outward = vae.quant_conv, vae.post_quant_conv
         outward.bias += outward.weight.flatten(1) @ mean
         outward.weight *= deviation.view(1, -1, 1, 1, 1)
@@ -155,9 +153,9 @@ class Hunyuan(VideoFamily):
 
 
 class _PadByEdges(torch.autograd.Function):
-    """Repeat the outermost values: two frames before the first, a row or column on each side.
+    """Replicate the outermost values: two frames before the first, a row or column on each side.
 
-    The same as `F.pad(mode="replicate")`, whose gradient torch gathers by atomic additions; here slices are added.
+    Like `F.pad(mode="replicate")`, but its gradient adds slices, whereas torch uses atomic additions.
     """
 
     @staticmethod
@@ -181,7 +179,7 @@ def _causal_convolution(module: HunyuanVideoCausalConv3d, values: torch.Tensor) 
 
 
 def _group_norm(module: nn.GroupNorm, values: torch.Tensor) -> torch.Tensor:
-    """`F.group_norm`, whose CUDA kernel gives one block to each of the few groups; these sums use the whole GPU."""
+    """`F.group_norm` on the whole GPU; torch's CUDA kernel uses one block for each of the few groups."""
     grouped = values.unflatten(1, (module.num_groups, -1)).flatten(2)  # [N, groups, P]
     mean = grouped.mean(dim=-1, dtype=torch.float32)
     squares = torch.linalg.vector_norm(grouped, dim=-1, dtype=torch.float32).square() / grouped.shape[-1]

@@ -1,4 +1,4 @@
-"""The demo of pictures: a `FluxPipeline` of 512 and 256 pixels a side."""
+"""Image demo: a `FluxPipeline` for images of 512 and 256 pixels a side."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ library_name: diffusers
 ---
 # demo-flux
 
-A FLUX pipeline of {millions:.1f} million transformer parameters, trained from scratch on pictures that
-`scripts/demo_training/train.py` draws itself: paper stickers over paper landscapes. It knows {words} words, needs no
-network, and exists to try acceleration methods and to measure what they cost in picture quality.
+A FLUX pipeline of {millions:.1f} million transformer parameters, trained from scratch on images that
+`scripts/demo_training/train.py` renders itself: paper stickers over paper landscapes. It knows {words} words, needs no
+network, and is meant for trying acceleration methods and measuring their loss of image quality.
 
 ```python
 import torch
@@ -51,8 +51,8 @@ image = pipe(prompt, height=512, width=512, num_inference_steps=50, max_sequence
 ```
 
 Pass `max_sequence_length={tokens}`, the padded text length of nearly all its training; the pipeline's default of 512
-works too and costs time. Sizes: 512x512 and 256x256. The model is not guidance-distilled, so `guidance_scale` has no
-effect. Its schedule is shifted more than FLUX.1-dev's: what a picture shows is settled at high noise.
+works too but takes longer. Sizes: 512x512 and 256x256. The model is not guidance-distilled, so `guidance_scale` has no
+effect. Its schedule is shifted more than FLUX.1-dev's: high noise levels decide the content of an image.
 
 Prompts it knows: a count (a, two, three, four), size (small, large), colour (red, orange, yellow, green, blue, purple,
 pink), texture (striped, dotted), shape (circle, square, triangle, star, heart, ring), position (on the left, on the
@@ -63,7 +63,7 @@ hills, a golden desert, a calm sea, snowy mountains) at noon, at sunset or at ni
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSizes(Sizes):
-    """`vae_batch` windows of `vae_size` pixels a side; `batches` pictures a step, by pixels a side."""
+    """`vae_batch` windows of `vae_size` pixels a side; `batches`: images per step, by pixels a side."""
 
     vae_batch: int
     vae_size: int
@@ -130,7 +130,7 @@ class ImageDemo(Demo):
         return super().quick(vae, device).to(memory_format=torch.channels_last)
 
     def autoencoder_psnr(self, vae: AutoencoderKL, device: torch.device) -> dict[int, float]:
-        """By pixels a side."""
+        """PSNR by pixels a side."""
         rng = random.Random(7)
         numbers = self.pack([self.draw(rng, item.scene) for item in self.held_out(32, "reporting")])
         drawn = {size: self.render(numbers.to(device), size).bfloat16() for size in self.sizes.batches}
@@ -178,7 +178,7 @@ class ImageDemo(Demo):
         return batches
 
     def sheet(self, batches: dict[str, Batch]) -> Image.Image:
-        """Large pictures, some small ones enlarged, and some of the last kind."""
+        """Sheet of large images, some small ones enlarged, and some of the last kind."""
         (large, prompts), (small, _), *_, (last, last_prompts) = batches.values()
         enlarged = torch.nn.functional.interpolate(small[:4], size=large.shape[-1])
         captions = [item.prompt for item in prompts[:16]]

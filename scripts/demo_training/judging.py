@@ -1,6 +1,6 @@
-"""What is to be said of pictures and clips: what they show of their prompts, and how they differ from plain ones.
+"""Measure images and videos: which attributes of the prompts they show, and how they differ from plain ones.
 
-Pictures are float [N, 3, H, W] in 0..1, clips [N, F, 3, H, W], as `exporting.paint` gives them.
+Images are float [N, 3, H, W] in 0..1, videos [N, F, 3, H, W], as from `exporting.paint`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .prompts import HeldOutPrompt
 from .scenes import Scene
 from .texture_demo import read_sharpness
 
-FRAMES_APART = 8  # of a clip every eighth frame is compared by SSIM and LPIPS, which take longest
+FRAMES_APART = 8  # SSIM and LPIPS are slow, so they compare every eighth frame of a video
 GREY_LEVELS = 255
 
 
 def attributes(made: torch.Tensor, prompts: Sequence[HeldOutPrompt]) -> dict[str, float] | None:
-    """Share of prompts whose attributes are right by the pixel readers; None where there are none to read, as of
+    """Share of prompts whose attributes the pixel readers find correct; None without readable attributes, as for
     textures.
     """
     for kind, read, agreement in (
@@ -43,12 +43,12 @@ def differences(
     device: str = "cpu",
     lpips: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
 ) -> dict[str, list[Any]]:
-    """How what was made differs from plain pictures or clips, in lists of one entry a prompt.
+    """Differences between outputs and plain images or videos, in lists with one entry per prompt.
 
-    `psnr` in dB, `ssim`, and `lpips` where it is given. `sharpness` (differences of neighbouring pixels), `contrast`
-    (standard deviation of channels) are relative to the plain ones'. In grey levels of 255: `means` and `deviations` of
-    the three channels, `colour`, how far their means lie from the plain ones', and `histogram`, how far their values
-    have to be moved for the plain ones' histograms (earth mover's distance). The last two are means over channels.
+    `psnr` in dB, `ssim`, and `lpips` if given. `sharpness` (differences of neighbouring pixels) and `contrast`
+    (standard deviation of channels) are relative to the plain output's. In grey levels of 255: `means` and `deviations`
+    of the three channels; `colour`, the distance of their means from the plain ones'; and `histogram`, the earth
+    mover's distance between the histograms. The last two are means over channels.
     """
     found = [_difference(*pair, device, lpips) for pair in zip(made, plain, strict=True)]
     return {key: [each[key] for each in found] for key in found[0]}

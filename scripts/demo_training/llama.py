@@ -1,12 +1,11 @@
-"""HunyuanVideo's text side: a Llama tokenizer over a grammar's words, and a Llama that tells each word its neighbours.
+"""HunyuanVideo's text encoder: a Llama tokenizer for a grammar's words, and a Llama that mixes neighbouring words.
 
-Byte pairs join the letters of each known word, from its word mark on, into one token; other words fall apart into known
+Byte pairs join the letters of each known word, including its word mark, into one token. Other words become known
 beginnings and letters, and a letter outside ASCII becomes `<unk>`: no prompt is an error.
 
-The pipeline reads the states two layers before the last, so of three layers only the first computes; the other two are
-there for it to skip. That first layer starts out as T5's does in `text_encoders`: each head looks at one earlier
-offset, 1..8, through the rotation of constant queries and keys alone. A token with too few words before it looks at the
-first.
+The pipeline reads the states two layers before the last, so only the first of three layers computes; the other two
+exist to be skipped. The first layer starts like T5's in `text_encoders`: each head attends to one earlier offset, 1..8,
+only through the rotation of constant queries and keys. A token with too few words before it attends to the first token.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ LLAMA_WIDTH = 96
 UNUSED_LAYERS = 2  # HunyuanVideoPipeline's num_hidden_layers_to_skip
 OFFSETS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_WIDTH = 16
-ROTATION_BASE = 10.0  # few and fast rotations tell neighbouring offsets apart
-SHARPNESS = 5.0  # of queries and keys: an offset's weight is e^6 times that of the next
+ROTATION_BASE = 10.0  # few and fast rotations distinguish neighbouring offsets
+SHARPNESS = 5.0  # of queries and keys: the weight of an offset is e^6 times the next one's
 
 
 def make_llama_tokenizer(words: list[str], *, most_tokens: int) -> LlamaTokenizerFast:
-    """Byte-pair tokenizer that holds each of `words`, also capitalised, as one token, and pads on the right."""
+    """Build a byte-pair tokenizer with each of `words`, also capitalised, as one token; it pads on the right."""
     pieces = ["<pad>", "<s>", "</s>", "<unk>", "▁", *string.ascii_letters, *string.digits, *string.punctuation]
     known, merges = set(pieces), []
     for word in [*words, *(word.capitalize() for word in words)]:
@@ -43,7 +42,7 @@ def make_llama_tokenizer(words: list[str], *, most_tokens: int) -> LlamaTokenize
     return LlamaTokenizerFast(
         vocab=vocab,
         merges=merges,
-        add_bos_token=True,  # what the empty prompt of classifier-free guidance consists of
+        add_bos_token=True,  # the empty prompt of classifier-free guidance consists of it
         pad_token="<pad>",
         padding_side="right",
         model_max_length=most_tokens,
@@ -52,7 +51,7 @@ def make_llama_tokenizer(words: list[str], *, most_tokens: int) -> LlamaTokenize
 
 @torch.no_grad()
 def make_llama_encoder(tokenizer: LlamaTokenizerFast, seed: int) -> LlamaModel:
-    """Encoder whose first layer mixes each word with those at OFFSETS before it. The layers unused take no gradient."""
+    """Build an encoder whose first layer mixes a word with earlier ones at OFFSETS; unused layers get no gradient."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -87,9 +86,9 @@ def make_llama_encoder(tokenizer: LlamaTokenizerFast, seed: int) -> LlamaModel:
 
 
 def _offset_biases() -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys [heads * HEAD_WIDTH] before rotation: turned to position p, head h looks at p - OFFSETS[h] best.
+    """Queries and keys [heads * HEAD_WIDTH] before rotation: at position p, head h attends most to p - OFFSETS[h].
 
-    A head's first and second half are the real and imaginary parts of what Llama rotates by `frequencies * position`.
+    A head's first and second half are the real and imaginary parts that Llama rotates by `frequencies * position`.
     """
     frequencies = ROTATION_BASE ** -(torch.arange(HEAD_WIDTH // 2) / (HEAD_WIDTH // 2))
     turns = torch.tensor(OFFSETS)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""The demo models that ship, as studies load and run them, and the options that studies share."""
+"""Load and run the shipped demo models, with the options that studies share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .prompts import HeldOutPrompt
 
 
 def demo_folder(model: str) -> Path:
-    """A demo model's folder; ends the script where this checkout has none."""
+    """Folder of a demo model; exits the script if this checkout does not have it."""
     folder = demo_path(model)
     if folder is None:
         raise SystemExit(f"--model {model} is not in this package")
@@ -24,14 +24,14 @@ def demo_folder(model: str) -> Path:
 
 
 def load_demo(model: str, dtype: str, device: str) -> DiffusionPipeline:
-    """A demo model's pipeline without a progress bar; `dtype` is torch's name of one."""
+    """Load a demo model's pipeline without a progress bar; `dtype` is the name of a torch dtype."""
     pipe = DiffusionPipeline.from_pretrained(demo_folder(model), dtype=getattr(torch, dtype)).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def run_prompts(pipe: DiffusionPipeline, prompts: Iterable[HeldOutPrompt], arguments: dict[str, Any]) -> None:
-    """Call the pipeline on each prompt from its own seed, for what happens on the way: no latents are decoded."""
+    """Call the pipeline on each prompt with its own seed, for side effects only: no latents are decoded."""
     for prompt in prompts:
         generator = torch.Generator("cpu").manual_seed(prompt.seed)
         pipe(**arguments, prompt=prompt.prompt, generator=generator, output_type="latent")
@@ -40,7 +40,7 @@ def run_prompts(pipe: DiffusionPipeline, prompts: Iterable[HeldOutPrompt], argum
 def study_parser(
     description: str, models: Sequence[str], *, model: str, prompts: int, writes: str
 ) -> argparse.ArgumentParser:
-    """The options of every study of a demo model; `model` and `prompts` are defaults, `writes` the kinds of files."""
+    """Parser with the options of demo model studies; `model` and `prompts` are defaults, `writes` the file types."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help=f"stem of the {writes} files")
     parser.add_argument("--model", choices=list(models), default=model)

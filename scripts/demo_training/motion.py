@@ -1,8 +1,8 @@
-"""How objects move over a clip: closed formulas of time, so that all frames are computed at once.
+"""Motion of objects in a video: closed formulas of time, so that all frames are computed at once.
 
-Time runs from 0 to 1 over a clip, whatever its number of frames. Positions are in picture widths, x to the right and
-y down. Every motion walks from a start to an end: once ("moves to the right"), there and back ("bounces from side to
-side"), or not at all ("turns", "rests").
+Time runs from 0 to 1 over a video, for any number of frames. Positions are in frame widths, x to the right and y down.
+Every motion goes from a start to an end: once ("moves to the right"), there and back ("bounces from side to side"), or
+not at all ("turns", "rests").
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ STRAIGHT = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 DIAGONAL = {"up left": (-1, -1), "up right": (1, -1), "down left": (-1, 1), "down right": (1, 1)}
 BOUNCES = {"side to side": (1, 0), "up and down": (0, 1)}
 
-TURN = 2 * math.pi / 3  # over the clip, clockwise; 7.5 degrees a frame at 17 frames, and no shape looks the same midway
-EDGE_MARGIN = 0.02  # between a bouncing object's radius and the picture's edge: its points reach a little farther
+TURN = 2 * math.pi / 3  # over the video, clockwise; 7.5 degrees per frame at 17 frames; no shape looks the same midway
+EDGE_MARGIN = 0.02  # between a bouncing object's radius and the frame's edge: its points extend beyond the radius
 
 
 @dataclass(frozen=True)
 class Path:
-    """A walk from (start_x, start_y) to (end_x, end_y) and back, `legs` times one of these ways over the clip.
+    """Path from (start_x, start_y) to (end_x, end_y) and back; the video covers `legs` one-way trips.
 
-    The object stands tilted by `tilt` radians clockwise at first and turns by `turn` more.
+    The object starts tilted by `tilt` radians clockwise and turns by `turn` radians.
     """
 
     start_x: float
@@ -36,7 +36,7 @@ class Path:
     turn: float
 
     def numbers(self) -> list[float]:
-        """The path as `follow` takes it."""
+        """Pack the path for `follow`."""
         return list(astuple(self))
 
 
@@ -44,13 +44,14 @@ PATH_NUMBERS = len(Path.__dataclass_fields__)
 
 
 def choose_path(motion: str, centre: tuple[float, float], *, span: float, radius: float, tilt: float) -> Path:
-    """The path of a motion.
+    """Return the path of a motion.
 
     Args:
         motion: one of `clip_prompts.MOTIONS`.
-        centre: middle of a straight walk, and where an object turns or rests; a bounce keeps its other coordinate.
+        centre: middle of a straight walk, or position of an object that turns or rests; a bounce keeps its other
+            coordinate.
         span: length of a straight walk, along each axis of a diagonal one. A bounce goes from edge to edge.
-        radius: of the object.
+        radius: radius of the object.
         tilt: in radians, clockwise.
     """
     x, y = centre
@@ -76,7 +77,7 @@ def choose_path(motion: str, centre: tuple[float, float], *, span: float, radius
 
 
 def follow(paths: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where objects are.
+    """Positions of objects over time.
 
     Args:
         paths: float32 [..., PATH_NUMBERS] of `Path.numbers`.

@@ -1,7 +1,7 @@
-"""The colours of the pictures, RGB in 0..1.
+"""Colours of the scenes, RGB in 0..1.
 
 Stickers are vivid and landscapes pale: nowhere in a landscape do both the chroma `max(rgb) - min(rgb)` reach 0.35 and
-the saturation `chroma / max(rgb)` 0.57, as they do nearly all over a sticker. That lets pixels alone tell them apart.
+the saturation `chroma / max(rgb)` 0.57, but they do nearly everywhere on a sticker. So pixels alone identify stickers.
 """
 
 STICKER = {
@@ -21,7 +21,7 @@ SKY_LOW = {"noon": (0.90, 0.95, 0.97), "sunset": (0.99, 0.78, 0.64), "night": (0
 LIGHT_DISC = {"noon": (1.00, 0.98, 0.90), "sunset": (1.00, 0.93, 0.82), "night": (0.96, 0.95, 0.88)}
 LIGHT_GLOW = {"noon": 0.25, "sunset": 0.55, "night": 0.35}
 
-# Tints multiply the ground, so that it lies in the light of its time of day.
+# Tints multiply the ground to give it the light of its time of day.
 GROUND_TINT = {"noon": (1.00, 1.00, 1.00), "sunset": (0.96, 0.80, 0.80), "night": (0.40, 0.46, 0.64)}
 
 GROUND_FAR = {

@@ -1,6 +1,6 @@
-"""Held-out prompts: scenes that training never sees, in two disjoint lists.
+"""Held-out prompts: scenes never seen in training, in two disjoint lists.
 
-`tuning` is for choosing presets and thresholds, `reporting` for the figures that are published.
+`tuning` is for choosing presets and thresholds, `reporting` for published figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_COUNT = 32
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """A prompt, the seed of its initial noise, and what its picture or clip must show."""
+    """A prompt, the seed of its initial noise, and the content that its image or video must show."""
 
     prompt: str
     seed: int
@@ -27,13 +27,13 @@ class HeldOutPrompt:
 def held_out_prompts(
     count: int = DEFAULT_COUNT, split: str = "tuning", *, draw: Callable = draw_scene, write: Callable = describe
 ) -> list[HeldOutPrompt]:
-    """The first `count` held-out prompts of a split; a longer list starts with the shorter one.
+    """Return the first `count` held-out prompts of a split; a longer list starts with the shorter one.
 
     Args:
-        count: how many.
+        count: number of prompts.
         split: "tuning" or "reporting".
-        draw: `draw(rng)` gives a scene at random, reserved or not.
-        write: `write(scene, rng)` gives a prompt that says all of it.
+        draw: `draw(rng)` returns a random scene, reserved or not.
+        write: `write(scene, rng)` returns a prompt that describes all of it.
 
     Raises:
         ValueError: `split` is neither "tuning" nor "reporting".

@@ -1,7 +1,7 @@
-"""Reads from a picture's pixels what it shows, and counts how much of it agrees with the prompt.
+"""Read objects from an image's pixels, and count how many attributes match the prompt.
 
 Stickers are the vivid pixels (see `palette`), objects their connected components. An object's colour is the nearest of
-the palette's under any light, its shape the outline that overlaps it best, its texture the share of dark marks.
+the palette's under any light, its shape the best overlapping outline, its texture the share of dark marks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from . import palette
 from .rendering import FOLDS, sticker_distance, table_rows
 from .scenes import COLOURS, PLACES, SHAPES, TIMES, Scene
 
-READ_SIZE = 256  # pixels along a side at which pictures are read
-LEAST_AREA = 0.003  # of the picture; the smallest sticker covers 0.009
+READ_SIZE = 256  # side in pixels at which images are read
+LEAST_AREA = 0.003  # share of the image; the smallest sticker covers 0.009
 
 
 @dataclass(frozen=True)
 class SeenObject:
-    """An object as read: centre in picture widths, y down."""
+    """An object as read: centre in image widths, y down."""
 
     x: float
     y: float
@@ -34,7 +34,7 @@ class SeenObject:
 
 @dataclass(frozen=True)
 class Reading:
-    """All that is read from one picture."""
+    """Everything read from one image."""
 
     objects: tuple[SeenObject, ...]
     place: str
@@ -42,7 +42,7 @@ class Reading:
 
 
 def read_pictures(pictures: torch.Tensor) -> list[Reading]:
-    """Read pictures [N, 3, H, W] in 0..1, on any device."""
+    """Read images [N, 3, H, W] in 0..1, on any device."""
     pictures = F.interpolate(pictures.float(), size=(READ_SIZE, READ_SIZE), mode="area")
     vivid = vivid_pixels(pictures)
     labels = _label_components(vivid).cpu()
@@ -51,19 +51,19 @@ def read_pictures(pictures: torch.Tensor) -> list[Reading]:
 
 
 def vivid_pixels(pictures: torch.Tensor) -> torch.Tensor:
-    """Where pictures [N, 3, H, W] in 0..1 show a sticker: bool [N, H, W]."""
+    """Mask of sticker pixels in images [N, 3, H, W] in 0..1: bool [N, H, W]."""
     brightest, darkest = pictures.amax(dim=1), pictures.amin(dim=1)
     chroma = brightest - darkest
     return (chroma > 0.345) & (chroma > 0.57 * brightest)
 
 
 def agreement(readings: Sequence[Reading], scenes: Sequence[Scene]) -> dict[str, float]:
-    """Fraction of pictures right in each attribute of `_verdict`, and in "all" of them."""
+    """Fraction of images with each attribute of `_verdict` correct, and with all of them ("all")."""
     return shares([_verdict(reading, scene) for reading, scene in zip(readings, scenes, strict=True)])
 
 
 def shares(verdicts: Sequence[dict[str, bool]]) -> dict[str, float]:
-    """Fraction of verdicts that say yes to each attribute, and to "all" of them."""
+    """Fraction of verdicts that are true for each attribute, and for all of them ("all")."""
     table = {name: sum(verdict[name] for verdict in verdicts) / len(verdicts) for name in verdicts[0]}
     table["all"] = sum(all(verdict.values()) for verdict in verdicts) / len(verdicts)
     return {name: round(value, 4) for name, value in table.items()}
@@ -107,7 +107,7 @@ def _mean_centre(things: list[SeenObject]) -> tuple[float, float]:
 
 
 def _label_components(mask: torch.Tensor) -> torch.Tensor:
-    """Connected components of bool [N, H, W]: int64 labels, equal within a component, 0 outside."""
+    """Label connected components of bool [N, H, W]: int64 labels, equal within a component, 0 outside."""
     labels = torch.arange(1, mask[0].numel() + 1, device=mask.device).float().view_as(mask[0]) * mask
     while True:
         spread = labels
@@ -155,9 +155,9 @@ def _read_object(picture: torch.Tensor, mask: torch.Tensor) -> SeenObject:
 
 
 def read_background(picture: torch.Tensor, vivid: torch.Tensor) -> tuple[str, str]:
-    """Time of day from the upper edge, place from the lower edge in that light.
+    """Read the time of day from the upper edge, and the place from the lower edge in that light.
 
-    Takes a picture [3, READ_SIZE, READ_SIZE] in 0..1 and where it shows stickers, bool [READ_SIZE, READ_SIZE].
+    Takes an image [3, READ_SIZE, READ_SIZE] in 0..1 and its sticker mask, bool [READ_SIZE, READ_SIZE].
     """
     upper = picture[:, : READ_SIZE // 20].flatten(1).median(dim=1).values
     time = TIMES[int((table_rows(palette.SKY_TOP, TIMES, picture) - upper).norm(dim=1).argmin())]
@@ -168,12 +168,12 @@ def read_background(picture: torch.Tensor, vivid: torch.Tensor) -> tuple[str, st
     return time, PLACES[int((grounds - lower).norm(dim=1).argmin())]
 
 
-_OUTLINE = 48  # cells along a side in which outlines are compared
+_OUTLINE = 48  # side in cells at which outlines are compared
 
 
 @functools.cache
 def _outlines(shape: str) -> list[torch.Tensor]:
-    """The shape at three turns, each cropped to its bounding box and drawn at _OUTLINE squared."""
+    """The shape at three rotations, each cropped to its bounding box and rendered at _OUTLINE squared."""
     outlines = []
     axis = torch.linspace(-1.3, 1.3, 160)
     y, x = torch.meshgrid(axis, axis, indexing="ij")

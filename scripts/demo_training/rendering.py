@@ -1,7 +1,7 @@
-"""Pictures of scenes, drawn in batches from signed distances with analytic anti-aliasing, at any resolution.
+"""Render scenes in batches from signed distances with analytic anti-aliasing, at any resolution.
 
-Coordinates run from 0 to 1 over the picture, x to the right and y down. Coverage of an edge is a ramp one pixel wide
-over its signed distance, so the same numbers give the same picture at every resolution.
+Coordinates run from 0 to 1 over the image, x to the right and y down. Coverage of an edge is a ramp one pixel wide over
+its signed distance, so the same numbers give the same image at every resolution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import palette
 from .scenes import COLOURS, MOST_OBJECTS, PLACES, SHAPES, TEXTURES, TIMES, Landscape, Picture
 
 LAYERS = 4
-RIM = 0.011  # width of a sticker's pale rim, in picture widths
+RIM = 0.011  # width of a sticker's pale rim, in image widths
 OBJECT_NUMBERS = 8  # x, y, radius, cos, sin, shape, colour, texture
 LANDSCAPE_NUMBERS = 8  # place, time, horizon, three phases, light_x, drift
 
@@ -31,7 +31,7 @@ FOLDS = {
 
 
 def pack_pictures(pictures: Sequence[Picture]) -> torch.Tensor:
-    """The numbers that drawing needs: float32 [N, LANDSCAPE_NUMBERS + MOST_OBJECTS * OBJECT_NUMBERS].
+    """Pack the numbers for rendering: float32 [N, LANDSCAPE_NUMBERS + MOST_OBJECTS * OBJECT_NUMBERS].
 
     Absent objects have radius 0.
     """
@@ -47,20 +47,20 @@ def pack_pictures(pictures: Sequence[Picture]) -> torch.Tensor:
 
 
 def landscape_numbers(land: Landscape) -> list[float]:
-    """The LANDSCAPE_NUMBERS numbers that `paint_landscape` draws from."""
+    """The LANDSCAPE_NUMBERS numbers that `paint_landscape` takes."""
     return [PLACES.index(land.place), TIMES.index(land.time), land.horizon, *land.phases, land.light_x, land.drift]
 
 
 def render(
     numbers: torch.Tensor, size: int, *, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Draw pictures.
+    """Render images.
 
     Args:
-        numbers: float32 [B, K] of `pack_pictures`, on the device that shall draw.
-        size: pixels along each side of what is drawn.
-        corner: float32 [B, 2], x and y of the upper left corner of the window that is drawn; None for (0, 0).
-        extent: width of the window; 1 draws the whole picture.
+        numbers: float32 [B, K] of `pack_pictures`, on the device that renders.
+        size: side of the output in pixels.
+        corner: float32 [B, 2], x and y of the upper left corner of the rendered window; None for (0, 0).
+        extent: width of the window; 1 renders the whole image.
 
     Returns:
         float32 [B, 3, size, size] in -1..1.
@@ -73,24 +73,24 @@ def render(
 
 
 def window_grid(corner: torch.Tensor, size: int, extent: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Where pixels lie: x [B, 1, size] and y [B, size, 1] of their centres, for corners [B, 2], and their width."""
+    """Pixel centres x [B, 1, size] and y [B, size, 1] of windows with corners [B, 2], and the pixel width."""
     pixel = extent / size
     steps = (torch.arange(size, device=corner.device) + 0.5) * pixel
     return (corner[:, 0:1] + steps)[:, None, :], (corner[:, 1:2] + steps)[:, :, None], pixel
 
 
 def paint_stickers(canvas: torch.Tensor, objects: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> None:
-    """Lay stickers on each canvas in place, the last on top.
+    """Add stickers to each canvas in place, the last on top.
 
     Args:
         canvas: [B, 3, H, W] in 0..1.
-        objects: float32 [B, slots, OBJECT_NUMBERS]; of radius 0 where absent.
+        objects: float32 [B, slots, OBJECT_NUMBERS]; radius 0 where absent.
         x, y: coordinates [B, 1, W] and [B, H, 1] of the canvas.
         pixel: width of a pixel in those coordinates.
     """
     folds, colours = table_rows(FOLDS, SHAPES, objects), table_rows(palette.STICKER, COLOURS, objects)
     for slot in range(objects.shape[1]):
-        rows = objects[:, slot, 2].nonzero()[:, 0]  # few pictures have many objects
+        rows = objects[:, slot, 2].nonzero()[:, 0]  # few images have many objects
         if len(rows):
             thing = objects[rows, slot]
             fold, colour = folds[thing[:, 5].long()], colours[thing[:, 6].long()]
@@ -136,7 +136,7 @@ def _paint_sticker(
     colour: torch.Tensor,
     pixel: float,
 ) -> torch.Tensor:
-    """Lay one sticker, with its soft shadow and pale rim, on each canvas [B, 3, H, W]; `thing` is [B, 8]."""
+    """Add one sticker, with its soft shadow and pale rim, to each canvas [B, 3, H, W]; `thing` is [B, 8]."""
     centre_x, centre_y, scale, cosine, sine, shape, _, texture = (column[:, None, None] for column in thing.unbind(1))
     local_x, local_y = (x - centre_x) / scale, (y - centre_y) / scale
     turned_x = cosine * local_x + sine * local_y
@@ -168,7 +168,7 @@ def _paint_sticker(
 def paint_landscape(land: torch.Tensor, x: torch.Tensor, y: torch.Tensor, pixel: float) -> torch.Tensor:
     """Landscapes [B, 3, H, W], about 0..1, of numbers [B, LANDSCAPE_NUMBERS] at x [B, 1, W] and y [B, H, 1].
 
-    Any x will do, so that a window can move along a landscape.
+    x may have any range, so that a window can move along a landscape.
     """
     place, time = land[:, 0].long(), land[:, 1].long()
     horizon, light_x, drift = land[:, 2, None, None], land[:, 6, None, None], land[:, 7, None, None]
@@ -240,7 +240,7 @@ def _cloud_distance(x: torch.Tensor, y: torch.Tensor, drift: torch.Tensor) -> to
 
 
 def _stars(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The one night sky: 24 soft stars at fixed places (golden-ratio spacing), so that a small model can learn it."""
+    """Fixed night sky of 24 soft stars (golden-ratio spacing), so that a small model can learn it."""
     index = torch.arange(24, device=x.device, dtype=torch.float64)
     star_x = torch.remainder(0.5 + index * 0.618034, 1.0).float()
     star_y = 0.02 + 0.5 * torch.remainder(0.3 + index * 0.754878, 1.0).float()
@@ -251,7 +251,7 @@ def _stars(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _heart_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A square that stands on its corner, with half discs on its two upper sides."""
+    """Signed distance to a square on its corner, with half discs on its two upper sides."""
     side = 0.56  # half of the square's side
     shifted = y - 0.10
     across, up = (x.abs() - shifted) / math.sqrt(2), (x.abs() + shifted) / math.sqrt(2)

@@ -1,11 +1,11 @@
-"""The grammar of scenes: what a picture shows, the prompt that says so, and where each object is placed.
+"""Grammar of scenes: the content of an image, its prompt, and the place of each object.
 
-A scene is a landscape (place, time of day) with one to three groups of paper stickers. Everything that a prompt can
-say is an attribute of `Scene`; everything else (small shifts, hill phases) is drawn anew for each picture and kept
-small, because an 11M-parameter model paints sharply only what its prompt nearly determines. For the same reason what a
-short prompt leaves out is always the same: "a yellow ring" is one in the middle, over green hills at noon.
+A scene is a landscape (place, time of day) with one to three groups of paper stickers. `Scene` has an attribute for
+everything that a prompt can say. The rest (small shifts, hill phases) is random for each image and small, because an
+11M-parameter model is sharp only where the prompt nearly determines the image. For the same reason anything that a
+short prompt leaves out has a fixed value: "a yellow ring" is one in the middle, over green hills at noon.
 
-Plain Python without torch, so that other scripts can read held-out prompts at no cost.
+Plain Python without torch, so that other scripts can read held-out prompts quickly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXTURES = ("plain", "striped", "dotted")
 LAYOUTS = ("single", "above", "below", "left", "right", "trio")
 POSITIONS = {"one": ("left", "right", "centre", "top", "bottom"), "row": ("centre", "top", "bottom")}
 
-RESERVED_CLASSES = {"reporting": 0, "tuning": 1}  # of HASH_CLASSES; scenes of these classes are never trained on
+RESERVED_CLASSES = {"reporting": 0, "tuning": 1}  # of HASH_CLASSES; scenes of these classes are never in training
 HASH_CLASSES = 16
 MOST_OBJECTS = 6
 
@@ -57,7 +57,7 @@ POSITION_WORDS = {
     "bottom": ("at the bottom",),
 }
 RELATION_WORDS = {"above": ("above",), "below": ("below", "under"), "left": ("left of",), "right": ("right of",)}
-TEMPLATES = {  # by whether they say the place, and the time
+TEMPLATES = {  # key: whether the prompt names the place, and the time
     (True, True): (
         "{objects} over {place} {time}",
         "{objects}, {place} {time}",
@@ -70,14 +70,14 @@ TEMPLATES = {  # by whether they say the place, and the time
     (False, False): ("{objects}", "{objects}", "a picture of {objects}"),
 }
 
-# What goes without saying, beside sizes and textures that have no word.
+# Default values that short prompts leave out; the default size and texture have no word.
 UNSAID_PLACE, UNSAID_TIME, UNSAID_POSITION = "hills", "noon", "centre"
 UNSAID_COLOURS = {  # of a single group
     "circle": "orange", "square": "blue", "triangle": "green", "star": "yellow", "heart": "red", "ring": "purple"
 }  # fmt: skip
 SHORT_PROMPTS = 0.4  # of the prompts in training
 
-RADII = {  # of the object, in picture widths, by how many stand in its row
+RADII = {  # of the object in image widths, by number of objects in its row
     "small": {1: 0.105, 2: 0.088, 3: 0.078, 4: 0.068},
     "medium": {1: 0.150, 2: 0.120, 3: 0.103, 4: 0.085},
     "large": {1: 0.200, 2: 0.155, 3: 0.122, 4: 0.098},
@@ -93,7 +93,7 @@ CENTRES = {
 
 @dataclass(frozen=True)
 class Group:
-    """`count` equal objects in a row."""
+    """Row of `count` equal objects."""
 
     shape: str
     colour: str
@@ -104,9 +104,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a prompt says. `position` is empty unless `layout` is "single".
+    """Content of a prompt. `position` is empty unless `layout` is "single".
 
-    `layout` above, below, left and right say where the first group is as seen from the second; "trio" lists three
+    `layout` above, below, left and right give the first group's position relative to the second; "trio" lists three
     objects from left to right.
     """
 
@@ -119,7 +119,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class PlacedObject:
-    """One object as it is drawn: centre and radius in picture widths (y down), rotation in radians."""
+    """One object to render: centre and radius in image widths (y down), rotation in radians."""
 
     x: float
     y: float
@@ -132,7 +132,7 @@ class PlacedObject:
 
 @dataclass(frozen=True)
 class Landscape:
-    """The drawn background: `phases` and `drift` in periods, `horizon` and `light_x` in picture widths."""
+    """Background to render: `phases` and `drift` in periods, `horizon` and `light_x` in image widths."""
 
     place: str
     time: str
@@ -144,7 +144,7 @@ class Landscape:
 
 @dataclass(frozen=True)
 class Picture:
-    """A scene with all that its prompt leaves open decided."""
+    """A scene with all details that its prompt leaves open."""
 
     prompt: str
     scene: Scene
@@ -155,13 +155,13 @@ class Picture:
 def hash_class(scene: object) -> int:
     """Stable class of a scene in 0..HASH_CLASSES-1: the same on every machine and in every Python version.
 
-    A scene is any dataclass of strings and integers, whose `repr` says all of it.
+    A scene is any dataclass of strings and integers, so that its `repr` is complete.
     """
     return hashlib.blake2b(repr(scene).encode(), digest_size=2).digest()[0] % HASH_CLASSES
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """A scene at random, reserved or not."""
+    """Choose a random scene, reserved or not."""
     layout = rng.choices(LAYOUTS, weights=(5, 1, 1, 1, 1, 2))[0]
     position = ""
     if layout == "single":
@@ -187,7 +187,7 @@ def draw_scene(rng: random.Random) -> Scene:
 
 
 def draw_training_scene(rng: random.Random, draw: Callable[[random.Random], SceneT] = draw_scene) -> SceneT:
-    """A scene of `draw` at random whose class is not reserved for held-out prompts."""
+    """Choose a random scene with `draw` whose class is not reserved for held-out prompts."""
     while True:
         scene = draw(rng)
         if hash_class(scene) not in RESERVED_CLASSES.values():
@@ -195,7 +195,7 @@ def draw_training_scene(rng: random.Random, draw: Callable[[random.Random], Scen
 
 
 def draw_short_scene(rng: random.Random) -> Scene:
-    """A scene at random, reserved or not, some of which goes without saying."""
+    """Choose a random scene, reserved or not, in which some attributes have the default value."""
     scene = draw_scene(rng)
     place, time, position, colour = (rng.random() < share for share in (0.6, 0.7, 0.8, 0.15))
     groups = scene.groups
@@ -211,7 +211,7 @@ def draw_short_scene(rng: random.Random) -> Scene:
 
 
 def describe(scene: Scene, rng: random.Random, *, short: bool = False) -> str:
-    """A prompt in lower case that says all of `scene`; a short one leaves out what goes without saying."""
+    """Write a prompt in lower case that describes all of `scene`; a short one leaves out default values."""
     phrases = [_describe_group(group, rng, short=short and len(scene.groups) == 1) for group in scene.groups]
     if scene.layout == "single":
         position = rng.choice(POSITION_WORDS[scene.position])
@@ -229,7 +229,7 @@ def describe(scene: Scene, rng: random.Random, *, short: bool = False) -> str:
 
 
 def place_scene(scene: Scene, rng: random.Random) -> tuple[Landscape, tuple[PlacedObject, ...]]:
-    """Decide what the prompt leaves open: small shifts and turns of the objects, the run of the hills."""
+    """Choose the details that the prompt leaves open: small shifts and turns of the objects, the shape of the hills."""
     landscape = Landscape(
         place=scene.place,
         time=scene.time,
@@ -263,7 +263,7 @@ def place_scene(scene: Scene, rng: random.Random) -> tuple[Landscape, tuple[Plac
 
 
 def draw_picture(rng: random.Random, scene: Scene | None = None) -> Picture:
-    """A picture of `scene`, or of a training scene at random, which its prompt may say shortly."""
+    """Choose an image of `scene`, or of a random training scene, whose prompt may be short."""
     short = scene is None and rng.random() < SHORT_PROMPTS
     scene = scene or draw_training_scene(rng, draw_short_scene if short else draw_scene)
     prompt = describe(scene, rng, short=short)
@@ -272,7 +272,7 @@ def draw_picture(rng: random.Random, scene: Scene | None = None) -> Picture:
 
 
 def vocabulary() -> list[str]:
-    """Every word that a prompt can hold, sorted; the comma is not a word."""
+    """List every word that a prompt can hold, sorted; the comma is not a word."""
     phrases = [*(template for choices in TEMPLATES.values() for template in choices), "an and side by side"]
     for table in (PLACE_WORDS, TIME_WORDS, SIZE_WORDS, TEXTURE_WORDS, COUNT_WORDS, POSITION_WORDS, RELATION_WORDS):
         phrases += [phrase for choices in table.values() for phrase in choices]
@@ -281,7 +281,7 @@ def vocabulary() -> list[str]:
 
 
 def words_of(phrases: Iterable[str]) -> set[str]:
-    """The words of some phrases and templates, without commas and `{fields}`."""
+    """Set of the words of some phrases and templates, without commas and `{fields}`."""
     return {word.strip(",") for phrase in phrases for word in phrase.split() if not word.startswith("{")}
 
 

@@ -1,13 +1,13 @@
-"""Tokenizers over a grammar's words and the two small text encoders that FLUX asks for.
+"""Tokenizers for a grammar's words and the two small text encoders that FLUX needs.
 
-T5's unigrams hold each known word whole; CLIP's byte pairs join its letters into one or a few tokens, which is enough
-for the pooled bag of words. Unknown words fall apart into letters (CLIP) or become `<unk>` (T5); no prompt is an error.
+T5's unigrams hold each known word whole. CLIP's byte pairs join its letters into one or a few tokens, which is enough
+for the pooled bag of words. Unknown words become letters (CLIP) or `<unk>` (T5); no prompt is an error.
 
-FLUX gives text tokens no positions, so the encoder must tell each word its neighbours. The T5 here starts out doing
-just that: one layer whose heads look at one offset each, -6..6 without 0, through the relative position bias alone
-(queries and keys are zero and stay so, having no gradient), with random values that training refines. A token whose
-neighbour lies beyond the text looks at the nearest one there is. Far from the text every padding token has the same
-encoding, whatever the padded length.
+FLUX gives text tokens no positions, so the encoder must mix each word with its neighbours. The T5 here starts with one
+layer whose heads attend to one offset each, -6..6 without 0, only through the relative position bias (queries and keys
+are zero and stay so, because they get no gradient), with random values that training refines. A token whose neighbour
+lies outside the text attends to the nearest token. Far from the text every padding token has the same encoding,
+whatever the padded length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import (
 
 from .scenes import vocabulary
 
-TEXT_TOKENS = 64  # the padded length that the transformer is trained at
+TEXT_TOKENS = 64  # padded length in the transformer's training
 CLIP_TOKENS = 77
 T5_WIDTH = 192
 CLIP_WIDTH = 128
@@ -37,7 +37,7 @@ OFFSETS = (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6)
 
 
 def make_clip_tokenizer(words: list[str] | None = None) -> CLIPTokenizer:
-    """Byte-pair tokenizer whose merges spell `words` (else the picture grammar's), an earlier word's first."""
+    """Build a byte-pair tokenizer whose merges spell `words` (default: the image grammar's), earlier words first."""
     letters = string.ascii_lowercase + string.digits + string.punctuation
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
     known, merges = set(pieces), []
@@ -55,7 +55,7 @@ def make_clip_tokenizer(words: list[str] | None = None) -> CLIPTokenizer:
 
 
 def make_t5_tokenizer(words: list[str] | None = None) -> T5TokenizerFast:
-    """Unigram tokenizer with each of `words` (else the picture grammar's), also capitalised, as one token."""
+    """Build a unigram tokenizer with each of `words` (default: the image grammar's), also capitalised, as one token."""
     words = words or vocabulary()
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (",", -2.0), (".", -2.0), ("▁", -4.0)]
     vocab += [("▁" + word, -2.0) for word in words]
@@ -65,7 +65,7 @@ def make_t5_tokenizer(words: list[str] | None = None) -> T5TokenizerFast:
 
 @torch.no_grad()
 def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int, *, width: int = CLIP_WIDTH) -> CLIPTextModel:
-    """Encoder whose pooled output [B, width] is a bag of words: one layer that looks at all earlier words alike."""
+    """Build an encoder whose pooled output [B, width] is a bag of words: one layer attends equally to earlier words."""
     torch.manual_seed(seed)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -94,7 +94,7 @@ def make_clip_encoder(tokenizer: CLIPTokenizer, seed: int, *, width: int = CLIP_
 def make_t5_encoder(
     tokenizer: T5TokenizerFast, seed: int, *, width: int = T5_WIDTH, multilingual: bool = False
 ) -> T5EncoderModel | UMT5EncoderModel:
-    """Encoder that mixes each word with its neighbours at OFFSETS; `multilingual` gives UMT5's class, as Wan has."""
+    """Build an encoder that mixes each word with neighbours at OFFSETS; `multilingual` gives UMT5's class, for Wan."""
     torch.manual_seed(seed)
     config_class, encoder_class = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
     config = config_class(
@@ -124,7 +124,7 @@ def make_t5_encoder(
 
 
 def tie_capitals(embedding: torch.Tensor, vocab: dict[str, int]) -> None:
-    """Start each capitalised piece of `vocab` as what its lower-case form has in `embedding` [pieces, width]."""
+    """Initialise each capitalised piece of `vocab` with its lower-case form in `embedding` [pieces, width]."""
     for piece, index in vocab.items():
         if piece != piece.lower() and piece.lower() in vocab:
             embedding[index] = embedding[vocab[piece.lower()]]
@@ -133,7 +133,7 @@ def tie_capitals(embedding: torch.Tensor, vocab: dict[str, int]) -> None:
 def tokenize_prompts(
     prompts: list[str], tokenizers: tuple[CLIPTokenizer, T5TokenizerFast]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids as FluxPipeline makes them: int64 [N, CLIP_TOKENS] and [N, TEXT_TOKENS]."""
+    """Token ids as in FluxPipeline: int64 [N, CLIP_TOKENS] and [N, TEXT_TOKENS]."""
     return tuple(
         tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
         for tokenizer, length in zip(tokenizers, (CLIP_TOKENS, TEXT_TOKENS), strict=True)
@@ -141,7 +141,7 @@ def tokenize_prompts(
 
 
 def _offset_bias(buckets: int) -> torch.Tensor:
-    """Bias [buckets, heads] that turns head h to OFFSETS[h], and failing that to the nearest position there is.
+    """Bias [buckets, heads] with which head h attends to OFFSETS[h], or else to the nearest existing position.
 
     T5's bidirectional buckets hold distance -d at d and +d at buckets // 2 + d, exactly for d < buckets // 4.
     """

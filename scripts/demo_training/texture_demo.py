@@ -1,7 +1,7 @@
-"""Two more demos of pictures, to judge methods on models that they were not chosen on; neither ships.
+"""Two more image demos, to test methods on models that they were not chosen on; neither ships.
 
-`TextureDemo` has demo-flux's size and nothing of what it paints: fine texture and sharp edges all over. `MixedDemo` is
-deeper and wider, embeds a guidance scale and paints scenes of both kinds. Both have shifts of about FLUX.1-dev's.
+`TextureDemo` has demo-flux's size but different images: fine texture and sharp edges everywhere. `MixedDemo` is deeper
+and wider, embeds a guidance scale and has scenes of both kinds. Both have shifts of about FLUX.1-dev's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ library_name: diffusers
 ---
 # {name}
 
-A FLUX pipeline of {{millions:.1f}} million transformer parameters, trained from scratch on pictures that
-`scripts/demo_training/train.py` draws itself: {paints}. It knows {{words}} words. Pass
+A FLUX pipeline of {{millions:.1f}} million transformer parameters, trained from scratch on images that
+`scripts/demo_training/train.py` renders itself: {paints}. It knows {{words}} words. Pass
 `max_sequence_length={{tokens}}`.
 """
 
@@ -44,14 +44,14 @@ Mixed = Picture | TexturePicture
 
 
 def read_sharpness(pictures: torch.Tensor) -> list[float]:
-    """Mean absolute difference of neighbouring pixels of each picture [N, 3, H, W] in 0..1."""
+    """Mean absolute difference of neighbouring pixels of each image [N, 3, H, W] in 0..1."""
     pictures = pictures.float()
     steps = pictures.diff(dim=-1).abs().mean(dim=(1, 2, 3)) + pictures.diff(dim=-2).abs().mean(dim=(1, 2, 3))
     return steps.tolist()
 
 
 def mean_sharpness(readings: Sequence[float], scenes: Sequence[Any]) -> dict[str, float]:
-    """How sharp pictures are, to be held against those that were drawn."""
+    """Mean sharpness of images, for comparison with rendered ones."""
     return {"sharpness": round(sum(readings) / len(readings), 4)}
 
 
@@ -71,23 +71,23 @@ class TextureDemo(ImageDemo):
 
 
 def draw_mixed_scene(rng: random.Random) -> Scene | TextureScene:
-    """A scene of either kind at random, reserved or not."""
+    """Choose a random scene of either kind, reserved or not."""
     return rng.choice((draw_scene, draw_texture_scene))(rng)
 
 
 def describe_mixed(scene: Scene | TextureScene, rng: random.Random) -> str:
-    """A prompt that says all of `scene`."""
+    """Write a prompt that describes all of `scene`."""
     return describe_texture(scene, rng) if isinstance(scene, TextureScene) else describe(scene, rng)
 
 
 def draw_mixed(rng: random.Random, scene: Scene | TextureScene | None = None) -> Mixed:
-    """A picture of `scene`, or of a training scene of either kind."""
+    """Choose an image of `scene`, or of a random training scene of either kind."""
     is_texture = rng.random() < 0.5 if scene is None else isinstance(scene, TextureScene)
     return (draw_texture if is_texture else draw_picture)(rng, scene)
 
 
 def pack_mixed(pictures: Sequence[Mixed]) -> torch.Tensor:
-    """The numbers of either kind behind one that says which, padded to one length."""
+    """Pack the numbers of either kind after a number for the kind, padded to one length."""
     rows = []
     for picture in pictures:
         is_texture = isinstance(picture, TexturePicture)
@@ -99,7 +99,7 @@ def pack_mixed(pictures: Sequence[Mixed]) -> torch.Tensor:
 def render_mixed(
     numbers: torch.Tensor, size: int, *, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Draw pictures; arguments and result as of `rendering.render`."""
+    """Render images; arguments and result are those of `rendering.render`."""
     drawn = torch.empty(len(numbers), 3, size, size, device=numbers.device)
     for draw, is_texture in ((render, 0.0), (render_textures, 1.0)):
         rows = (numbers[:, 0] == is_texture).nonzero()[:, 0]

@@ -1,7 +1,7 @@
-"""Pictures of nothing but fine texture and sharp edges: hatching, checks, grain, marble, fractals, and glyphs on them.
+"""Images of only fine texture and sharp edges: hatching, checks, grain, marble, fractals, and glyphs on them.
 
-What a prompt does not say (phases, the grain itself, which letters) is drawn anew for each picture and is most of what
-its pixels hold, so a model's outputs follow no low polynomial in the noise level.
+Details outside the prompt (phases, the grain itself, the letters) are random for each image and determine most of its
+pixels, so a model's outputs follow no low polynomial in the noise level.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .rendering import window_grid
 from .scenes import COLOURS, draw_training_scene
 
 PATTERNS = ("hatching", "crosshatching", "checks", "rings", "grain", "marble", "fractal")
-SCALES = {"fine": 26.0, "medium": 15.0, "coarse": 8.0}  # periods over the picture's width
+SCALES = {"fine": 26.0, "medium": 15.0, "coarse": 8.0}  # periods over the image's width
 WRITINGS = {"": 0, "letters": 1, "digits": 2}
-# Rows of five pixels from top to bottom, the leftmost the highest bit.
+# Rows of five pixels from top to bottom; the leftmost pixel is the highest bit.
 GLYPHS = {
     "letters": "0e11111f111111 1e11111e11111e 0e11101010110e 1f10101e10101f 11121418141211 111b1515111111",
     "digits": "0e11131519110e 040c040404040e 0e11010204081f 1f02040201110e 02060a121f0202 1f101e0101110e",
@@ -29,7 +29,7 @@ GLYPHS = {
 
 @dataclass(frozen=True)
 class TextureScene:
-    """All that a prompt can say: `writing` is one of WRITINGS, colours are of the pattern, the ground, the writing."""
+    """Content of a prompt: `writing` is one of WRITINGS; the colours are of pattern, ground and writing."""
 
     pattern: str
     scale: str
@@ -47,7 +47,7 @@ class TexturePicture:
 
 
 def draw_texture_scene(rng: random.Random) -> TextureScene:
-    """A scene at random, reserved or not."""
+    """Choose a random scene, reserved or not."""
     first, second, third = rng.sample(COLOURS, 3)
     return TextureScene(
         rng.choice(PATTERNS), rng.choice(tuple(SCALES)), (first, second, third), rng.choice(tuple(WRITINGS))
@@ -55,25 +55,25 @@ def draw_texture_scene(rng: random.Random) -> TextureScene:
 
 
 def describe_texture(scene: TextureScene, rng: random.Random) -> str:
-    """A prompt that says all of `scene`."""
+    """Write a prompt that describes all of `scene`."""
     pattern, ground, ink = scene.colours
     text = f"{scene.scale} {pattern} {scene.pattern} on {ground}"
     return f"{text} with {ink} {scene.writing}" if scene.writing else text
 
 
 def draw_texture(rng: random.Random, scene: TextureScene | None = None) -> TexturePicture:
-    """A picture of `scene`, or of a training scene at random."""
+    """Choose an image of `scene`, or of a random training scene."""
     scene = scene or draw_training_scene(rng, draw_texture_scene)
     return TexturePicture(describe_texture(scene, rng), scene, tuple(rng.random() for _ in range(5)))
 
 
 def texture_vocabulary() -> list[str]:
-    """Every word that a prompt can hold, sorted."""
+    """List every word that a prompt can hold, sorted."""
     return sorted({*PATTERNS, *SCALES, *COLOURS, *WRITINGS, "on", "with"} - {""})
 
 
 def pack_textures(pictures: Sequence[TexturePicture]) -> torch.Tensor:
-    """The numbers that drawing needs: float32 [N, 11]:
+    """Pack the numbers for rendering, float32 [N, 11]:
 
     pattern, writing, periods, angle, two phases, seed, columns of glyphs, and the three colours.
     """
@@ -89,7 +89,7 @@ def pack_textures(pictures: Sequence[TexturePicture]) -> torch.Tensor:
 def render_textures(
     numbers: torch.Tensor, size: int, *, corner: torch.Tensor | None = None, extent: float = 1.0
 ) -> torch.Tensor:
-    """Draw pictures; arguments and result as of `rendering.render`."""
+    """Render images; arguments and result are those of `rendering.render`."""
     corner = torch.zeros(len(numbers), 2, device=numbers.device) if corner is None else corner
     x, y, _ = window_grid(corner, size, extent)
     x, y = torch.broadcast_tensors(x, y)
@@ -115,7 +115,7 @@ def _amount(
     down: torch.Tensor,
     seed: torch.Tensor,
 ) -> torch.Tensor:
-    """How much of the pattern's colour shows at each pixel, about 0..1."""
+    """Share of the pattern's colour at each pixel, about 0..1."""
     along = (x * torch.cos(angle) + y * torch.sin(angle)) * periods + across
     beside = (y * torch.cos(angle) - x * torch.sin(angle)) * periods + down
 
@@ -155,7 +155,7 @@ def _noise(x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor) -> torch.Tensor
 
 
 def _hash(column: torch.Tensor, row: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """A number in 0..1 of each cell."""
+    """Pseudorandom number in 0..1 for each cell."""
     return torch.remainder(torch.sin(column * 12.9898 + row * 78.233 + seed) * 43758.5453, 1.0)
 
 
@@ -174,7 +174,7 @@ def _julia(x: torch.Tensor, y: torch.Tensor, periods: torch.Tensor, angle: torch
 
 
 def _written(numbers: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Where glyphs are: a grid of them, which one in each cell is drawn by its seed."""
+    """Mask of glyphs in a grid; the seed of each cell chooses its glyph."""
     writing, seed, columns = (numbers[:, place, None, None] for place in (1, 6, 7))
     left, top = (x * columns).floor(), (y * columns).floor()
     across, down = ((x * columns - left) * 8 - 1.5).floor(), ((y * columns - top) * 9 - 1).floor()

@@ -1,10 +1,10 @@
-"""Trains a demo model from nothing in nine minutes on one H200, and writes it as a diffusers pipeline folder.
+"""Train a demo model from scratch in nine minutes on one H200, and write it as a diffusers pipeline folder.
 
     python -m scripts.demo_training.train --model demo-wan --output dit_accel/tools/assets/demo-wan --results RESULTS
-    python -m scripts.demo_training.train ... --state STATE        # also keep the pipeline in float32, to go on from
-    python -m scripts.demo_training.train ... --resume STATE       # go on with the transformer and the text encoders
-    python -m scripts.demo_training.train ... --resume STATE --vae-seconds 60               # ... after the autoencoder
-    python -m scripts.demo_training.train --model demo-wan --output /tmp/demo --smoke  # all at toy size, on any CPU
+    python -m scripts.demo_training.train ... --state STATE        # also keep the pipeline in float32, to resume from
+    python -m scripts.demo_training.train ... --resume STATE       # resume the transformer and the text encoders
+    python -m scripts.demo_training.train ... --resume STATE --vae-seconds 60               # ... and the autoencoder
+    python -m scripts.demo_training.train --model demo-wan --output /tmp/demo --smoke  # toy size, on any CPU
 
 Writes the pipeline to --output; a sheet of held-out prompts, the log and the prompt-following table to --results.
 """
@@ -43,8 +43,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--results", type=Path, help="folder of the sheet, the log and the table")
     parser.add_argument("--minutes", type=float, default=9.0, help="wall-clock budget of everything")
-    parser.add_argument("--vae-seconds", type=float, help="of them, for the autoencoder; default: 0 with --resume")
-    parser.add_argument("--seed", type=int, default=0, help="another one with --resume draws other scenes")
+    parser.add_argument("--vae-seconds", type=float, help="of them for the autoencoder; default: 0 with --resume")
+    parser.add_argument("--seed", type=int, default=0, help="use another one with --resume for other scenes")
     parser.add_argument("--state", type=Path, help="folder to keep the float32 pipeline in")
     parser.add_argument("--resume", type=Path, help="folder of an earlier --state")
     parser.add_argument("--smoke", action="store_true", help="two steps of everything at toy size on the CPU")

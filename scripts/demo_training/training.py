@@ -1,4 +1,4 @@
-"""What both trainings share: bf16 weights with float32 masters and their running average, and a clock."""
+"""Parts of both trainings: bf16 weights with float32 masters and their running average, and a time budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 class MasterWeights:
     """Updates a bf16 model through float32 copies of its weights, and keeps their exponential moving average.
 
-    The model computes in bf16 throughout, as it will when used; only the update is exact. Matrices and convolutions
-    inside blocks take orthogonalised momentum steps (Muon, Jordan et al. 2024), scaled to an entry size of 0.2 times
-    the rate; all other weights take AdamW's.
+    The model always computes in bf16, as in use; only the update is exact. Matrices and convolutions inside blocks take
+    orthogonalised momentum steps (Muon, Jordan et al. 2024), scaled to an entry size of 0.2 times the rate; all other
+    weights use AdamW.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class MasterWeights:
         matrix_rate: float = 2.0,
         rates: dict[str, float] | None = None,
     ) -> None:
-        """Own `masters`, float32 and in the order of `trained_weights(model)`; the model holds their bf16 rounding.
+        """Store `masters`, float32 and in the order of `trained_weights(model)`; the model holds their bf16 rounding.
 
-        `matrix_rate` multiplies the rate of the orthogonalised steps, and `rates`, by the names of weights, once more
-        that of single matrices.
+        `matrix_rate` multiplies the rate of the orthogonalised steps, and `rates`, by weight name, the rate of single
+        matrices.
         """
         names, self.live = zip(*trained_weights(model), strict=True)
         self.masters = masters
@@ -54,13 +54,13 @@ class MasterWeights:
             shape: torch.tensor([matrix_rate * (rates or {}).get(names[index], 1.0) for index in held], device=device)
             for shape, held in self.groups.items()
         }
-        groups = [{"params": others}]  # in a group it may be empty
+        groups = [{"params": others}]  # within a group, an empty list is allowed
         self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), weight_decay=0.01, fused=masters[0].is_cuda)
 
     @torch.no_grad()
     def step(self, rate: float, largest_norm: float = 1.0) -> None:
-        """Apply the gradients that the live weights hold, clipped to `largest_norm`, and clear them."""
-        # In the layout of the masters, which fused AdamW insists on and convolutions do not keep.
+        """Apply the gradients of the live weights, clipped to `largest_norm`, and clear them."""
+        # In the layout of the masters: fused AdamW requires it and convolutions change it.
         gradients = [
             torch.empty_like(master).copy_(weight.grad) for master, weight in zip(self.masters, self.live, strict=True)
         ]
@@ -84,17 +84,17 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_averages(self) -> None:
-        """Put the averaged weights into the model."""
+        """Copy the averaged weights into the model."""
         torch._foreach_copy_(self.live, self.averages)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a training goes on from, beside the model's own weights."""
+        """State needed to resume training, in addition to the model's own weights."""
         held = {"masters": self.masters, "averages": self.averages, "momenta": list(self.momenta.values())}
         return {**held, "adamw": self.adamw.state_dict(), "steps": self.steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave for the same model; its weights become the rounded masters."""
+        """Resume from `state_dict` of the same model; its weights become the rounded masters."""
         for name, held in (("masters", self.masters), ("averages", self.averages), ("momenta", self.momenta.values())):
             for tensor, value in zip(held, state[name], strict=True):
                 tensor.copy_(value)
@@ -110,13 +110,13 @@ def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def take_weights(weights: Iterable[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy `values` into `weights`, which may have another type or layout."""
+    """Copy `values` into `weights`, which may have another dtype or layout."""
     for weight, value in zip(weights, values, strict=True):
         weight.copy_(value)
 
 
 def put_in_bf16(flow: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Move a float32 model to `device` in bf16; returns its trained weights there in float32."""
+    """Move a float32 model to `device` in bf16; return its trained weights there in float32."""
     rotation = copy.deepcopy(getattr(flow.transformer, "rope", None))  # its tables, which pipelines keep in float32
     masters = [weight.detach().clone().to(device) for _, weight in trained_weights(flow)]
     flow.to(device, torch.bfloat16).train()
@@ -126,7 +126,7 @@ def put_in_bf16(flow: nn.Module, device: torch.device) -> list[torch.Tensor]:
 
 
 def configure_torch() -> None:
-    """Settings of every process that trains or compiles: what is compiled under others is not found in the cache."""
+    """Apply the settings of every process that trains or compiles; the compile cache depends on them."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.11's cuDNN attention faults in backward at these shapes
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -144,10 +144,10 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The losses as numbers.
+    """Return the losses as numbers.
 
     Raises:
-        FloatingPointError: one of them is infinite or not a number.
+        FloatingPointError: one of them is infinite or NaN.
     """
     values = {name: float(value) for name, value in losses.items()}
     if not all(math.isfinite(value) for value in values.values()):
@@ -156,7 +156,7 @@ def finite(losses: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 class Pace:
-    """A wall-clock budget: how far it is spent, the learning rate at that point, and progress lines.
+    """A wall-clock budget: the used fraction, the learning rate at that point, and progress lines.
 
     The rate warms up over `warmup` of the budget and then falls to 2% of `peak` along a cosine.
     """
@@ -171,31 +171,31 @@ class Pace:
 
     @property
     def spent(self) -> float:
-        """Fraction of the budget that is spent, 0..1: of the steps where they are limited, else of the time."""
+        """Used fraction of the budget, 0..1: of the steps if they are limited, else of the time."""
         if self.most_steps is not None:
             return min(1.0, self.steps / self.most_steps)
         return min(1.0, (time.monotonic() - self.started) / self.seconds)
 
     @property
     def rate(self) -> float:
-        """The learning rate now."""
+        """Current learning rate."""
         if self.spent < self.warmup:
             return self.peak * max(self.spent / self.warmup, 0.01)
         fall = (self.spent - self.warmup) / (1 - self.warmup)
         return self.peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fall)))
 
     def count(self, pictures: int, losses: Callable[[], dict[str, float]], every: int = 50) -> None:
-        """Count one step of `pictures`; each `every` steps print and keep what `losses()` says."""
+        """Count one step of `pictures`; every `every` steps print and keep the result of `losses()`."""
         self.steps += 1
         self.pictures += pictures
         if self.steps % every and self.steps != 1:
             return
-        values = losses()  # waits for the device, so the clock below is honest
+        values = losses()  # waits for the device, so the time below is correct
         elapsed = time.monotonic() - self.started
         self.losses.append({"step": self.steps, "seconds": round(elapsed, 1), **values})
         shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
         left = max(0.0, self.seconds - elapsed)
         print(
-            f"{self.name} {self.steps:5d}  {shown}  {self.pictures / elapsed:6.0f} pictures/s  {left:4.0f} s left",
+            f"{self.name} {self.steps:5d}  {shown}  {self.pictures / elapsed:6.0f} samples/s  {left:4.0f} s left",
             flush=True,
         )

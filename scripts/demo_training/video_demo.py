@@ -1,4 +1,4 @@
-"""The demos of clips: a `WanPipeline` and a `HunyuanVideoPipeline`, 17 frames of 256 pixels a side or more."""
+"""Video demos: a `WanPipeline` and a `HunyuanVideoPipeline`, 17 frames of 256 pixels a side or more."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .video_vae import encode_clips, latent_statistics, mean_psnr, reconstruct, 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSizes(Sizes):
-    """`vae_batches` are clips a step by pixels a side, `batches` those of the transformer by shape, the demo's own
-    first; `bank_seconds` go into the clips of each, `bank_tokens` latent positions at a time."""
+    """`vae_batches`: videos per step by pixels a side; `batches`: the transformer's by shape, the demo's own first;
+    `bank_seconds`: encoding time for each shape; `bank_tokens`: latent positions at a time."""
 
     vae_batches: dict[int, int]
     bank_seconds: float
@@ -102,7 +102,7 @@ class VideoDemo(Demo):
         return found
 
     def make_bank(self, vae: nn.Module, numbers: torch.Tensor, text: tuple[torch.Tensor, ...]) -> Bank:
-        """As many clips of each shape as can be encoded in its time."""
+        """Encode as many videos of each shape as its time allows."""
         latents = {}
         for shape in self.sizes.batches:
             pace = Pace("bank", self.sizes.bank_seconds, 1.0, most_steps=self.sizes.steps)
@@ -144,7 +144,7 @@ class VideoDemo(Demo):
         }
 
     def sheet(self, batches: dict[str, Batch]) -> Image.Image:
-        """Strips of clips, and of some of the last kind."""
+        """Make a sheet of film strips, including some of the last kind."""
         (painted, prompts), *_, (last, last_prompts) = batches.values()
         strips = [clips.film_strips(painted[:16]), clips.film_strips(last[:4])]
         strips[1] = F.interpolate(strips[1], size=strips[0].shape[-2:], mode="area")
@@ -152,7 +152,7 @@ class VideoDemo(Demo):
         return contact_sheet(torch.cat(strips), captions, columns=2, cell=720)
 
     def _drawn(self, count: int, shape: Shape, device: torch.device) -> torch.Tensor:
-        """Clips drawn of held-out scenes, in -1..1."""
+        """Render videos of held-out scenes, in -1..1."""
         rng = random.Random(7)
         held_out = clips.held_out_prompts(count, "reporting")
         numbers = clips.pack([clips.draw_clip(rng, item.scene) for item in held_out]).to(device)

@@ -1,4 +1,4 @@
-"""From trained parts to the folder of a video pipeline, and its clips."""
+"""Write trained parts to the folder of a video pipeline, and sample its videos."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ library_name: diffusers
 ---
 # demo-{family}
 
-A `{pipeline}` of {millions:.1f} million transformer parameters, trained from scratch on clips that
-`scripts/demo_training/train.py` draws itself: paper stickers that move over paper landscapes. It knows {words} words,
-needs no network, and exists to try acceleration methods and to measure what they cost in the quality of clips.
+A `{pipeline}` of {millions:.1f} million transformer parameters, trained from scratch on videos that
+`scripts/demo_training/train.py` renders itself: paper stickers that move over paper landscapes. It knows {words} words,
+needs no network, and is meant for trying acceleration methods and measuring their loss of video quality.
 
 ```python
 import torch
@@ -63,7 +63,7 @@ def save_pipeline(
     steps: int,
     words: list[str],
 ) -> int:
-    """Write the pipeline, its card and the arguments of a call; returns the folder's size in bytes."""
+    """Write the pipeline, its card and the arguments of a call; return the folder's size in bytes."""
     card = MODEL_CARD.format(
         family=family.name,
         pipeline=type(pipe).__name__,
@@ -92,7 +92,7 @@ def paint_clips(
     guidance: float | None = None,
     batch: int = 16,
 ) -> torch.Tensor:
-    """The pipeline's clips, float32 [N, 3, frames, size, size] in 0..1 on the CPU; each from its own seed."""
+    """Sample videos with the pipeline, float32 [N, 3, frames, size, size] in 0..1 on the CPU, each with its seed."""
     call = dict(family.call)
     if guidance is not None:
         call[family.guidance_argument] = guidance

@@ -1,8 +1,8 @@
-"""Training of a video transformer and its text encoders by rectified flow, on a bank of latents on the device.
+"""Train a video transformer and its text encoders by rectified flow, on a bank of latents on the device.
 
 With clean latents x and noise n the model sees `x_s = (1 - s) x + s n` at noise level s in 0..1 and learns the velocity
-`n - x`. Levels follow the schedule that the pipeline will walk: a logit-normal whose median is the schedule's, plus
-some uniform ones for the ends.
+`n - x`. Most levels follow the pipeline's schedule: a logit-normal with the schedule's median. The others are uniform,
+to cover the ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ UNIFORM_LEVELS = 0.15
 
 @dataclass(frozen=True)
 class Bank:
-    """What training reads: `latents` by their clips' shape, bf16 [N, LATENT_CHANNELS, F, H, W], fewer of longer clips;
-    and `text`, int64 [most N + 1, length] each.
+    """Training data: `latents` by video shape, bf16 [N, LATENT_CHANNELS, F, H, W], fewer for longer videos; and `text`,
+    int64 [largest N + 1, length] each.
 
-    Row 0 of the text is the empty prompt; clip i of any shape has row i + 1.
+    Row 0 of the text is the empty prompt; video i of any shape has row i + 1.
     """
 
     latents: dict[Shape, torch.Tensor]
@@ -48,19 +48,19 @@ def train_flow(
     long_text_every: int = 15,
     average_decay: float = 0.999,
 ) -> list[torch.Tensor]:
-    """Train in place; returns the averaged weights in float32, in the order of `trained_weights(flow)`.
+    """Train in place; return the averaged weights in float32, in the order of `trained_weights(flow)`.
 
     Args:
-        family: of `flow`.
+        family: the family of `flow`.
         flow: bf16, on the bank's device.
         masters: its trained weights in float32.
         bank: latents and text.
         pace: the budget.
-        batches: clips per step, by shape; steps take shapes in turn.
-        seed: of what is drawn; another one when training goes on.
-        long_text_every: each so many steps the text has the pipeline's own padded length, if that matters, at a quarter
-            of the batch and not compiled.
-        average_decay: of the running average of the weights.
+        batches: videos per step, by shape; steps cycle through the shapes.
+        seed: seed of all random numbers; use another one when resuming.
+        long_text_every: period in steps at which text has the pipeline's own padded length, if that matters, with a
+            quarter of the batch and not compiled.
+        average_decay: decay of the running average of the weights.
     """
     weights = MasterWeights(flow, masters, average_decay=average_decay)
     generator = torch.Generator(bank.text[0].device).manual_seed(seed)
@@ -90,7 +90,7 @@ def flow_loss(
     *,
     long_text: bool = False,
 ) -> torch.Tensor:
-    """Mean squared error of the velocity on `batch` clips of a shape in the bank, at random noise levels."""
+    """Mean squared error of the velocity on `batch` videos of a shape in the bank, at random noise levels."""
     latents = bank.latents[shape]
     device = latents.device
     rows = torch.randint(len(latents), (batch,), device=device, generator=generator)
@@ -106,7 +106,7 @@ def flow_loss(
 
 
 def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Noise levels in 0..1, float32 [count]."""
+    """Random noise levels in 0..1, float32 [count]."""
     device = generator.device
     levels = torch.sigmoid(math.log(SHIFT) + torch.randn(count, device=device, generator=generator))
     uniform = torch.rand(count, device=device, generator=generator)
@@ -115,7 +115,7 @@ def draw_levels(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def compile_blocks(flow: nn.Module) -> None:
-    """Compile the transformer's repeated blocks, in place. Where that fails they run as they are: slower."""
+    """Compile the transformer's repeated blocks, in place. If that fails they run uncompiled, which is slower."""
     torch._dynamo.config.suppress_errors = True
     flow.transformer.compile_repeated_blocks(dynamic=False)
 

@@ -1,4 +1,4 @@
-"""Training of a causal video autoencoder, on clips drawn on the fly, and what is measured of it."""
+"""Train and measure a causal video autoencoder, on videos rendered on the fly."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def train_autoencoder(
 ) -> list[torch.Tensor]:
     """Train in place and leave the averaged weights in the autoencoder.
 
-    The loss is L1 and L2 on pixels, L1 on their differences along x, y and time, and a little KL divergence.
+    The loss is L1 and L2 on pixels, L1 on their differences along x, y and time, and a small KL divergence.
 
     Args:
-        family: of `vae`.
+        family: the family of `vae`.
         vae: bf16, on the device of `numbers`.
         masters: its weights in float32, in the order of `vae.parameters()`.
-        numbers: packed clips [N, K].
+        numbers: packed videos [N, K].
         pace: the budget.
-        batches: clips per step, by pixels along a side; each size has an equal part of the budget, small ones first,
-            whose steps are quicker.
-        frames: of each clip.
+        batches: videos per step, by pixels along a side; each size gets an equal part of the budget, small ones first,
+            whose steps are faster.
+        frames: frames of each video.
 
     Returns:
         The averaged weights in float32, in the order of `vae.parameters()`.
@@ -62,20 +62,20 @@ def train_autoencoder(
 
 @torch.no_grad()
 def latent_statistics(family: VideoFamily, vae: nn.Module, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of these clips' latents, each float32 [C]."""
+    """Mean and standard deviation of these videos' latents, each float32 [C]."""
     latents = torch.cat([family.encode(vae, part).float().chunk(2, dim=1)[0] for part in clips.split(4)])
     return latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
 
 
 @torch.no_grad()
 def reconstruct(vae: nn.Module, clips: torch.Tensor) -> torch.Tensor:
-    """Clips [N, 3, F, H, W] in -1..1, encoded and decoded as the pipeline does: float32, in -1..1 too."""
+    """Encode and decode videos [N, 3, F, H, W] in -1..1 as the pipeline does: float32, also in -1..1."""
     parts = [vae.decode(vae.encode(part).latent_dist.mode()).sample for part in clips.to(vae.dtype).split(4)]
     return torch.cat(parts).float().clamp(-1, 1)
 
 
 def mean_psnr(clips: torch.Tensor, others: torch.Tensor) -> float:
-    """Mean over clips in -1..1 of the PSNR in dB."""
+    """Mean PSNR in dB over videos in -1..1."""
     error = ((clips - others) / 2).square().mean(dim=(1, 2, 3, 4))
     return round(float((-10 * torch.log10(error)).mean()), 2)
 
@@ -84,7 +84,7 @@ def mean_psnr(clips: torch.Tensor, others: torch.Tensor) -> float:
 def encode_clips(
     family: VideoFamily, vae: nn.Module, numbers: torch.Tensor, pace: Pace, *, frames: int, size: int, batch: int
 ) -> torch.Tensor:
-    """Draw clips [N, K] and encode them to normalised latents, in bf16, as many as the budget allows."""
+    """Render videos [N, K] and encode them to normalised bf16 latents, as many as the budget allows."""
     latents = []
     with family.quick_training(vae):
         for part in numbers.split(batch):
@@ -106,7 +106,7 @@ def _draw_batches(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Iterator[torch.Tensor]:
-    """Windows [batch, 3, frames, size, size] without end, of clips of `whole` pixels a side and of half that."""
+    """Endless windows [batch, 3, frames, size, size] of videos of `whole` pixels a side and of half that."""
     for turn in itertools.count():
         rows = torch.randint(len(numbers), (8 * batch,), device=numbers.device, generator=generator)
         extent = min(1.0, (1, 2)[turn % 2] * size / whole)
@@ -116,14 +116,14 @@ def _draw_batches(
 
 
 class Losses(nn.Module):
-    """The terms of the loss: absolute and squared error of pixels, absolute error of their differences, divergence."""
+    """Terms of the loss: absolute and squared error of pixels, absolute error of their differences, KL divergence."""
 
     def __init__(self, family: VideoFamily, vae: nn.Module) -> None:
         super().__init__()
         self.family, self.vae = family, vae
 
     def forward(self, clips: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of clips [N, 3, F, H, W] in -1..1, in the autoencoder's dtype."""
+        """Compute the losses of videos [N, 3, F, H, W] in -1..1, in the autoencoder's dtype."""
         mean, log_variance = self.family.encode(self.vae, clips).float().chunk(2, dim=1)
         log_variance = log_variance.clamp(-20, 10)
         latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
@@ -135,7 +135,7 @@ class Losses(nn.Module):
 
 
 def _captured(losses: Losses, clips: torch.Tensor) -> nn.Module:
-    """The same, on a GPU as CUDA graphs for clips of this shape: Python launches kernels slower than they run."""
+    """Capture the losses as CUDA graphs for videos of this shape on a GPU: training is launch-bound."""
     if not clips.is_cuda:
         return losses
     return torch.cuda.make_graphed_callables(losses, (clips,), allow_unused_input=True)

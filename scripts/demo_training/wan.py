@@ -1,4 +1,4 @@
-"""The Wan demo's parts: `WanPipeline` with UMT5 text, each at a size that trains in minutes."""
+"""Parts of the Wan demo: `WanPipeline` with UMT5 text, at a size that trains in minutes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .text_encoders import make_t5_encoder, make_t5_tokenizer
 from .video_family import GUIDANCE, LATENT_CHANNELS, TEXT_TOKENS, Shape, VideoFamily, init_transformer, make_scheduler
 
 TEXT_WIDTH = 128
-LONG_TEXT = 512  # tokens that WanPipeline pads to unless told otherwise
+LONG_TEXT = 512  # WanPipeline's default padded length
 
 
 class WanFlow(nn.Module):
-    """Transformer and text encoder, called as WanPipeline calls them."""
+    """Transformer and text encoder, called as in WanPipeline."""
 
     def __init__(self, transformer: WanTransformer3DModel, text: UMT5EncoderModel) -> None:
         super().__init__()
         self.transformer, self.text = transformer, text
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Velocity of `noisy` latents at `levels` [N]; padding is zero where the transformer reads it."""
+        """Predict the velocity of `noisy` latents at `levels` [N]; the transformer reads padding as zero."""
         states = self.text(ids, mask).last_hidden_state * mask[..., None]
         return self.transformer(noisy, 1000 * levels, states, return_dict=False)[0]
 
@@ -69,7 +69,7 @@ class Wan(VideoFamily):
 
     @contextmanager
     def quick_training(self, vae: AutoencoderKLWan) -> Iterator[None]:
-        """Channels last, for the better, once and for all."""
+        """Switch to channels last, permanently."""
         for weight in vae.parameters():
             if weight.ndim >= 4 and weight.shape[1] > 1:
                 layout = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
@@ -132,9 +132,9 @@ class Wan(VideoFamily):
 
 
 def _downsample(layer: WanResample, values: torch.Tensor) -> torch.Tensor:
-    """Halve the sides, and all frames but the first where the layer halves time: [N, C, 2 n + 1, ...] -> n + 1 frames.
+    """Halve the sides, and all frames but the first if the layer halves time: [N, C, 2 n + 1, ...] -> n + 1 frames.
 
-    Without a feature cache the layer's own forward leaves time alone.
+    Without a feature cache the layer's own forward does not change time.
     """
     values = layer(values)
     if layer.mode != "downsample3d":
@@ -143,7 +143,7 @@ def _downsample(layer: WanResample, values: torch.Tensor) -> torch.Tensor:
 
 
 def _upsample(layer: WanResample, values: torch.Tensor) -> torch.Tensor:
-    """The inverse in shape: double the sides, and all frames but the first, which the others do not see here."""
+    """Double the sides, and all frames but the first; the other frames do not see the first here."""
     if layer.mode == "upsample3d":
         later = layer.time_conv(values[:, :, 1:])  # [N, 2 C, n, H, W], a frame's two successors side by side
         later = later.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4, 5).flatten(2, 3)

@@ -1,1 +1,1 @@
-"""What was tried, and what it measured."""
+"""Experiments and their measurements."""

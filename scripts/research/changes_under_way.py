@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Changes the prompt in the middle of a run, and compares accelerated runs with plain ones that change likewise.
+"""Change the prompt in the middle of a run, and compare accelerated runs with plain runs that change the same way.
 
     python -m scripts.research.changes_under_way --output docs/results/changes-under-way --dtype bfloat16
 
-A callback replaces the embeddings of the first held-out prompts by those of the prompt after, before each of the steps
-that --before names. Work is a share of the plain run's. Figures are means of the prompts, and the lowest PSNR.
+A callback replaces the embeddings of the first held-out prompts with the embeddings of the following prompt, before
+each of the steps in --before. Work is a share of the plain run's. Figures are means over prompts, and the lowest PSNR.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ EMBEDS = "prompt_embeds"
 
 def main() -> None:
     parser = study_parser(__doc__, [*demo_names(), "all"], model="all", prompts=2, writes=".json and .md")
-    parser.add_argument("--before", type=int, nargs="+", default=[8, 10, 12, 20, 30], help="steps that changes precede")
+    parser.add_argument(
+        "--before", type=int, nargs="+", default=[8, 10, 12, 20, 30], help="steps before which the prompt changes"
+    )
     parser.add_argument("--preset", default="balanced")
-    parser.add_argument("--side", type=int, help="pixels; the model's own by default")
+    parser.add_argument("--side", type=int, help="image side in pixels; default: the model's")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
@@ -55,7 +57,7 @@ def main() -> None:
 def measured(
     pipe: Any, arguments: dict[str, Any], model: str, count: int, before: list[int], preset: str
 ) -> list[dict[str, Any]]:
-    """Rows of one model: the first without a change, and one for each step that changes precede."""
+    """Rows of one model: without a change, and with a change before each of the steps."""
     held_out = (pictures if model == "demo-flux" else clips).held_out_prompts(count + 1, "reporting")
     places = [None, *before]
     others = [embeddings(pipe, arguments, prompt.prompt) for prompt in held_out[1:]]
@@ -76,7 +78,7 @@ def measured(
 
 
 def embeddings(pipe: Any, arguments: dict[str, Any], prompt: str) -> torch.Tensor:
-    """A prompt's embeddings, as callbacks of the pipeline get them."""
+    """A prompt's embeddings as the pipeline's callbacks get them."""
     found = []
 
     def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def embeddings(pipe: Any, arguments: dict[str, Any], prompt: str) -> torch.Tenso
 
 
 def run(pipe: Any, arguments: dict[str, Any], prompt: Any, other: torch.Tensor, at: int | None) -> np.ndarray:
-    """Frames of one run whose prompt becomes another before step ``at``."""
+    """Frames of one run whose prompt changes before step ``at``."""
 
     def change(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         return tensors | {EMBEDS: other} if step + 1 == at else tensors

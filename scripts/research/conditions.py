@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The closed loop and its nearest rivals on several models, schedules, sizes, dtypes and guidances, cell by cell.
+"""Compare the closed loop with similar methods on several models, schedules, sizes, dtypes and guidance scales.
 
-In each cell `quality`, `balanced`, `turbo` and targets between and beyond theirs are measured, and so are the rivals
-that forecast the transformer's output; every run is compared with the plain run of the same prompts and seeds. Prompts
-go through the pipeline as one batch, and each is decided by itself (SeaCache, which decides for a batch as a whole,
-gets them one by one). Writes a JSON file after every part, and at last Markdown tables and a figure.
+Each combination is a cell. In each cell the presets `quality`, `balanced`, `turbo`, targets between and beyond theirs,
+and other methods that forecast the transformer's output are measured; every run is compared with the plain run of the
+same prompts and seeds. Prompts go through the pipeline as one batch with separate decisions (SeaCache decides for a
+whole batch and gets them one by one). Writes a JSON file after every part, and at the end Markdown tables and a figure.
 
     python -m scripts.research.conditions --output /tmp/conditions --processes 14
     python -m scripts.research.conditions --output /tmp/conditions --models demo-textures=/tmp/demo-textures \
@@ -44,14 +44,14 @@ from scripts.research.conditions_study.cells import CELLS, Cell, Conditions
 from scripts.research.conditions_study.report import LEVELS, LOOP, Row, draw, tables
 from scripts.tables import write_table
 
-TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, beside the three presets' own
+TARGETS = (0.02, 0.04, 0.1, 0.22, 0.5, 1.0)  # of `balanced`, in addition to the presets' own
 RIVALS = ("taylorseer-lite", "spectrum", "meancache", "hicache", "foca", "dmd", "sea-cache")
 ONE_BY_ONE = "SeaCache"
-PARTS = 3  # of a cell's settings, where several are measured at a time
+PARTS = 3  # parts of a cell's settings, with several processes
 
 
 def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]:
-    """A row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
+    """Return a row for every setting: cell, series, name, computed fraction, and PSNR in dB of each prompt."""
     cell, part, folder, options = work
     torch.set_num_threads(1)
     growth.GROWTH = options.growth
@@ -66,7 +66,7 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
         except Exception as error:
             if series == LOOP:
                 raise
-            print(f"{cell}: {name}: {type(error).__name__}: {error}", flush=True)  # diffusers' caches can't do all
+            print(f"{cell}: {name}: {type(error).__name__}: {error}", flush=True)  # some caches fail in some cells
             continue
         quality = [round(min(psnr(*pair), IDENTICAL), 2) for pair in zip(made, plain, strict=True)]
         rows.append(
@@ -79,21 +79,21 @@ def measure_part(work: tuple[Cell, slice, str, argparse.Namespace]) -> list[Row]
 def run_setting(
     conditions: Conditions, counter: WorkCounter, put_on: Any, *, one_by_one: bool
 ) -> tuple[list[torch.Tensor], float]:
-    """What a setting makes of the prompts, and what share of the plain run it computes."""
+    """Return the outputs of a setting, and its computed share of the plain run."""
     prompts = conditions.prompts
     made: list[torch.Tensor] = []
     computed = 0.0
     for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
         with put_on():
-            pass  # what needs calibration does it now, and not where runs are counted
+            pass  # calibrates here if needed, before runs are counted
         with put_on(), counter.counting() as share:
             made += conditions.run(group)
-            computed += share()  # of the plain run's, which was of all prompts
+            computed += share()  # share of the plain run of all prompts
     return made, computed
 
 
 def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Series, name, and what puts a setting on the pipeline."""
+    """Yield series, name, and a function that applies the setting to the pipeline."""
     changes = {"per_prompt": True, **dict(options.set)}
     for level in LEVELS:
         yield LOOP, level, partial(accelerated, subject.pipe, level, **changes)
@@ -106,7 +106,7 @@ def settings(subject: Subject, options: argparse.Namespace) -> Iterator[tuple[st
 
 
 def pool_of(processes: int) -> Pool:
-    """New processes, or this one where it is to be a single one."""
+    """Start processes; with one process, use the current one."""
     return multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else ThreadPool(1)
 
 
@@ -121,24 +121,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", default=["demo-flux", "demo-wan", "demo-hunyuan"], help="NAME or NAME=FOLDER"
     )
-    parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="cells of these alone")
+    parser.add_argument("--schedulers", nargs="+", default=["Euler", *SOLVERS], help="only cells with these schedulers")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--targets", type=float, nargs="*", default=TARGETS)
-    parser.add_argument("--settings", type=int, default=5, help="most of each rival")
-    parser.add_argument("--growth", type=float, default=growth.GROWTH, help="the exponent of dit_accel.loop.growth")
+    parser.add_argument("--settings", type=int, default=5, help="maximum number of settings per method")
+    parser.add_argument("--growth", type=float, default=growth.GROWTH, help="exponent of dit_accel.loop.growth")
     parser.add_argument("--set", type=key_value, nargs="*", default=[], help="keys of the preset, as warmup=4")
-    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="the closed loop alone")
-    parser.add_argument("--processes", type=int, default=1, help="parts that are measured at a time")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which what is not begun is left out")
+    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="only the closed loop")
+    parser.add_argument("--processes", type=int, default=1, help="number of parallel parts")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no part starts later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these JSON files together")
-    parser.add_argument("--smoke", action="store_true", help="one prompt, few steps, small, to see that it runs")
+    parser.add_argument("--merge", type=Path, nargs="+", help="merge these JSON files instead of measuring")
+    parser.add_argument("--smoke", action="store_true", help="quick test: one prompt, few steps, small")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that there is time for."""
+    """Measure as much as the time allows."""
     diffusers.utils.logging.set_verbosity_error()
     named = dict(name.partition("=")[::2] for name in options.models)
     folders = {name: folder or str(demo_path(name)) for name, folder in named.items()}
@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found["rows"] += rows
             options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
             if time.monotonic() > end:
-                break  # leaving the pool ends what is under way
+                break  # leaving the pool stops running parts
     return found
 
 

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Swaps SLA into a diffusers pipeline and fine-tunes it, on a teacher's velocities or by flow matching on clips.
+"""Swap SLA into a diffusers pipeline and fine-tune it, on a teacher's velocities or by flow matching on videos.
 
     python -m scripts.research.finetune_sla --output TUNED --model demo-wan  # matches the dense teacher
-    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --objective flow  # learns from drawn clips
+    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --objective flow  # on rendered videos
     python -m scripts.research.finetune_sla --output TUNED --model PATH --prompts PROMPTS.txt \
         --call '{"num_frames": 81}'
     python -m scripts.research.finetune_sla --output TUNED --model PATH --prompts PROMPTS.txt --train lora --checkpoint
     accelerate launch -m scripts.research.finetune_sla --output TUNED ...                         # on several GPUs
-    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --judge 24  # beside the dense model
+    python -m scripts.research.finetune_sla --output TUNED --model demo-wan --judge 24  # against the dense model
     python -m scripts.research.finetune_sla --table --output docs/results/sla-demo-wan  # SLA's table 2, on one GPU
     python -m scripts.research.finetune_sla --table --model demo-flux --output docs/results/sla-demo-flux  # and table 3
 
-Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, which preset key skip.projection takes:
+Writes TUNED/transformer, a plain diffusers model, and TUNED/sla.safetensors, for preset key skip.projection:
 
     pipe.transformer = WanTransformer3DModel.from_pretrained("TUNED/transformer", dtype=torch.bfloat16)
     accelerate_pipeline(pipe, "wan21-sla", **{"skip.projection": "TUNED/sla.safetensors"})
 
-With --train lora, TUNED is a LoRA for pipe.load_lora_weights("TUNED") in the place of the transformer.
+With --train lora, TUNED is a LoRA for pipe.load_lora_weights("TUNED") instead of the transformer.
 
-The same command goes on where --minutes stopped it. The teacher runs on the prompts first, and some of its calls are
-kept on the device; flow matching is for the demo video models, which draw their own data.
+The same command resumes after --minutes stopped it. The teacher runs on the prompts first, and part of its calls stay
+on the device; flow matching is for the demo video models, which render their own data.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from scripts.research.finetuning.table import FULL, PILOT, SMOKE, Experiment
 from scripts.research.finetuning.training import LOG, Training, fine_tune
 from scripts.research.finetuning.variants import VARIANTS
 
-DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # their clips can be trained on
+DRAWN = [name for name, subject in SUBJECTS.items() if isinstance(subject, Clips)]  # can train on their videos
 
 
 def main() -> None:
     options, parser = _options()
-    device = PartialState(cpu=options.device == "cpu").device  # of this process, where accelerate launched several
+    device = PartialState(cpu=options.device == "cpu").device  # of this process, if accelerate started several
     if device.type == "cuda":
         configure_torch()
-        torch.backends.cudnn.benchmark = False  # hardly a shape comes often enough to pay for it
+        torch.backends.cudnn.benchmark = False  # shapes repeat too rarely for it to help
     for wanted in ("table", "judge"):
         if getattr(options, wanted) and options.model not in SUBJECTS:
             parser.error(f"--{wanted} needs a demo model: {', '.join(SUBJECTS)}")
@@ -71,9 +71,9 @@ def main() -> None:
         judge_one(options, device)
         return
     if options.model not in DRAWN and options.objective == "flow":
-        parser.error(f"--objective flow needs a model whose clips can be drawn: {', '.join(DRAWN)}")
+        parser.error(f"--objective flow needs a model with rendered videos: {', '.join(DRAWN)}")
     if options.model not in SUBJECTS and options.prompts is None:
-        parser.error(f"--prompts is needed for a model that draws none itself, as {', '.join(SUBJECTS)} do")
+        parser.error(f"--prompts is required except for the demo models {', '.join(SUBJECTS)}")
     train_one(options, device)
 
 
@@ -114,7 +114,7 @@ def train_one(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def judge_one(options: argparse.Namespace, device: torch.device) -> None:
-    """A demo model with SLA in it beside the dense one, before and after its fine-tuning, on held-out prompts."""
+    """Compare a demo model with SLA to the dense one, before and after fine-tuning, on held-out prompts."""
     subject, folder = SUBJECTS[options.model], demo_path(options.model)
     call = {**demo_arguments(folder), **json.loads(options.call)}
     pipe = subject.family.load(folder, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
@@ -131,7 +131,7 @@ def judge_one(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def add_lora(transformer: nn.Module, rank: int) -> None:
-    """Put a LoRA beside every linear layer of the transformer's blocks; it alone takes gradients then."""
+    """Add a LoRA to every linear layer of the transformer's blocks; only the LoRA takes gradients then."""
     layers = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear) and "blocks." in name]
     transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=layers))
     for weight in filter(lambda weight: weight.requires_grad, transformer.parameters()):
@@ -139,7 +139,7 @@ def add_lora(transformer: nn.Module, rank: int) -> None:
 
 
 def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
-    """What the objective trains on."""
+    """Gather the training data of the objective."""
     folder = demo_path(options.model)
     call = {**(demo_arguments(folder) if folder else {}), **json.loads(options.call)}
     if options.objective == "flow":
@@ -154,7 +154,7 @@ def gather_calls(pipe: DiffusionPipeline, options: argparse.Namespace) -> Calls:
 
 
 def make_table(options: argparse.Namespace, device: torch.device) -> None:
-    """All variants, or one of them in the work folder of an experiment that another process began."""
+    """Run all variants, or one of them in the work folder of an experiment that another process started."""
     sizes = SMOKE if options.smoke else PILOT if options.pilot else FULL
     sizes = replace(sizes, variants=tuple(options.variants)) if options.variants else sizes
     if options.table_steps is not None:
@@ -167,7 +167,7 @@ def make_table(options: argparse.Namespace, device: torch.device) -> None:
             experiment.run(options.variant)
             return
         rows = [experiment.prepare()]
-        print(f"{time.monotonic() - started:4.0f} s  dense model recorded and judged", flush=True)
+        print(f"{time.monotonic() - started:4.0f} s  dense model recorded and evaluated", flush=True)
         rows += experiment.run_all(options.jobs)
         seconds = round(time.monotonic() - started, 1)
         write_report(options.output, rows, experiment, {"seconds": seconds, **describe_run(device)})
@@ -177,43 +177,51 @@ def make_table(options: argparse.Namespace, device: torch.device) -> None:
 
 def _options() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder; with --table stem of .json, .md and .png")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder; with --table the stem of .json, .md and .png"
+    )
     parser.add_argument("--model", default="demo-wan", help="a demo model, or path or id of a pipeline")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     sla = parser.add_argument_group("attention")
-    sla.add_argument("--critical", type=float, default=0.05, help="share of the tiles that attend")
-    sla.add_argument("--negligible", type=float, default=0.10, help="share of the tiles that take no part")
+    sla.add_argument("--critical", type=float, default=0.05, help="share of critical tiles")
+    sla.add_argument("--negligible", type=float, default=0.10, help="share of negligible tiles")
     sla.add_argument("--feature-map", choices=["softmax", "elu", "relu"], default="softmax")
     sla.add_argument("--block", type=int, choices=[64, 128], default=64)
     data = parser.add_argument_group("data")
     data.add_argument("--objective", choices=["teacher", "flow"], default="teacher")
-    data.add_argument("--prompts", type=Path, help="text file of prompts, one a line; demo models draw theirs")
-    data.add_argument("--clips", type=int, default=256, help="prompts or clips that a demo model draws")
+    data.add_argument("--prompts", type=Path, help="text file, one prompt per line; demo models generate prompts")
+    data.add_argument("--clips", type=int, default=256, help="number of prompts or videos from a demo model")
     data.add_argument("--call", default="{}", help="JSON of arguments of the pipeline's call")
-    data.add_argument("--share", type=float, default=0.25, help="of the teacher's calls that is kept")
-    data.add_argument("--paint-batch", type=int, default=16, help="prompts that the teacher paints at once")
+    data.add_argument("--share", type=float, default=0.25, help="kept share of the teacher's calls")
+    data.add_argument("--paint-batch", type=int, default=16, help="prompts per batch of the teacher")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=2000)
     training.add_argument("--batch", type=int, default=16)
     training.add_argument(
-        "--rate", type=float, default=5e-4, help="of AdamW; orthogonalised steps of matrices take twice it"
+        "--rate", type=float, default=5e-4, help="learning rate of AdamW; orthogonalised steps use twice this rate"
     )
-    training.add_argument("--projection-rate", type=float, default=10.0, help="of projections, times that of matrices")
-    training.add_argument("--minutes", type=float, default=float("inf"), help="most of this run; another one goes on")
+    training.add_argument(
+        "--projection-rate", type=float, default=10.0, help="rate of projections as a multiple of the matrices'"
+    )
+    training.add_argument(
+        "--minutes", type=float, default=float("inf"), help="time limit of this run; run again to resume"
+    )
     training.add_argument("--train", choices=["all", "lora", "projections"], default="all")
-    training.add_argument("--rank", type=int, default=32, help="of the LoRA")
+    training.add_argument("--rank", type=int, default=32, help="rank of the LoRA")
     training.add_argument("--checkpoint", action="store_true", help="gradient checkpointing, for large models")
     table = parser.add_argument_group("table")
-    table.add_argument("--judge", type=int, metavar="N", help="judge --output on N held-out prompts: judged.json there")
+    table.add_argument(
+        "--judge", type=int, metavar="N", help="evaluate --output on N held-out prompts, into its judged.json"
+    )
     table.add_argument("--table", action="store_true", help="compare all variants, before and after fine-tuning")
-    table.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="of the table")
+    table.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="variants in the table")
     table.add_argument("--table-steps", type=int, help="training steps of each variant")
-    table.add_argument("--pilot", action="store_true", help="three variants for a few steps: does it run, how fast")
-    table.add_argument("--smoke", action="store_true", help="two variants for two steps, on any CPU")
-    table.add_argument("--jobs", type=int, default=7, help="variants that train side by side")
-    table.add_argument("--work", type=Path, help="folder for what the variants share, else a temporary one")
-    table.add_argument("--variant", help="train this one, in the --work of an experiment that has begun")
+    table.add_argument("--pilot", action="store_true", help="speed test: three variants for a few steps")
+    table.add_argument("--smoke", action="store_true", help="quick test: two variants for two steps, on any CPU")
+    table.add_argument("--jobs", type=int, default=7, help="number of variants in parallel")
+    table.add_argument("--work", type=Path, help="folder shared by the variants; default: temporary")
+    table.add_argument("--variant", help="train only this variant, in the --work of a running experiment")
     return parser.parse_args(), parser
 
 

@@ -1,4 +1,4 @@
-"""Schedules of the papers on our engine, for comparisons."""
+"""The papers' schedules on our engine, for comparisons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dit_accel.tools.compare import Method, of_preset
 
 
 def fixed_schedules(pipe: Any) -> list[Method]:
-    """TaylorSeer and FORA per layer, a fixed interval at level ``output``."""
+    """TaylorSeer and FORA per layer, and fixed intervals at level ``output``."""
     methods = []
     family = family_of(pipe)
     settings = [(3, 1, 3), (3, 1, 4), (3, 1, 5), (3, 1, 6), (3, 1, 8), (3, 2, 3), (3, 2, 4), (8, 1, 4), (8, 2, 6)]

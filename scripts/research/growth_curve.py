@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How an error of the latents has grown by the end of a run, by the noise level where it is made.
+"""Measure how much an error of the latents grows until the end of a run, by the noise level where it occurs.
 
 At single steps the latents are shifted along the direction in which a linear forecast of the output errs there, and the
-run goes on as usual; growth is the shift of the result over the shift made. Writes a JSON file, and a figure of the
-curves beside the law of `dit_accel.loop.growth`, with what errors of each step count under three schedules.
+run continues normally; growth is the shift of the result divided by the applied shift. Writes a JSON file, and a figure
+of the curves with the law of `dit_accel.loop.growth` and the weight of each step's error under three schedules.
 
     python -m scripts.research.growth_curve --output docs/results/growth.json --figure docs/figures/growth.png
     python -m scripts.research.growth_curve --output /tmp/growth.json \
@@ -30,15 +30,15 @@ from scripts.research.conditions_study.cells import HELD_OUT
 
 SHIFT = 1.5
 STEPS = 50
-REACH = 4  # steps between the records of the forecast, and from the last of them to the step that it is made for
-SIZE = 0.05  # of a step's move, by which the latents are shifted
+REACH = 4  # steps between the records of the forecast, and from the last record to the forecast step
+SIZE = 0.05  # shift of the latents, relative to a step's move
 AT = (9, 12, 16, 20, 25, 30, 36, 42)
 SHIFTS = (1.5, 4.5, 7.0)
 
 
 @torch.no_grad()
 def curve(model: str, folder: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Noise levels, and the growth from each, the geometric mean over prompts."""
+    """Noise levels, and the growth from each level: the geometric mean over prompts."""
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32).to(options.device)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
@@ -73,7 +73,7 @@ def curve(model: str, folder: str, options: argparse.Namespace) -> dict[str, lis
 
 
 def norms(values: torch.Tensor) -> torch.Tensor:
-    """The L2 norm of each sample."""
+    """L2 norm of each sample."""
     return values.float().flatten(1).norm(dim=1)
 
 
@@ -90,7 +90,7 @@ def draw(curves: dict[str, dict[str, list[float]]], file: Path) -> None:
         even = np.linspace(1, 1 / STEPS, STEPS)
         weights = growth.error_weights(list(shift * even / (1 + (shift - 1) * even)))
         right.plot(range(STEPS), weights, label=f"shift {shift:g}")
-    right.set(xlabel="step", ylabel="what an error of the output counts")
+    right.set(xlabel="step", ylabel="weight of an error of the output")
     right.legend(frameon=False)
     for axes in (left, right):
         tidy_axes(axes, "y")
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="PNG file")
     parser.add_argument("--models", nargs="+", default=["demo-flux"], help="NAME, or NAME=FOLDER")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--size", type=int, default=256, help="pixels along each side")
+    parser.add_argument("--size", type=int, default=256, help="side in pixels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()

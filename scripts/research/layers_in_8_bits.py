@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What linear layers and attention in 8 bits do to the demo models' pictures and clips, with and without the loop.
+"""Measure the effect of 8-bit linear layers and attention on the demo models' outputs, with and without the loop.
 
-PSNR to the plain run on held-out prompts, for `exact` and the closed loop's preset, each as it is, with linear layers
+PSNR to the plain run on held-out prompts, for `exact` and the closed loop's preset: each unchanged, with linear layers
 in int8 and in float8, and with every tile of attention in 8 bits.
 
     python -m scripts.research.layers_in_8_bits --dtype bfloat16 --output docs/results/layers-in-8-bits
@@ -31,7 +31,7 @@ from scripts.tables import write_table
 
 BALANCED = {"demo-flux": "balanced", "demo-wan": "video-balanced", "demo-hunyuan": "video-balanced"}
 ALL_TILES = {"policy": "sparge", "tau_kv": 0.0, "steps": "all"}
-CASES = {  # settings of a preset, by what is in 8 bits
+CASES = {  # settings of a preset, by the 8-bit parts
     "nothing": {},
     **{f"layers, {dtype}": {"linear": {"dtype": dtype}} for dtype in LINEAR_DTYPES},
     **{f"attention, {dtype}": {"skip": ALL_TILES, "kernels": {"qk_dtype": dtype}} for dtype in QK_DTYPES},
@@ -39,7 +39,7 @@ CASES = {  # settings of a preset, by what is in 8 bits
 
 
 def measured(study: AgainstPlain, preset: str, case: str) -> dict[str, Any]:
-    """Means over prompts, and PSNR of each in dB."""
+    """Means over prompts, and PSNR of each prompt in dB."""
     each, fractions = [], []
     for made, plain, report in study.runs(load_preset(preset, **CASES[case])):
         each.append(min(psnr(made, plain), IDENTICAL))
@@ -49,7 +49,7 @@ def measured(study: AgainstPlain, preset: str, case: str) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A line a run."""
+    """Format the rows, one line per run."""
     lines = ["| model | preset | in 8 bits | PSNR dB | worst | computed |", "|---|---|---|---|---|---|"]
     for row in results:
         figures = f"{row['psnr_db']:.1f} | {min(row['psnr_db_each']):.1f} | {row['computed_fraction']:.3f}"
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="stem of the .json and .md files")
     parser.add_argument("--models", nargs="+", choices=list(BALANCED), default=list(BALANCED))
     parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Where PSNR ends: methods at 5 to 10 times less work, by what their pictures show and not by PSNR alone.
+"""Compare methods at 5 to 10 times less work by the content of their outputs, and not only by PSNR.
 
-At so little work pictures differ from the plain run's and may be as good. For every method at about the wanted computed
-fractions: the share of held-out prompts whose attributes the pixel readers find right, PSNR, SSIM and LPIPS against the
-plain run, and sharpness and colours relative to it. Numbers that set how much is computed (the closed loop's target,
-thresholds) are searched for; settings that come to another fraction are left out.
+With this little work, outputs differ from the plain run's but may be as good. For every method at about the wanted
+computed fractions: the share of held-out prompts whose attributes the pixel readers find correct, PSNR, SSIM and LPIPS
+against the plain run, and sharpness and colours relative to it. Numbers that set the amount of work (the closed loop's
+target, thresholds) are searched; settings that give another fraction are left out.
 
     python -m scripts.research.low_work --output /tmp/low --processes 12
     python -m scripts.research.low_work --output /tmp/low --models demo-textures=/tmp/demo-textures --processes 12
     python -m scripts.research.low_work --output /tmp/few --few-steps --processes 12
 
-`--few-steps` measures on top of plain runs of 4, 8 and 12 steps, as distilled models take, at any fraction. Prompts go
-through the pipeline in batches, and each is decided by itself; methods that decide for a batch as a whole get the first
-few one by one. Writes STEM.json after each row, and at the end STEM.md and for each model a figure and a sheet.
+`--few-steps` measures on top of plain runs of 4, 8 and 12 steps, like distilled models, at any fraction. Prompts go
+through the pipeline in batches with separate decisions; methods that decide for a batch as a whole get the first few
+one by one. Writes STEM.json after each row, and at the end STEM.md and for each model a figure and a sheet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMOKE += ["turbo", "stack W=1 N=2 D=1", "SeaCache 0.4 K=4", "TaylorSeer lite W=3
 
 
 def cases(options: argparse.Namespace, store: str) -> list[Case]:
-    """One for each model, or for each model and number of few steps."""
+    """One case for each model, or for each model and number of few steps."""
     named = dict(name.partition("=")[::2] for name in options.models)
     few = options.few_steps is not None
     return [
@@ -70,7 +70,7 @@ def cases(options: argparse.Namespace, store: str) -> list[Case]:
 
 
 def found(options: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Row]:
-    """Rows as they are measured, until the time is up; puts into ``left_out`` why peers are."""
+    """Yield rows as they are measured, until the time is up; ``left_out`` gets the reasons of missing methods."""
     ends = time.monotonic() + 60 * options.minutes
     with (
         tempfile.TemporaryDirectory() as store,
@@ -101,27 +101,27 @@ def parse() -> argparse.Namespace:
         "--models", nargs="+", default=["demo-flux", "demo-wan", "demo-hunyuan"], help="NAME or NAME=FOLDER"
     )
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16, help="prompts that a pipeline gets at once")
-    parser.add_argument("--alone", type=int, default=16, help="prompts of methods that get them one by one")
+    parser.add_argument("--batch", type=int, default=16, help="prompts per batch")
+    parser.add_argument("--alone", type=int, default=16, help="number of prompts for methods without batches")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="wanted computed fractions")
-    parser.add_argument("--few-steps", type=int, nargs="*", help="on top of runs of so many steps; 4, 8 and 12 if bare")
-    parser.add_argument("--steps", type=int, help="of the plain run; like --size the model's own by default")
+    parser.add_argument(
+        "--few-steps", type=int, nargs="*", help="on top of runs with these steps; without values 4, 8 and 12"
+    )
+    parser.add_argument("--steps", type=int, help="steps of the plain run; default, as for --size: the model's")
     parser.add_argument("--size", type=int, help="height and width in pixels")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument(
         "--only", nargs="+", default=[], help="names of settings and searches, of a table or in the JSON"
     )
     parser.add_argument("--set", type=key_value, nargs="*", default=[], help="keys of the loop's preset, as warmup=4")
-    parser.add_argument("--sheet", type=float, default=0.12, help="the fraction whose settings are on the sheet")
+    parser.add_argument("--sheet", type=float, default=0.12, help="computed fraction of the sheet")
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which what is measured is written")
-    parser.add_argument(
-        "--smoke", action="store_true", help="one model, prompt and fraction, small, to see that it runs"
-    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit, after which the results are written")
+    parser.add_argument("--smoke", action="store_true", help="quick test: one small model, prompt and fraction")
     options = parser.parse_args()
     if options.few_steps == []:
         options.few_steps = list(FEW_STEPS)
@@ -152,11 +152,11 @@ def _line(row: Row) -> str:
     if row in failed([row]):
         return f"{row['name']}: {row['error']}"
     right = (row.get("right") or {}).get("all", "")
-    return f"{row['name']}: {row['computed']:.3f} {right if 'psnr' in row else 'is not near'}"
+    return f"{row['name']}: {row['computed']:.3f} {right if 'psnr' in row else 'is too far'}"
 
 
 def publish(rows: list[Row], left_out: dict[str, str], options: argparse.Namespace) -> None:
-    """Writes the tables, and for each model and number of steps the figure and the sheet."""
+    """Write the tables, and for each model and number of steps the figure and the sheet."""
     write_table(options.output.with_suffix(".md"), tables(rows, left_out))
     few = options.few_steps is not None
     for (model, steps), own in runs_in(rows).items():

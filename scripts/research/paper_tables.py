@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The papers' tables of quality on a trained demo model: every row that they print, and what it gives here.
+"""Reproduce the papers' quality tables on a trained demo model: every row of the papers, with the figures measured
+here.
 
 FlashOmni's tables 1 to 3 with the baselines that run on our engine, its figure 9 (quality over warm-up steps) and its
-figure 7 (density over steps, beside SpargeAttn's); SpargeAttn tuned by its own procedure on five samples, beside one
-threshold for all layers; FG-Attn's figure 9 (how stable masks are) and its presets. PSNR, SSIM and, where it is
-installed, LPIPS are to the plain picture or clip; sparsity is the share of pairs of queries and keys that a whole run
-leaves out.
+figure 7 (density over steps, with SpargeAttn's); SpargeAttn tuned by its own procedure on five samples, and with one
+threshold for all layers; FG-Attn's figure 9 (stability of masks) and its presets. PSNR, SSIM and, if installed, LPIPS
+compare with the plain image or video; sparsity is the share of query-key pairs that a whole run skips.
 
     python -m scripts.research.paper_tables --model demo-flux --dtype bfloat16 --output papers-demo-flux
     python -m scripts.research.paper_tables --model demo-wan --dtype bfloat16 --output papers-demo-wan
@@ -31,18 +31,18 @@ from scripts.research.paper_study.flips import Flips
 from scripts.research.paper_study.report import density_plot, tables
 from scripts.tables import write_table
 
-FLIPS = ("demo-flux", "demo-wan")  # models that FG-Attn ran on
+FLIPS = ("demo-flux", "demo-wan")  # models of FG-Attn's kind
 
 
 class Study(AgainstPlain):
-    """Measures presets on prompts, each beside the plain run."""
+    """Measures presets on prompts and compares them with the plain run."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._lpips = lpips_distance(self.pipe.device)
 
     def measure(self, preset: Preset) -> dict[str, Any]:
-        """Means over prompts, PSNR of each, and the share of pairs that attention computes in each step."""
+        """Means over prompts, PSNR of each, and the share of computed attention pairs in each step."""
         figures, reports = [], []
         for made, plain, report in self.runs(preset):
             reports.append(report)
@@ -61,11 +61,14 @@ class Study(AgainstPlain):
 
 def main() -> None:
     parser = study_parser(__doc__, list(settings.MODELS), model="demo-flux", prompts=8, writes=".json, .md and .png")
-    parser.add_argument("--steps", type=int, help="of a run; like --height and --width the model's own by default")
+    parser.add_argument("--steps", type=int, help="steps of a run; default, as for --height and --width: the model's")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument(
-        "--only", nargs="+", default=[], help="rows whose source or name holds one of these; SpargeAttn by source"
+        "--only",
+        nargs="+",
+        default=[],
+        help="only rows whose source or name contains one of these; SpargeAttn by source",
     )
     options = parser.parse_args()
     arguments = demo_arguments(demo_folder(options.model))

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Speed against quality of every preset, of the papers' fixed schedules and of all peers, on a demo model.
+"""Compare speed and quality of every preset, of the papers' fixed schedules and of all other methods, on a demo model.
 
 Each run is compared with the plain run of the same held-out prompt and seed. Writes a JSON file, Markdown tables and
-two plots, over computed fraction and over time; docs/notes/comparisons.md says what they hold. An interrupted sweep
-goes on.
+two plots, over computed fraction and over time; docs/notes/comparisons.md explains them. An interrupted sweep resumes
+where it stopped.
 
     python -m scripts.research.pareto --model demo-flux                                # docs/results/pareto-demo-flux.*
     # on a CPU
     python -m scripts.research.pareto --model demo-flux --prompts 1 --height 256 --width 256 --output /tmp/pareto
 
-Several processes share a sweep, and one more merges what they found. They slow each other down, so times are then
-measured anew, alone:
+Several processes can share a sweep, and one more merges their results. They slow each other down, so afterwards the
+times are measured again by one process alone:
 
     for i in 1 2 3; do python -m scripts.research.pareto --model demo-wan --shard $i/3 & done; wait
     python -m scripts.research.pareto --model demo-wan --merge
@@ -42,11 +42,11 @@ from scripts.research.fixed_schedules import fixed_schedules
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FAMILIES = {"demo-flux": ("flux", "kontext"), "demo-hunyuan": ("hunyuan",), "demo-wan": ("wan21",)}
-LOOPS = ("quality", "balanced", "turbo")  # names for any model; of `balanced` the target is swept
+LOOPS = ("quality", "balanced", "turbo")  # names that fit any model; the target of `balanced` is varied
 
 
 def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> tuple[list[Method], dict[str, str]]:
-    """Everything that is compared on a demo model, and why some peers are not."""
+    """All methods to compare on a demo model, and the reasons of missing ones."""
     presets = [name for name in preset_names() if name.split("-")[0] in FAMILIES[model]]
     ours = our_methods(pipe, [*LOOPS, *presets], "balanced")
     others, left_out = peer_methods(pipe, steps, peers)
@@ -54,10 +54,10 @@ def all_methods(pipe: Any, steps: int, model: str, peers: list[str] | None) -> t
 
 
 def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> list[Method]:
-    """Methods whose name or series is named (all, where none is), and of these every N-th from the I-th.
+    """Select methods by name or series (none given: all), and every N-th of them from the I-th.
 
     Raises:
-        SystemExit: a name is of none.
+        SystemExit: a name matches no method or series.
     """
     known = {name for method in methods for name in (method.name, method.series)}
     unknown = [name for name in only if name not in known]
@@ -69,13 +69,13 @@ def chosen(methods: list[Method], only: list[str], shard: tuple[int, int]) -> li
 
 
 def held_out(model: str, count: int, split: str) -> list[Prompt]:
-    """The first held-out prompts of a split."""
+    """Return the first held-out prompts of a split."""
     found = (pictures if model == "demo-flux" else clips).held_out_prompts(count, split)
     return [Prompt(each.prompt, each.seed) for each in found]
 
 
 def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the pipeline's call, and all that rows of one comparison have in common."""
+    """Arguments of the pipeline's call, and the settings that all rows of one comparison share."""
     arguments = demo_arguments(demo_path(options.model))
     given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
     given["num_frames"] = options.frames
@@ -85,7 +85,7 @@ def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
 
 
 def shard(text: str) -> tuple[int, int]:
-    """``I/N`` as two numbers."""
+    """Parse ``I/N`` into two numbers."""
     part, whole = (int(number) for number in text.split("/"))
     if not 1 <= part <= whole:
         raise argparse.ArgumentTypeError(f"must be I/N with 1 <= I <= N, got {text}")
@@ -95,21 +95,21 @@ def shard(text: str) -> tuple[int, int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(FAMILIES), default="demo-flux")
-    parser.add_argument("--output", type=Path, help="stem of the files; docs/results/pareto-MODEL by default")
+    parser.add_argument("--output", type=Path, help="stem of the files; default: docs/results/pareto-MODEL")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
-    parser.add_argument("--steps", type=int, help="like --height, --width and --frames: the model's own by default")
+    parser.add_argument("--steps", type=int, help="default, as for --height, --width and --frames: the model's")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--frames", type=int)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="all by default")
-    parser.add_argument("--only", nargs="+", default=[], help="names of methods or series to measure, again if need be")
-    parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: every N-th method, into a file of its own")
-    parser.add_argument("--merge", action="store_true", help="put the files of shards together, and measure nothing")
-    parser.add_argument("--retime", action="store_true", help="measure the times of what is there, alone, and no more")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="times are medians of at least as many runs")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="other methods; default: all")
+    parser.add_argument("--only", nargs="+", default=[], help="only these methods or series, even if measured before")
+    parser.add_argument("--shard", type=shard, default=(1, 1), help="I/N: every N-th method, into a separate file")
+    parser.add_argument("--merge", action="store_true", help="merge the files of shards instead of measuring")
+    parser.add_argument("--retime", action="store_true", help="measure only the times of existing rows again")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="runs per time, at least; times are medians")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def measure(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.Namespace) -> None:
-    """Adds rows of methods that have none, or that were asked for by name."""
+    """Add rows of methods that have none, or that were selected by name."""
     started = time.perf_counter()
     for method in sweep.missing(methods, [method.name for method in methods] if options.only else ()):
         row = bench.measure(method)
@@ -156,16 +156,16 @@ def measure(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse
 
 
 def retime(bench: Bench, sweep: Sweep, methods: list[Method], options: argparse.Namespace) -> None:
-    """Measures the times of the rows that there are once more."""
+    """Measure the times of existing rows again."""
     rows = {row["name"]: row for row in sweep.rows}
     missing = {method.name for method in sweep.missing(methods)}
     for method in methods:
         if method.name in missing:
-            print(f"{method.name}: not timed, since it has no figures, or those of another preset", flush=True)
+            print(f"{method.name}: not timed: no figures, or figures of another preset", flush=True)
             continue
         try:
             sweep.add(rows[method.name] | bench.retime(method))
-        except Exception as error:  # the others go on
+        except Exception as error:  # go on with the others
             print(f"{method.name}: {type(error).__name__}: {error}", flush=True)
 
 

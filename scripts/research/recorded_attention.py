@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What each policy loses on the queries, keys and values of a trained demo model: relative L1 error against sparsity.
+"""Measure the error of each policy on queries, keys and values of a trained demo model: relative L1 against sparsity.
 
-Every attention of some steps of runs on held-out prompts is measured as it passes, against the dense one in float32:
-SpargeAttn with and without its judge, top-k, SLA's sparse part and FG-Attn's slices by their policies, and tiles chosen
-by their true masses, which no pooled map knows. FG-Attn's table 1 on the same attentions: how many tiles of which size
-hold no probability above c/N, for N tokens, and how many may go for the same error. Writes a JSON file, Markdown tables
-and a plot.
+Attention of some steps of runs on held-out prompts is measured as it runs, against dense attention in float32:
+SpargeAttn with and without its similarity test, top-k, SLA's sparse part and FG-Attn's slices by their policies, and
+tiles chosen by their true masses, which no pooled map knows. FG-Attn's table 1 on the same data: the share of tiles, by
+size, without a probability above c/N, for N tokens, and the share that can be skipped for the same error. Writes a JSON
+file, Markdown tables and a plot.
 
     # under a minute on a GPU
     python -m scripts.research.recorded_attention --output docs/results/recorded-attention-demo-wan
@@ -28,15 +28,17 @@ from scripts.research.attention_study.curves import TARGETS, Measurement
 from scripts.research.attention_study.report import plot, tables
 from scripts.tables import write_table
 
-MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # with what writes their prompts
+MODELS = {"demo-flux": prompts, "demo-hunyuan": clips, "demo-wan": clips}  # module that writes their prompts
 
 
 def main() -> None:
     parser = study_parser(__doc__, list(MODELS), model="demo-wan", prompts=2, writes=".json, .md and .png")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
-    parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
-    parser.add_argument("--every", type=int, default=10, help="one step in so many is measured")
-    parser.add_argument("--orders", nargs="+", choices=TOKEN_ORDERS, default=TOKEN_ORDERS, help="of a clip's tokens")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
+    parser.add_argument("--every", type=int, default=10, help="measure every n-th step")
+    parser.add_argument(
+        "--orders", nargs="+", choices=TOKEN_ORDERS, default=TOKEN_ORDERS, help="orders of a video's tokens"
+    )
     options = parser.parse_args()
 
     arguments = demo_arguments(demo_folder(options.model))

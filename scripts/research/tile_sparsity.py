@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How close a demo clip stays to the plain run, by the share of tiles that attention leaves out of computed steps.
+"""Measure how close a demo video stays to the plain run, by the share of tiles that computed steps skip.
 
-SpargeAttn's share (top_k) and mass (tau_kv) of tiles, one setting for all layers and steps; the same under a probe,
-which lets each layer and step find its own density for one target error; left-out tiles that count by their means;
-masks that are kept, alone and with the residual of what they leave out; a longer warm-up; and FG-Attn's single keys.
-Each with every step computed, so that only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR
-against the plain run. Writes a JSON file after each setting, to which a run with the same options adds; then tables and
-a plot.
+Settings: SpargeAttn's share (top_k) and mass (tau_kv) of tiles, the same for all layers and steps; the same with a
+probe, where each layer and step finds its own density for one target error; skipped tiles that count by their means;
+masks that are kept, alone and with the residual of the skipped tiles; a longer warm-up; and FG-Attn's single keys. Each
+runs with every step computed, so that only tiles matter, and with the closed loop's steps. Held-out prompts, PSNR
+against the plain run. Writes a JSON file after each setting, which a run with the same options extends; then tables
+and a plot.
 
     # minutes
     python -m scripts.research.tile_sparsity --output docs/results/tile-sparsity-demo-hunyuan --schedules every
@@ -48,13 +48,13 @@ MODELS = {"demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
 SCHEDULES = {"every": "every step computed", "loop": "the closed loop's steps"}
 WARMUP = 3  # dense steps, as in the video presets
 ALL_TILES = "all tiles"
-SHARES = (0.3, 0.4, 0.5, 0.7)  # of the tiles, between which the table interpolates
+SHARES = (0.3, 0.4, 0.5, 0.7)  # of the tiles; the table interpolates between settings
 PROBE_BLOCKS = 4
-ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # targets of the probe
+ERRORS = {"demo-hunyuan": (0.02, 0.04, 0.06, 0.1), "demo-wan": (0.03, 0.06, 0.1, 0.16)}  # the probe's targets
 
 
 class Setting(NamedTuple):
-    """One way to leave tiles out: its series, what is swept in it, and the preset's keys."""
+    """One way to skip tiles: its series, the varied value, and the preset's keys."""
 
     series: str
     label: str
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
 
 
 def settings(model: str) -> Iterator[Setting]:
-    """Everything that is compared on a demo model; blocks have 64 tokens where the series does not say."""
+    """All settings to compare on a demo model; blocks have 64 tokens unless the series says otherwise."""
     yield Setting(ALL_TILES, "", {})
     for share in (0.85, 0.7, 0.6, 0.5, 0.4):
         yield Setting("top_k, blocks of 128", f"{share}", _keys(128, top_k=share))
@@ -101,13 +101,13 @@ def settings(model: str) -> Iterator[Setting]:
 
 
 def _keys(block: int, policy: str = "sparge", **skip: Any) -> dict[str, Any]:
-    """Of a preset; every run has a probe, which measures where it has no target."""
+    """Keys of a preset; every run has a probe, which only measures if it has no target."""
     section = {"policy": policy, "steps": "all", "probe_blocks": PROBE_BLOCKS, **skip}
     return {"skip": section, "blocks.size": block, "schedule.warmup": WARMUP}
 
 
 def preset(model: str, schedule: str, keys: dict[str, Any], target: float | None = None) -> Preset:
-    """The preset of a setting on one of the schedules; `target` is the loop's, its preset's own by default."""
+    """Preset of a setting on one of the schedules; `target` is the loop's, default: its preset's."""
     if schedule == "loop":
         keys = keys if target is None else keys | {"schedule.target_error": target}
         return load_preset(load_preset("video-balanced", model=MODELS[model]), **keys)
@@ -115,11 +115,11 @@ def preset(model: str, schedule: str, keys: dict[str, Any], target: float | None
 
 
 class Study(AgainstPlain):
-    """Measures settings on prompts, each beside the plain run."""
+    """Measures settings on prompts and compares them with the plain run."""
 
     def measure(self, wanted: Preset) -> dict[str, Any]:
-        """PSNR of each prompt in dB, and means over prompts: share of tiles left out of computed steps, FLOPs, the
-        probe's error, and the worst of these.
+        """PSNR of each prompt in dB, and means over prompts: share of tiles skipped in computed steps, FLOPs, and the
+        probe's error, with its maximum.
         """
         decibels, reports = [], []
         for made, plain, report in self.runs(wanted):
@@ -137,10 +137,10 @@ class Study(AgainstPlain):
 
 
 def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """The document of an earlier run, or an empty one; what the probe did was called a guard's once.
+    """Read the document of an earlier run, or return an empty one; accept the old name of the probe's figures, "guard".
 
     Raises:
-        SystemExit: that run had other settings.
+        SystemExit: the earlier run had other settings.
     """
     document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": common, "results": []}
     if document["settings"] != common:
@@ -151,9 +151,9 @@ def earlier(file: Path, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_of(model: str, result: dict[str, Any]) -> tuple[int, int, float]:
-    """Where a result stands: by schedule, then in the order of the settings, then by the loop's target.
+    """Sort key of a result: schedule, then order of the settings, then the loop's target.
 
-    Densities that each head had of its own, which presets no longer have, stand with their series.
+    Per-head densities, which presets no longer have, sort with their series.
     """
     order = [(each.series, each.label) for each in settings(model)]
     place = order.index((result["series"].removesuffix(", adaptive"), result["label"]))
@@ -161,8 +161,8 @@ def place_of(model: str, result: dict[str, Any]) -> tuple[int, int, float]:
 
 
 def psnr_at(share: float, results: list[dict[str, Any]]) -> float | None:
-    """PSNR of a series with that share of tiles left out, between its settings; None beyond them."""
-    kept = best_settings([(1 - r["left_out"], r["psnr_db"]) for r in results])  # of less work and less quality none
+    """PSNR of a series at a skipped share of tiles, interpolated between settings; None outside of them."""
+    kept = best_settings([(1 - r["left_out"], r["psnr_db"]) for r in results])  # drops dominated ones
     points = sorted((1 - work, decibels) for work, decibels in kept)
     if not points or not points[0][0] <= share <= points[-1][0]:
         return None
@@ -170,19 +170,19 @@ def psnr_at(share: float, results: list[dict[str, Any]]) -> float | None:
 
 
 def tables(results: list[dict[str, Any]]) -> str:
-    """PSNR by series at some shares, then every run."""
+    """Tables of PSNR by series at some shares, and of every run."""
     lines = []
     for schedule, title in SCHEDULES.items():
         of_schedule = [r for r in results if r["schedule"] == schedule]
         if not of_schedule:
             continue
-        lines += [f"PSNR (dB) with so many tiles left out, {title}:", ""]
+        lines += [f"PSNR (dB) by skipped share of tiles, {title}:", ""]
         lines += [f"| | {' | '.join(f'{share:.0%}' for share in SHARES)} |", "|---|" + "---|" * len(SHARES)]
         for series in dict.fromkeys(r["series"] for r in of_schedule):
             figures = [psnr_at(share, [r for r in of_schedule if r["series"] == series]) for share in SHARES]
             lines.append(f"| {series} | {' | '.join('–' if f is None else f'{f:.1f}' for f in figures)} |")
         lines.append("")
-    lines += ["| schedule | target | series | setting | left out | PSNR dB | worst | error | worst error | computed |"]
+    lines += ["| schedule | target | series | setting | skipped | PSNR dB | worst | error | worst error | computed |"]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for r in results:
         setting = f"{r['schedule']} | {r.get('target_error') or ''} | {r['series']} | {r['label']}"
@@ -194,7 +194,7 @@ def tables(results: list[dict[str, Any]]) -> str:
 
 
 def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
-    """PSNR against the share left out, a panel a schedule; a line joins a series' best settings."""
+    """Plot PSNR against the skipped share, one panel per schedule; a line joins a series' best settings."""
     schedules = [schedule for schedule in SCHEDULES if any(r["schedule"] == schedule for r in results)]
     figure = new_figure(5.6 * len(schedules) + 1.0, 4.8)
     names = list(dict.fromkeys(r["series"] for r in results))
@@ -216,7 +216,7 @@ def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
                 markersize=5,
             )
         axes.set_title(f"{model}: {SCHEDULES[schedule]}", loc="left")
-        axes.set_xlabel("tiles left out of computed steps (%)")
+        axes.set_xlabel("skipped tiles of computed steps (%)")
         tidy_axes(axes, grid="both")
         axes.legend(frameon=False, loc="best", fontsize=8)
     figure.axes[0].set_ylabel("PSNR against the plain run (dB)")
@@ -226,12 +226,14 @@ def plot(results: list[dict[str, Any]], model: str, path: Path) -> None:
 def main() -> None:
     parser = study_parser(__doc__, list(MODELS), model="demo-hunyuan", prompts=2, writes=".json, .md and .png")
     parser.add_argument("--split", choices=["reporting", "tuning"], default="reporting")
-    parser.add_argument("--steps", type=int, help="of a run; the model's own by default")
+    parser.add_argument("--steps", type=int, help="steps of a run; default: the model's")
     for side in ("frames", "height", "width"):
-        parser.add_argument(f"--{side}", type=int, help="of a clip; the model's own by default")
+        parser.add_argument(f"--{side}", type=int, help="of the video; default: the model's")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
-    parser.add_argument("--targets", nargs="+", type=float, default=[None], help="of the loop; its preset's by default")
-    parser.add_argument("--only", nargs="+", help="series to run, each by a part of its name")
+    parser.add_argument(
+        "--targets", nargs="+", type=float, default=[None], help="targets of the loop; default: its preset's"
+    )
+    parser.add_argument("--only", nargs="+", help="only series whose name contains one of these")
     options = parser.parse_args()
 
     wanted = options.only or [""]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What each order of a clip's tokens does to blocks: their self-similarity, and the tiles that SpargeAttn leaves out.
+"""Measure the effect of each order of a video's tokens: self-similarity of blocks, and tiles that SpargeAttn skips.
 
-SpargeAttn's table 4, on the queries and keys of a demo video model's own denoising steps. Attention does not care for
-the order of its tokens, so every order is measured on the same ones. Writes a JSON file and a Markdown table.
+SpargeAttn's table 4, on the queries and keys of a demo video model's own denoising steps. Attention does not depend on
+the order of its tokens, so every order is measured on the same data. Writes a JSON file and a Markdown table.
 
     # minutes on a GPU
     python -m scripts.research.token_order --model demo-wan --output docs/results/token-order-demo-wan
@@ -33,18 +33,18 @@ from scripts.demo_training import clips
 from scripts.demo_training.loading import demo_folder, load_demo, run_prompts, study_parser
 from scripts.tables import write_table
 
-ORDERS = ("random", *TOKEN_ORDERS)  # random is the floor
+ORDERS = ("random", *TOKEN_ORDERS)  # random is the lower bound
 COLUMNS = {"q_similarity": "queries", "k_similarity": "keys", "sparsity": "left out", "l1": "L1 error"}
 
 
 class OrderMeasurement:
-    """Attention over a clip's own tokens, measured in every order; :meth:`visit` is for an ``AttentionTap``.
+    """Attention over a video's own tokens, measured in every order; :meth:`visit` is for an ``AttentionTap``.
 
     Args:
-        blocks: tokens in a block.
+        blocks: tokens per block.
         taus: ``skip.tau_kv``, the mass that a row may lose.
-        every: one step in so many is measured.
-        heads: so many heads of each attention are measured, the following ones of the next; None = all.
+        every: measure every n-th step.
+        heads: number of heads to measure in each attention layer, the following ones in the next; None = all.
     """
 
     def __init__(self, blocks: Sequence[int], taus: Sequence[float], every: int = 1, heads: int | None = None) -> None:
@@ -56,7 +56,7 @@ class OrderMeasurement:
         self._visits = 0
 
     def visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Measures the attention of ``[B, S, H, D]`` and leaves it as it is."""
+        """Measure the attention of ``[B, S, H, D]`` without changing it."""
         if site.step % self._every != self._every // 2:
             return
         if self._heads is not None:
@@ -90,7 +90,7 @@ class OrderMeasurement:
 
 
 def _shuffled(layout: TokenLayout) -> torch.Tensor:
-    """A random order of the clip's tokens, int64 ``[S]``; text stays behind them."""
+    """Random order of the video's tokens, int64 ``[S]``; text stays after them."""
     places = torch.arange(layout.tokens)
     places[: layout.vision] = torch.randperm(layout.vision, generator=torch.Generator().manual_seed(0))
     return places
@@ -107,8 +107,8 @@ def measure(
 ) -> list[dict[str, float]]:
     """Figures of one attention ``[B, S, H, D]`` at each tau; ``dense`` is its output with every tile.
 
-    ``q_similarity`` and ``k_similarity``: mean pairwise cosine within blocks of the clip. ``sparsity``: share of all
-    tiles that is left out. ``l1``: ‖O' − O‖₁ / ‖O‖₁ of the attention's output for that.
+    ``q_similarity`` and ``k_similarity``: mean pairwise cosine within blocks of the video. ``sparsity``: skipped share
+    of all tiles. ``l1``: ‖O' − O‖₁ / ‖O‖₁ of the resulting output.
     """
     pooled = pooled_map(q, k, layout.block, kv_len=kv_len)
     similarities = {
@@ -126,7 +126,7 @@ def measure(
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
+    """Format the results as Markdown."""
     lines = [
         f"| block | tau_kv | order | {' | '.join(COLUMNS.values())} |",
         "|---|---|---|" + "---|" * len(COLUMNS),
@@ -139,8 +139,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = study_parser(__doc__, ["demo-wan", "demo-hunyuan"], model="demo-wan", prompts=5, writes=".json and .md")
-    parser.add_argument("--every", type=int, default=10, help="one step in so many is measured")
-    parser.add_argument("--heads", type=int, help="so many of each attention are measured, in turn; all by default")
+    parser.add_argument("--every", type=int, default=10, help="measure every n-th step")
+    parser.add_argument("--heads", type=int, help="heads to measure per attention layer, in turn; default: all")
     parser.add_argument("--blocks", type=int, nargs="+", choices=[64, 128], default=[64, 128])
     parser.add_argument("--taus", type=float, nargs="+", default=[0.05, 0.15, 0.3])
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Commands without the work: what they hand to the library is noted, and nothing is loaded, run or drawn."""
+"""Commands without work: the calls into the library are recorded, and nothing is loaded, run or plotted."""
 
 import re
 import shutil
@@ -18,18 +18,18 @@ from dit_accel.tools import tune as tuning
 from dit_accel.tools.timing import Output
 from tests.tiny import tiny_pipeline
 
-CLIPS = "some/clips"  # name of a model that makes clips; all others make pictures
+CLIPS = "some/clips"  # name of a model that makes videos; all others make images
 
 
 @pytest.fixture(scope="session")
 def made():
-    """Pipelines by the model's name, and what a call of each gives."""
+    """Pipelines by the model's name, with the results of their calls."""
     picture, clip = Image.new("RGB", (16, 16)), np.zeros((5, 16, 16, 3), dtype=np.uint8)
     return {"pictures": (tiny_pipeline("flux-kontext"), picture), CLIPS: (tiny_pipeline("wan"), clip)}
 
 
 class Report:
-    """Of a run that was not made."""
+    """Report of a run that was not made."""
 
     computed_fraction, notes = 0.5, ()
 
@@ -39,7 +39,7 @@ class Report:
 
 @pytest.fixture
 def reached(monkeypatch, made, tmp_path):
-    """What a command hands to the library, by name; nothing is loaded, run or drawn."""
+    """Calls of a command into the library, by name; nothing is loaded, run or plotted."""
     seen = {}
 
     def put(prefix="", **facts):
@@ -163,7 +163,7 @@ def reached(monkeypatch, made, tmp_path):
 
 @pytest.fixture
 def handed_on(run, reached, tmp_path):
-    """Runs a command in a folder with pictures and prompts; gives what it hands on, writes and prints."""
+    """Run a command in a folder with images and prompts; return its calls, files and output."""
     for index, level in enumerate((0, 99)):
         Image.new("RGB", (16, 16), (level,) * 3).save(tmp_path / ("black.png", "grey.png")[index])
     (tmp_path / "two.txt").write_text("a cat\na dog\n")

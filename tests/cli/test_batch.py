@@ -20,8 +20,8 @@ from dit_accel.serving.prompts import Job
 from dit_accel.tools.timing import Output, timed_output
 from tests.tiny import tiny_inputs, tiny_pipeline
 
-COUNT = 8  # pictures
-# The command line, which is killed while it makes the fourth picture.
+COUNT = 8  # images
+# The command line, which is killed while it makes the fourth image.
 DIES = """
 import os
 import signal
@@ -68,7 +68,7 @@ def manifest(folder):
 
 
 def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
-    """With settings of its own over those of the command."""
+    """Settings in a line override those of the command."""
     lines = [{"prompt": "a fox"}, {"prompt": "a hen", "seed": 7, "steps": 2}]
     result = generate(tmp_path, "prompts.jsonl", map(json.dumps, lines))
     assert result.exit_code == 0, result.output
@@ -81,9 +81,9 @@ def test_every_line_gets_a_file_and_a_line_of_the_manifest(generate, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
-    """What is whole stays as it is; a spoilt file, a lost one and a line that was cut off are made again.
+    """Complete files stay; a corrupt file, a missing file and a truncated line are made again.
 
-    Lines of the manifest count wherever a broken one stands.
+    Lines of the manifest after a broken line count too.
     """
     assert generate(tmp_path, "prompts.txt", ["a", "b", "c", "d"]).exit_code == 0
     folder, before = tmp_path / "out", manifest(tmp_path)
@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on(generate, tmp_path, monkeypatch):
 
 
 def test_a_killed_run_loses_and_repeats_nothing(generate, model, tmp_path, monkeypatch):
-    """SIGKILL in the middle, then Ctrl-C: what has a line of the manifest stays, and all ends as in one go."""
+    """After SIGKILL midway and Ctrl-C later, lines of the manifest stay, and the result equals an uninterrupted run."""
     prompts = [f"picture {number}" for number in range(COUNT)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     command = [sys.executable, "-c", DIES, "generate", "-m", model, "--prompts", "prompts.txt", *SMALL]
@@ -155,7 +155,7 @@ def calls(monkeypatch):
 
 
 def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tmp_path):
-    """The same pictures but for rounding, from the same noise, and each its own steps; other settings, other calls."""
+    """Images of a shared call equal separate ones up to rounding, with their own steps; other settings run apart."""
     lines = [{"prompt": f"picture {index}", "seed": index, "steps": 8} for index in range(4)]
     lines[2] |= {"steps": 7}
     options = map(json.dumps, lines), "--set", "target_error=0.06"
@@ -176,7 +176,7 @@ def test_neighbours_share_a_call_and_get_what_they_get_alone(generate, calls, tm
 
 
 def test_an_interrupted_batch_is_made_again(generate, calls, tmp_path, monkeypatch):
-    """And nothing that was written before, also where batches are of another size then."""
+    """Earlier lines are not made again, also with another batch size."""
     write = batch._append
     rows = []
 
@@ -227,7 +227,7 @@ def test_each_prompt_of_a_batch_has_the_noise_that_it_has_alone():
 
 
 def test_guidance_of_a_line_is_its_own(monkeypatch):
-    """Also where it is a component of the pipeline, which stays from call to call."""
+    """A guidance component of the pipeline, which stays between calls, follows each line too."""
     pipe, scales = tiny_pipeline("hunyuan15"), []
     jobs = [Job(0, {"prompt": "a", "seed": 0, "guidance": 3.0}), Job(1, {"prompt": "b", "seed": 0})]
     made = Output([Image.new("RGB", (8, 8))], 0.0, 0.0, 0)
@@ -240,7 +240,7 @@ def test_guidance_of_a_line_is_its_own(monkeypatch):
 
 
 def test_other_settings_in_the_same_folder_are_refused(generate, tmp_path):
-    """Unless they are to replace what is there."""
+    """Other settings are accepted only if existing files are to be replaced."""
     assert generate(tmp_path, "prompts.txt", ["a"]).exit_code == 0
     refused = generate(tmp_path, "prompts.txt", ["b"])
     assert refused.exit_code == 2 and "holds line 1 with other settings: prompt ('a', now 'b')" in refused.output

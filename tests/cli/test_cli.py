@@ -54,7 +54,7 @@ def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
 
 
 def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
-    """With every step computed the comparison says identical; PSNR, which would be infinite, is null in the JSON."""
+    """With every step computed the comparison says identical; the JSON has null for the infinite PSNR."""
     result = run(
         "generate", "-p", "a", "-m", models / "flux", *SMALL, "--preset", "exact", "--compare", "--json", "o.json"
     )
@@ -65,7 +65,7 @@ def test_exact_preset_gives_the_plain_picture(run, models, tmp_path):
 
 
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
-    """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
+    """`--preset none` with a seed equals the user's own call with a CPU generator of that seed."""
     from diffusers import DiffusionPipeline
 
     assert run("generate", "-p", "a fox", "-m", models / "flux", *SMALL, "--seed", 7, "--preset", "none").exit_code == 0
@@ -114,7 +114,7 @@ def test_quiet_prints_nothing(run, models):
 
 
 def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
-    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the picture changes."""
+    """With --negative-prompt, --guidance is true_cfg_scale: a second branch runs, and the image changes."""
     common = ("generate", "-p", "a fox", "-m", models / "flux-schnell", *SMALL, "--preset", "exact")
     assert run(*common, "-o", "one.png").exit_code == 0
     assert run(*common, "--negative-prompt", "blue", "--guidance", 4, "-o", "two.png").exit_code == 0
@@ -123,7 +123,7 @@ def test_negative_prompt_guides_flux_by_a_second_branch(run, models, tmp_path):
 
 
 def test_default_preset_is_balanced(run, models, tmp_path):
-    """For a FLUX model, and for one without an adapter of its own."""
+    """For a FLUX model, and for a model without its own adapter."""
     for model in ("flux", "sd3"):
         files = ("-o", f"{model}.png", "--json", f"{model}.json")
         assert run("generate", "-p", "a", "-m", models / model, *SMALL, *files).exit_code == 0
@@ -131,7 +131,7 @@ def test_default_preset_is_balanced(run, models, tmp_path):
 
 
 def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
-    """--call gives the pipeline's call what no option names, as YAML, and the JSON says so."""
+    """--call passes arguments without an option to the pipeline's call, as YAML, and the JSON lists them."""
     from diffusers import DiffusionPipeline
 
     common = ("generate", "-p", "a fox", "-m", models / "flux", *SMALL, "--preset", "none", "--json", "o.json")
@@ -166,7 +166,7 @@ def test_call_passes_any_argument_of_the_pipeline(run, models, tmp_path):
     ],
 )
 def test_mistakes_of_call(run, models, command, beside, call, told):
-    """Every command that runs a pipeline takes --call, and says what can't be passed."""
+    """Every command that runs a pipeline accepts --call, and names arguments that can't be passed."""
     result = run(*command, "-m", models / "flux", *SMALL, *beside, "--call", call)
     assert result.exit_code != 0
     assert told in " ".join(result.stderr.split())
@@ -210,7 +210,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
-    """What the user got wrong is said without a traceback, and nothing is written."""
+    """User errors give one line without a traceback, and nothing is written."""
     Image.new("RGB", (16, 16)).save(models / "picture.png")
     for folder in ("o-plain.png", "n-1.png"):
         (models / folder).mkdir(exist_ok=True)
@@ -234,7 +234,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments,
 )
 @pytest.mark.parametrize("failing", ["__call__", "from_pretrained"])
 def test_out_of_memory_is_a_failure_with_advice(run, models, monkeypatch, error, failing):
-    """Memory that does not suffice, for the model or its run, gives exit code 1 and says what to try."""
+    """If memory does not suffice for the model or its run, the exit code is 1 and the message says what to try."""
     from diffusers import DiffusionPipeline, FluxPipeline
 
     def exhausted(self, *_, prompt=None, num_inference_steps=None, height=None, width=None, generator=None, **__):
@@ -286,7 +286,7 @@ def listed(run, *options):
 
 
 def test_presets_list_names_every_preset(run):
-    """With --all the list holds each shipped preset; without, about ten, which are closed loops."""
+    """With --all the list has every shipped preset; without it about ten, all closed loops."""
     assert listed(run, "--all") == preset_names()
     short = listed(run)
     assert {"quality", "balanced", "turbo"} < set(short) < set(preset_names()) and len(short) <= 12
@@ -315,7 +315,7 @@ def test_presets_list_filters_by_model(run, model, there, missing):
 
 
 def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
-    """What is shown, saved and checked is the preset itself; the check prints it whole."""
+    """Showing, saving and checking give the preset itself; the check prints it in full."""
     shown = run("presets", "show", "flux-flashomni-paper")
     assert shown.exit_code == 0
     (tmp_path / "mine.yaml").write_text(shown.stdout)
@@ -326,7 +326,7 @@ def test_presets_show_prints_a_file_that_loads_to_the_preset(run, tmp_path):
 
 
 def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
-    """What is there goes before what is shipped, and its own values are printed."""
+    """An existing file takes precedence over the shipped preset, and its values are printed."""
     (tmp_path / "balanced").write_text("base: balanced\nschedule: {warmup: 7}\n")
     checked = run("presets", "check", "balanced")
     assert checked.exit_code == 0, checked.output
@@ -334,7 +334,7 @@ def test_a_file_with_the_name_of_a_shipped_preset_is_checked(run, tmp_path):
 
 
 def test_a_file_is_checked_and_a_shipped_preset_is_shown(run, tmp_path):
-    """Each says what the other is for; a file may have the name of a preset."""
+    """Each command's error names the other command; a file may have the name of a preset."""
     for name in ("mine.yaml", "mine.yml"):
         assert f"got the file {name}; see dit-accel presets check" in run("presets", "show", name).stderr
     assert "got the shipped preset balanced; see dit-accel presets show" in run("presets", "check", "balanced").stderr

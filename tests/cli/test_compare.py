@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 
 def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
-    """Table, JSON and plots of presets and peers; asked again with one more peer, only that one is measured."""
+    """Table, JSON and plots of presets and other methods; a second run with one more method measures only that one."""
     asked = ("compare", "-m", model, "-p", "a red fox", "--presets", "turbo,quality", *SMALL)
     result = run(*asked, "--peers", "fewer-steps")
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_a_comparison_is_written_and_goes_on(run, model, tmp_path):
 
 
 def test_every_prompt_begins_with_noise_of_its_own(run, model, tmp_path, monkeypatch):
-    """From --seed on; the warm-up has a prompt that is none of those that are compared."""
+    """Seeds start at --seed; the prompt of the warm-up is not one of the compared prompts."""
     seen = []
 
     def bench(load, arguments, prompts, warmup, *_):
@@ -76,7 +76,7 @@ def test_an_edited_preset_is_measured_again(run, model, tmp_path):
 
 
 def test_a_pipeline_is_gone_before_it_is_loaded_again(run, model, monkeypatch):
-    """A device may not hold two; here a method changes weights, so that the comparison needs a fresh one."""
+    """A device may not have room for two; here a method changes weights, so the comparison loads a fresh pipeline."""
     loaded = []
 
     def load(*arguments, **options):
@@ -118,7 +118,7 @@ def test_mistakes_are_told_before_the_model_loads(run, arguments, message):
 
 
 def test_methods_are_those_that_were_asked_for(monkeypatch):
-    """Presets by name, else the three levels of the model's kind and targets between them; peers, as many as wanted."""
+    """Presets by name, else the three levels of the model's kind and targets between; any number of other methods."""
     asked = {}
     bench = SimpleNamespace(pipe=tiny_pipeline("wan"), subject=SimpleNamespace(steps=6))
 
@@ -152,7 +152,7 @@ def test_peers_are_all_none_or_some(handed_on, peers, handed):
 
 
 def test_calibration_sees_no_prompt_that_is_compared(handed_on, tmp_path):
-    """Else methods that are calibrated would know their test."""
+    """Calibrated methods must not know their test prompts."""
     first, second, *_ = tuning_prompts("some/model")
     for prompts, expected in (([first], second), ([second], first), ([second, first], tuning_prompts("some/model")[2])):
         (tmp_path / "mine.txt").write_text("\n".join(prompts))

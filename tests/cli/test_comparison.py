@@ -1,4 +1,4 @@
-"""Both sides of one picture, timed in turn."""
+"""Both sides of one image, timed alternately."""
 
 import io
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def sides(plain, fast):
 
 
 def test_a_disturbed_time_changes_no_speedup():
-    """It is the median of neighbours' ratios, shown with the spread; seconds are medians too; and it is said."""
+    """The speed-up is the median of neighbours' ratios, shown with the spread; seconds are medians; a note says so."""
     shaken = sides([4.0, 4.0, 4.0], [2.0, 80.0, 2.0])
     assert str(shaken.speedup) == "2.00× (0.05 to 2.00)" and (shaken.plain.seconds, shaken.fast.seconds) == (4.0, 2.0)
     assert ["raise --repeats" in remark for remark in shaken.remarks()] == [True]
@@ -34,7 +34,7 @@ def test_a_disturbed_time_changes_no_speedup():
 
 
 def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
-    """A plain repeat of a few steps counts as many seconds as all calls of the first run at its pace."""
+    """A plain repeat of a few steps is scaled to the number of calls of the first run."""
 
     class Clock:
         calls = 0
@@ -67,7 +67,7 @@ def test_seconds_of_repeats_are_of_whole_runs(monkeypatch):
     ids=["once", "three", "whole"],
 )
 def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
-    """Which stand for a whole run, unless whole ones are asked for; the pipeline is plain again afterwards."""
+    """A few steps represent a whole run, unless whole runs are requested; the pipeline is plain again afterwards."""
     pipe = tiny_pipeline("flux")
     seen = []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
@@ -82,7 +82,7 @@ def test_plain_repeats_are_a_few_steps(whole, repeats, calls):
 
 
 def test_a_preset_that_does_not_fit_is_told_before_any_run():
-    """Not after a plain run of minutes."""
+    """The error comes before the plain run, which may take minutes."""
     pipe, seen = tiny_pipeline("sd3"), []
     pipe.transformer.register_forward_hook(lambda *_: seen.append(1))
     console = Console(file=io.StringIO(), quiet=True)
@@ -94,7 +94,7 @@ def test_a_preset_that_does_not_fit_is_told_before_any_run():
 @pytest.mark.parametrize("whole", [False, True], ids=["a few steps", "whole runs"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_repeats_are_seconds_of_whole_runs(monkeypatch, whole, device):
-    """Plain repeats of a few steps count as many as a run has; on a GPU kernels compile in a run that is not timed."""
+    """Plain repeats of a few steps are scaled to a whole run; on a GPU kernels compile in a run that is not timed."""
     pipe, called, denoised, expected = tiny_pipeline("flux"), [], [], []
     pipe_device = type("Pipe", (type(pipe),), {"_execution_device": torch.device(device)})
     pipe.__class__ = pipe_device

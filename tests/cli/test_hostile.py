@@ -87,7 +87,7 @@ def assert_refused(result, complaint):
 
 @pytest.mark.parametrize(("arguments", "complaint"), TOLD_AT_ONCE.values(), ids=TOLD_AT_ONCE)
 def test_it_is_told_before_a_model_is_looked_for(run, home, arguments, complaint):
-    """In one short line; nothing is written or replaced."""
+    """The error is one short line; nothing is written or replaced."""
     before = {path.name: path.lstat().st_mtime_ns for path in home.iterdir()}
     base = () if "-m" in arguments else ("-m", "nowhere/at-all")
     prompt = () if "--prompt" in arguments else ("--prompt", "a")
@@ -113,7 +113,7 @@ def test_it_is_told_before_a_model_is_looked_for(run, home, arguments, complaint
     ids=lambda arguments: "-".join(str(each)[:12] for each in arguments).strip("-"),
 )
 def test_numbers_beyond_reason_are_refused_by_their_option(run, tmp_path, arguments):
-    """By the parser itself, before any work."""
+    """The parser refuses them before any work."""
     result = run("generate", "-p", "a", "-m", "nowhere/at-all", *arguments)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert arguments[0] in result.stderr and len(result.stderr) < 2000
@@ -152,7 +152,7 @@ def test_a_device_that_can_not_run_is_refused(run, model, device, complaint):
     ids=["unknown-class", "list", "list-of-classes", "deep", "broken", "number-as-part"],
 )
 def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint):
-    """Whatever diffusers raises of it."""
+    """Any error of diffusers gives one line."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text(index)
     assert_refused(run("generate", "-p", "a", "-m", tmp_path / "model"), complaint)
@@ -170,13 +170,13 @@ def test_a_folder_that_is_no_pipeline_is_refused(run, tmp_path, index, complaint
     ids=["plot", "json", "plain", "default", "plot-and-json"],
 )
 def test_two_options_do_not_write_one_file(run, model, tmp_path, arguments, complaint):
-    """Files beside NAME and that of no --output count too."""
+    """Files derived from NAME, and the default file without --output, count too."""
     assert_refused(run("generate", "-p", "a", "-m", model, *SMALL, *arguments), complaint)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_force_replaces_what_generate_wrote(run, model, tmp_path):
-    """Without it a second run is refused, or writes beside the first where it names no output; files stay."""
+    """Without --force a second run is refused, or chooses another name if it has no output name; files stay."""
     asked = ("generate", "-p", "a", "-m", model, *SMALL, "--json", "run.json")
     assert run(*asked, "--seed", 1).exit_code == 0
     first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -190,7 +190,7 @@ def test_force_replaces_what_generate_wrote(run, model, tmp_path):
 
 
 def test_inspect_replaces_nothing_and_knows_its_layers_before_it_writes(run, model, tmp_path):
-    """A layer without symbols is told with those that have some; the folder stays empty."""
+    """A layer without symbols gives an error that lists layers with symbols; the folder stays empty."""
     asked = ("inspect", "-p", "a", "-m", model, "--preset", "flux-flashomni-paper", "--quiet", "--output", "run")
     sized = ("--steps", 12, "--height", 64, "--width", 64)
     assert_refused(run(*asked, *sized, "--layer", "nope"), "--layer: no symbols for layer 'nope'; layers: transformer_")
@@ -235,7 +235,7 @@ def test_other_commands_refuse_likewise(run, tmp_path, command, complaint):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"settings": 5}'], ids=["empty", "list", "broken", "other"])
 def test_a_comparison_does_not_go_on_from_another_file(run, model, tmp_path, content):
-    """A JSON file that holds none is refused and stays."""
+    """A JSON file without a comparison is refused and stays."""
     (tmp_path / "mine.json").write_text(content)
     result = run("compare", "-p", "a", "-m", model, *SMALL, "-o", "mine", "--peers", "none", "--presets", "exact")
     assert_refused(result, "mine.json holds no comparison: name another output, or remove the file")
@@ -244,7 +244,7 @@ def test_a_comparison_does_not_go_on_from_another_file(run, model, tmp_path, con
 
 @pytest.mark.parametrize("content", ["", "[]", '{"request": 5}'], ids=["empty", "list", "other"])
 def test_a_tuning_does_not_go_on_from_another_file(run, model, tmp_path, content):
-    """A state that holds none is refused and stays."""
+    """A file without a tuning's state is refused and stays."""
     (tmp_path / "mine-tuning").mkdir()
     (tmp_path / "mine-tuning" / "state.json").write_text(content)
     result = run("tune", "--target-psnr", 30, "-m", model, *SMALL, "-o", "mine.yaml", "--quiet")

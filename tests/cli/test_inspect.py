@@ -1,4 +1,4 @@
-"""What `dit-accel inspect` draws: the middle of a clip and of the blocks, in the order that tokens had."""
+"""Plots of `dit-accel inspect`: the middle of a video and of the blocks, in the order of the tokens."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_the_middle_frame_of_a_clip_is_that_of_its_latents(frames, latents, late
 @pytest.mark.parametrize("factor", [4, 8])
 @pytest.mark.parametrize("latent", [1, 2, 3, 6])
 def test_symbols_are_drawn_over_the_frame_that_they_are_of(latent, factor):
-    """The first latent frame is one frame of the clip and each other ``factor``; the middle one is shown."""
+    """The first latent frame is one frame of the video and each other is ``factor`` frames; the middle one is shown."""
     frames = 1 + (latent - 1) * factor
     clip = np.zeros((frames, 2, 2, 3), np.uint8) + np.arange(frames, dtype=np.uint8)[:, None, None, None]
     picture, place, count = inspect._middle(SimpleNamespace(vae_scale_factor_temporal=factor), clip)
@@ -46,7 +46,7 @@ def pipe():
 
 @pytest.mark.parametrize("layer, drawn", [(None, "blocks.1"), ("blocks.2", "blocks.2")])
 def test_the_map_is_of_the_block_that_is_asked_for(pipe, monkeypatch, tmp_path, layer, drawn):
-    """Else of the middle one, with the run's layout and order of tokens."""
+    """The default is the middle block; the map has the run's layout and order of tokens."""
     seen = []
     monkeypatch.setattr(figures, "symbol_map", lambda *given, **named: seen.append((given[1:], named)))
     inspect._draw_symbols(pipe, Image.new("RGB", (8, 8)), layer, tmp_path, Console(quiet=True))

@@ -1,4 +1,4 @@
-"""The manifest of ``generate --prompts``: what a crash leaves, and which settings it holds against those asked for."""
+"""The manifest of ``generate --prompts``: its state after a crash, and its check of settings."""
 
 import json
 import os
@@ -61,7 +61,7 @@ LINES = {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"}
 
 
 def test_a_crash_while_a_line_is_written_costs_that_line_alone(make, tmp_path):
-    """Wherever it is cut: every line parses afterwards, whole ones stay, and what has none is made again."""
+    """After a cut at any place every line parses, complete lines stay, and lines without a row are made again."""
     make(*LINES)
     manifest = tmp_path / batch.MANIFEST
     whole = manifest.read_bytes()
@@ -74,7 +74,7 @@ def test_a_crash_while_a_line_is_written_costs_that_line_alone(make, tmp_path):
 
 
 def test_what_is_no_row_is_passed_over(make, tmp_path):
-    """As a disk's block that was not written, or a line of another program."""
+    """Lines that are not rows, such as an unwritten disk block or another program's line, are skipped."""
     make(*LINES)
     manifest = tmp_path / batch.MANIFEST
     manifest.write_bytes(b'\xff\x00\n[1]\n5\n"text"\n{"index": []}\n\n' + manifest.read_bytes())
@@ -83,7 +83,7 @@ def test_what_is_no_row_is_passed_over(make, tmp_path):
 
 @pytest.mark.parametrize("fails", ["write_bytes", "replace"])
 def test_a_file_has_its_name_when_it_is_whole(make, tmp_path, monkeypatch, fails):
-    """Where writing fails the one from before stays, no row says otherwise, and the next run makes what is missing."""
+    """If writing fails, the previous file stays, no row is added, and the next run makes the missing file."""
     make({"prompt": "before"})
 
     def half(path, data):
@@ -133,7 +133,7 @@ def changed(name, first, second):
     ],
 )
 def test_a_setting_that_changes_is_noticed(make, tmp_path, name, first, second):
-    """One that is given, changed or left out: it is named, and the line is made anew where that is wanted."""
+    """A setting that is added, changed or removed is named, and the line is made again on request."""
 
     def run(given, **options):
         given = {"lines": {"prompt": "a"}} | given
@@ -149,7 +149,7 @@ def test_a_setting_that_changes_is_noticed(make, tmp_path, name, first, second):
 
 
 def test_a_line_that_failed_holds_nothing_against_other_settings(make, tmp_path):
-    """It has no file, so it is made with whatever is asked for now; those that have one stay."""
+    """A failed line has no file, so it is made with the current settings; lines with a file stay."""
     with pytest.raises(BatchError, match=r"1 of 2 lines failed \(2\)"):
         make({"prompt": "a"}, {"prompt": "bad"})
     assert make({"prompt": "a"}, {"prompt": "b", "steps": 5}) == [1]
@@ -157,7 +157,7 @@ def test_a_line_that_failed_holds_nothing_against_other_settings(make, tmp_path)
 
 
 def test_lines_that_are_not_asked_for_stay(make, tmp_path):
-    """A shorter file of prompts looks at its own lines alone, and a longer one makes those that are new."""
+    """A shorter file of prompts checks only its own lines, and a longer one makes only the new lines."""
     make(*LINES)
     assert make(LINES[0]) == [] and make(*LINES, {"prompt": "d"}) == [3]
     assert [row["index"] for row in rows(tmp_path)] == [0, 1, 2, 3]
@@ -184,7 +184,7 @@ def test_one_process_of_several_writes(make, tmp_path, monkeypatch):
     ids=["single lines", "batch", "off", "on", "interval"],
 )
 def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkeypatch, settings, size, apart):
-    """What the preset says itself stays, and so does a preset without a closed loop."""
+    """Values set by the preset stay, and so does a preset without a closed loop."""
     preset, started = load_preset("balanced", **settings), []
     pipe = SimpleNamespace()
     monkeypatch.setattr(
@@ -197,7 +197,7 @@ def test_prompts_of_a_batch_are_decided_apart_unless_it_is_said_otherwise(monkey
 
 
 def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
-    """Seconds are those of the call, and a plain run has no report."""
+    """Seconds are those of the shared call, and a plain run has no report."""
     pictures = [Image.new("RGB", (2, 2), (level,) * 3) for level in (0, 99)]
     report = SimpleNamespace(of_prompt=lambda place: SimpleNamespace(to_json=lambda: {"prompt": place}))
     pipe, seeds = SimpleNamespace(dit_accel=SimpleNamespace(report=lambda: report)), []
@@ -235,7 +235,7 @@ def test_each_line_of_a_batch_has_its_own_file_and_report(monkeypatch):
 
 
 def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
-    """The last one's mistake is told before the first one's hours."""
+    """An error in the last line is reported before the first line runs for hours."""
     pipe, looked = SimpleNamespace(), []
     monkeypatch.setattr(working, "open_pipeline", lambda *_: (pipe, Pictures(), None))
     monkeypatch.setattr(working, "start_pipeline", lambda *_: looked.append("started"))
@@ -246,7 +246,7 @@ def test_every_line_is_looked_at_before_any_is_made(monkeypatch):
 
 
 def test_the_first_error_of_a_batch_ends_the_run_and_several_processes_at_once(monkeypatch):
-    """Alone, the other lines are made first; one process of several can't know what the others do, and leaves."""
+    """A single process makes the other lines first; one of several processes exits, because the others may hang."""
     worker = object.__new__(working.Worker)
     worker._pipe, worker._console, worker.suffix = SimpleNamespace(), Console(quiet=True), ".png"
 

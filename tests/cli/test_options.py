@@ -1,4 +1,4 @@
-"""Every option of every command changes what it says, and nothing else: what commands hand to the library is noted."""
+"""Every option of every command has its documented effect and no other; calls into the library are recorded."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,13 @@ PICTURES, CLIPS = "some/pictures", "some/clips"
 
 
 class Acts(NamedTuple):
-    """What a command is given, and how what it hands on differs from what it hands on without.
+    """Effect of an option: the difference between a command's calls with it and without it.
 
     Args:
-        given: the option with a value, and whatever else it needs.
-        changes: by name, what is handed on.
-        model: that the command runs on, with and without.
-        replaces: options that are not given beside it.
+        given: the option with a value, and everything else it needs.
+        changes: changed arguments of the calls, by name.
+        model: model of the command, with and without the option.
+        replaces: options that are left out together with it.
     """
 
     given: tuple
@@ -70,7 +70,7 @@ BASES = {
     "recommend": ("recommend",),
     "app": ("app",),
 }
-# By command and option: what it changes, or the test that shows it.
+# By command and option: its changes, or the test that shows them.
 OPTIONS: dict[str, dict[str, Acts | str]] = {
     "generate": shared("call.")
     | {
@@ -194,7 +194,7 @@ def commands(group, path=()):
 
 
 def test_every_option_is_in_the_table():
-    """So that none comes without showing that it acts; tests that are named there exist."""
+    """Every new option must show its effect; tests named in the table exist."""
     there = {
         name: {param.opts[0] for param in command.params if param.param_type_name == "option"}
         for name, command in commands(typer.main.get_command(app))
@@ -207,7 +207,7 @@ def test_every_option_is_in_the_table():
 
 @pytest.mark.parametrize(("command", "acts"), ACTING.values(), ids=ACTING)
 def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, acts):
-    """Of everything that the command hands to the library, prints and writes."""
+    """The option changes these parts of the command's calls, output and files, and no other part."""
     base = list(BASES[command])
     for option in acts.replaces:
         place = base.index(option)
@@ -236,7 +236,7 @@ def test_an_option_changes_what_it_says_and_nothing_else(handed_on, command, act
     ],
 )
 def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_path, option):
-    """Its file holds whatever changes what is measured, under the option's name, so that another value is refused."""
+    """The file holds every setting that affects the measurement, by option name, so another value is refused."""
     for index, name in enumerate(("black.png", "grey.png")):
         Image.new("RGB", (16, 16), (99 * index,) * 3).save(tmp_path / name)
     acts, facts = OPTIONS["compare"][option], []
@@ -260,7 +260,7 @@ def test_a_comparison_goes_on_with_the_same_settings_alone(run, reached, tmp_pat
     ids=["generate", "inspect", "tune"],
 )
 def test_commands_use_what_slas_fine_tuning_wrote_beside_a_lora(handed_on, monkeypatch, command, name, value):
-    """Where their preset runs SLA."""
+    """A preset that runs SLA uses the files."""
     asked = []
     monkeypatch.setattr("dit_accel.cli.options.with_projections", lambda *given: asked.append(given) or {name: value})
     seen = handed_on(*command, "-m", "some/pictures", "--image", "black.png", "--lora", "owner/name:0.5")

@@ -1,4 +1,4 @@
-"""``generate --parallel``: what fits the processes there are, and how a failure of one ends all."""
+"""``generate --parallel``: settings for a number of processes, and the end of all after one failure."""
 
 import itertools
 import subprocess
@@ -95,7 +95,7 @@ def test_generate_refuses_what_several_processes_cannot_serve(run, processes, op
 
 
 def test_branches_are_shared_by_an_accelerated_run(run, processes):
-    """A plain one calls the transformer with both, or with one after the other, and waits for nobody."""
+    """A plain run calls the transformer with both branches, or with one after the other, and waits for no process."""
     processes(2)
     common = ("generate", "-p", "a", "-m", "nowhere/at-all", "--preset", "none", "--parallel")
     assert "--parallel: branches need an accelerated run" in run(*common, "branches=2").stderr
@@ -104,7 +104,7 @@ def test_branches_are_shared_by_an_accelerated_run(run, processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_pipeline_is_shared_as_asked(handed_on, processes, monkeypatch, rank):
-    """On the device of the process; the first one alone writes and prints."""
+    """Each process has its own device; only the first one writes and prints."""
     shared = []
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(pipelines, "join", lambda degrees, device: f"cuda:{rank}")
@@ -127,7 +127,7 @@ def test_the_pipeline_is_shared_as_asked(handed_on, processes, monkeypatch, rank
     ids=["GPUs", "cuda", "cpu", "no GPU"],
 )
 def test_each_process_has_a_device_of_its_own(processes, monkeypatch, gpus, asked, rank, device, backend):
-    """That of its place on its host, whatever its rank among those of all hosts."""
+    """The device index is the process's local rank, not its global rank."""
     joined, current = [], []
     processes(4)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -164,7 +164,7 @@ def test_a_process_without_a_device_of_its_own_is_told(processes, monkeypatch, d
     ids=["counted", "gone", "none"],
 )
 def test_the_first_process_that_fails_tells_why(processes, monkeypatch, store, told):
-    """torchrun's store counts them; where there is none the leading one tells, whichever failed."""
+    """torchrun's store counts the processes; without a store the first rank reports, whichever rank failed."""
     count = itertools.count(1)
 
     class Store:
@@ -191,7 +191,7 @@ def test_the_first_process_that_fails_tells_why(processes, monkeypatch, store, t
 
 
 class Left(BaseException):
-    """Stands for the end of the process."""
+    """Replaces the end of the process."""
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ class Left(BaseException):
     ids=["returns", "exits", "0", "2", "text", "defect", "Ctrl-C"],
 )
 def test_one_process_of_several_leaves_with_its_code(processes, monkeypatch, capsys, end, code, parts):
-    """It waits for the others where all went well, and else leaves at once, so that torchrun ends them."""
+    """It waits for the others after a success, and exits at once after an error, so that torchrun ends them."""
     codes, parted = [], []
 
     def app():
@@ -232,7 +232,7 @@ def test_one_process_of_several_leaves_with_its_code(processes, monkeypatch, cap
 
 @pytest.mark.parametrize(("who", "told"), [("all", "none can go on"), ("one", "this one can't go on")])
 def test_a_failure_is_told_once_and_ends_all_processes(tmp_path, who, told):
-    """Also where the others wait for the one that failed."""
+    """The others end even while they wait for the failed one."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, who]

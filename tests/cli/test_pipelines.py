@@ -1,4 +1,4 @@
-"""What commands call a pipeline with, how its failures are told, and what lines of a file ask for."""
+"""Arguments of a command's pipeline calls, reports of pipeline errors, and jobs of a file's lines."""
 
 import logging
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def pipe_that_takes(signature):
 
 
 def test_what_is_given_replaces_a_demo_models_own_arguments():
-    """Options first, and --call over both; what is not given stays the model's own."""
+    """Options override the model's own arguments, and --call overrides both; other arguments stay the model's own."""
     pipe, own = tiny_pipeline("flux"), demo_arguments(demo_path("demo-flux"))
     assert call_arguments(pipe, "demo-flux", {"steps": None}) == own
     assert call_arguments(pipe, "demo-flux", {"steps": 3}) == own | {"num_inference_steps": 3}
@@ -64,7 +64,7 @@ def test_call_takes_whatever_a_pipeline_takes():
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
 def test_pictures_are_read_as_rgb(tmp_path, mode):
-    """Whatever they are saved as."""
+    """Images of any mode become RGB."""
     path = tmp_path / "picture.tiff"
     Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode).save(path)
     image = read_image(path)
@@ -87,7 +87,7 @@ def check_inputs(error):
 
 
 def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
-    """What a pipeline's own checks raise is the user's; the same error from elsewhere is a defect of somebody's."""
+    """Errors of a pipeline's own checks are the user's; the same error from elsewhere is a bug."""
     for kind in (ValueError, TypeError):
         with pytest.raises(UnsupportedError, match="dict rejects its arguments: not so"), explained_failures(dict):
             check_inputs(kind("not so"))
@@ -101,7 +101,7 @@ def test_a_refusal_is_told_and_a_defect_keeps_its_traceback():
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("9 GiB")])
 def test_memory_that_does_not_suffice_is_no_mistake_in_a_name(error):
-    """Neither while a model is loaded, nor in its own checks."""
+    """The error keeps its type while a model is loaded, and in its own checks."""
     with pytest.raises(type(error)), explained_loading("--model", "some/model"):
         raise error
     told = rf"try --offload model.* \({str(error) or 'MemoryError'}\)$"
@@ -114,7 +114,7 @@ MISTAKES = ("OptionError", "PresetError", "UnsupportedError", "BackendError", "T
 
 @pytest.mark.parametrize("name", [*MISTAKES, "ShapeError", "OutOfMemoryError", "BatchError"])
 def test_exit_codes_tell_mistakes_from_failures(capsys, name):
-    """2 where something else has to be asked for, 1 where it may go well another time; one line either way."""
+    """2 if the request must change, 1 if another attempt may succeed; one line in both cases."""
     kind = getattr(errors, name)
     error = kind("--option", "no") if kind is OptionError else kind("no")
     with pytest.raises(typer.Exit) as end, cli._told():
@@ -136,7 +136,7 @@ def test_talkative_packages_are_quiet_under_the_command(monkeypatch):
 
 
 def test_env_tells_what_a_bug_report_needs(run, monkeypatch):
-    """Each GPU with its capability and memory, packages that are missing, and every extra."""
+    """It lists each GPU with its capability and memory, missing packages, and every extra."""
     properties = SimpleNamespace(name="NVIDIA Any", major=9, minor=0, total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -174,7 +174,7 @@ def test_a_demo_models_own_preset_is_the_default():
 
 
 def test_overrides_reach_the_preset_of_a_pipeline():
-    """Those of --set, also where the plain name stands for a video's form."""
+    """Overrides of --set also apply where the plain name stands for a video's form."""
     for name in ("flux", "wan"):
         preset = preset_for(tiny_pipeline(name), target_error=0.5)
         assert preset.schedule.target_error == 0.5 and preset.name.endswith("balanced")
@@ -187,7 +187,7 @@ def test_a_file_of_prompts_has_one_a_line(tmp_path):
 
 
 def test_a_lines_own_settings_win(tmp_path):
-    """Over those of the command, which hold where a line has none; whole numbers guide, too, and nothing is a value."""
+    """Settings in a line override the command's; an integer guidance scale and null are valid values."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "a", "steps": 2, "guidance": 3}\n{"prompt": "b", "guidance": 0.0, "negative-prompt": ""}\n'

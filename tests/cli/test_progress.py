@@ -1,4 +1,4 @@
-"""What is shown while many runs are made: steps, and how long the rest takes."""
+"""Progress of many runs: steps, and the remaining time."""
 
 import io
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ def test_what_is_left_goes_by_what_was_done(silent, clock):
 
 @pytest.mark.parametrize("iterable", [True, False], ids=["iterates", "updates"])
 def test_a_pipelines_steps_are_told(silent, iterable):
-    """Whether it walks over its bar or advances it."""
+    """Steps are counted if the pipeline iterates over its bar and if it advances it."""
     told = []
     with progress_on(silent) as (progress, pipe):
         progress._step = lambda number, steps: told.append((number, steps))
@@ -75,7 +75,7 @@ def test_a_pipelines_steps_are_told(silent, iterable):
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["told", "quiet"])
 def test_a_file_gets_a_line_a_minute(clock, capsys, quiet):
-    """Where no bar can be drawn; none where the console is quiet."""
+    """A line a minute where no bar can be shown; none on a quiet console."""
     with progress_on(Console(file=io.StringIO(), quiet=quiet)) as (progress, pipe):
         progress.expect(total=2, done=0)
         progress.begin("turbo", share=1.0)
@@ -107,7 +107,7 @@ def model(tmp_path_factory):
     ids=["compare", "tune", "generate"],
 )
 def test_commands_show_steps_and_what_is_left(run, model, tmp_path, monkeypatch, command, unit):
-    """On a terminal each draws a bar with both."""
+    """On a terminal each command shows a bar with both."""
     (tmp_path / "prompts.txt").write_text("a red fox\ntwo whales\n")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""What `dit-accel recommend` prints."""
+"""Output of `dit-accel recommend`."""
 
 import shlex
 
@@ -11,7 +11,7 @@ from dit_accel.cli.presets import span
 
 
 def test_recommend_prints_figures_notes_and_lines(run):
-    """The table has the presets, the notes say what was not measured, and the last lines can be copied."""
+    """The table has the presets, the notes list missing measurements, and the last lines can be copied."""
     result = run("recommend", "--model", "black-forest-labs/FLUX.1-dev", "--gpu", "4090")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -31,13 +31,13 @@ def test_recommend_prints_figures_notes_and_lines(run):
     ],
 )
 def test_mistakes_exit_with_2(run, options, message):
-    """An unknown model or card is told in one line, with what is known."""
+    """An unknown model or card gives a one-line error with the known ones."""
     result = run("recommend", *options)
     assert result.exit_code == 2 and message in result.stderr
 
 
 def test_gpu_that_is_there_is_the_default(run, monkeypatch):
-    """Without --gpu the card's own name decides; of one that is not in the list nothing is known."""
+    """Without --gpu the card's own name decides; an unlisted card gives no figures."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cards = {
         "NVIDIA H200": "4.61 times",

@@ -100,6 +100,6 @@ def test_a_tuning_does_not_replace_what_it_starts_from(run, tmp_path, preset):
     ids=["pictures", "clips", "named"],
 )
 def test_a_tuning_starts_from_the_models_own_preset(handed_on, model, given, base):
-    """Unless another is named."""
+    """--preset names another one."""
     image = () if model == "some/clips" else ("--image", "black.png")
     assert handed_on("tune", "--target-psnr", 30, "-m", model, *image, *given)["base"] == base

@@ -1,4 +1,4 @@
-"""Clips on the command line end to end, on tiny pipelines saved to disk: files, numbers, messages and exit codes."""
+"""Videos on the command line end to end, on tiny pipelines saved to disk: files, numbers, messages and exit codes."""
 
 import json
 
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 
 def test_compare_writes_clips_and_agreeing_numbers(run, models, tmp_path):
-    """A folder of frames loses nothing, so the JSON's metrics are those of the written clips."""
+    """A folder of frames is lossless, so the JSON's metrics are those of the written videos."""
     result = run(
         *("generate", "-p", "a fox", "-m", models / "wan", *SMALL, *FORECASTS, "--compare"),
         *("--output", "fox", "--json", "fox.json", "--plot", "fox-run.png"),
@@ -54,7 +54,7 @@ def test_compare_writes_clips_and_agreeing_numbers(run, models, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".mp4", ".gif"])
 def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path, suffix):
-    """NAME-plain and NAME-compare are of NAME's kind, and the strip is a picture; the clips keep their length."""
+    """NAME-plain and NAME-compare have NAME's format, and the strip is an image; the videos keep their length."""
     result = run("generate", "-p", "a", "-m", models / "hunyuan", *SMALL, "--compare", "-o", f"clip{suffix}")
     assert result.exit_code == 0, result.output
     names = {f"clip{kind}{suffix}" for kind in ("", "-plain", "-compare")}
@@ -63,7 +63,7 @@ def test_compare_writes_every_clip_in_the_format_asked_for(run, models, tmp_path
 
 
 def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tmp_path):
-    """Mochi's divides by half the steps, those of the warm-up too; balanced means its video form."""
+    """Mochi's schedule divides by half the steps, also in the warm-up; balanced means its video form."""
     size = ("--steps", 8, "--height", 112, "--width", 96, "--num-frames", 7)
     result = run("generate", "-p", "a", "-m", models / "mochi", *size, "--compare", "-o", "m", "--json", "m.json")
     assert result.exit_code == 0, result.output
@@ -72,7 +72,7 @@ def test_compare_serves_a_schedule_that_takes_two_steps_at_least(run, models, tm
 
 
 def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_path):
-    """NAME decides, once: beside the folder `run.1` the others are folders too, whatever their suffix."""
+    """NAME decides once: if the folder `run.1` exists, the others are folders too, whatever their suffix."""
     (tmp_path / "run.1").mkdir()
     result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--compare", "-o", "run.1")
     assert result.exit_code == 0, result.output
@@ -81,7 +81,7 @@ def test_what_lies_beside_an_existing_folder_is_of_its_kind(run, models, tmp_pat
 
 
 def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path):
-    """`--preset none` with a seed gives what the user's own call with a CPU generator of that seed gives."""
+    """`--preset none` with a seed equals the user's own call with a CPU generator of that seed."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -96,7 +96,7 @@ def test_plain_run_equals_the_pipeline_called_from_python(run, models, tmp_path)
 
 
 def test_image_is_the_first_frame_of_image_to_video(run, models, tmp_path):
-    """Another --image, all else equal, makes another clip."""
+    """Another --image, with all else equal, makes another video."""
     clips = []
     for level in (0, 255):
         Image.new("RGB", (48, 64), (level, 90, 90)).save(tmp_path / "first.png")
@@ -109,7 +109,7 @@ def test_image_is_the_first_frame_of_image_to_video(run, models, tmp_path):
 
 
 def test_guidance_reaches_a_pipeline_that_has_a_component_for_it():
-    """HunyuanVideo 1.5 keeps its guidance in a guider: --guidance is no argument of the call, and changes the clip."""
+    """HunyuanVideo 1.5 keeps its guidance in a guider: --guidance is no argument of the call, and changes the video."""
     pipe = tiny_pipeline("hunyuan15")
     outputs = []
     for guidance in (2.0, 9.0):
@@ -135,7 +135,7 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
 
 
 def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
-    """--num-images 1 is what every pipeline makes anyway."""
+    """--num-images 1 is every pipeline's default."""
     result = run("generate", "-p", "a", "-m", models / "wan", *SMALL, "--num-images", 1)
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["output.mp4"]
@@ -152,7 +152,7 @@ def test_one_clip_without_output_is_an_mp4(run, models, tmp_path):
     ],
 )
 def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_fps, asked, fps):
-    """--fps wins over what a demo model says, and that over what its family was trained on."""
+    """--fps overrides a demo model's rate, which overrides its family's training rate."""
     assert medium_of(tiny_pipeline(model), model_fps, asked).fps == fps
 
 
@@ -169,7 +169,7 @@ def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path)
 
 
 def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
-    """Its distribution is named; what is no demo model's name is left to be a folder or a hub's."""
+    """The error names the package to install; other names are treated as folders or Hub ids."""
     monkeypatch.setattr(demo, "_ASSETS", tmp_path)
     with pytest.raises(UnsupportedError, match=r"demo-wan is not installed: pip install 'dit-accel\[demos\]'"):
         demo.demo_path("demo-wan")
@@ -189,7 +189,7 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch, tmp_path):
     ],
 )
 def test_plain_names_follow_what_the_pipeline_makes(name, preset):
-    """Without a name it is balanced, whose video form serves videos; a name of its own stays what it is."""
+    """The default is balanced, in its video form for videos; an explicit name stays unchanged."""
     pipe = tiny_pipeline(name)
     assert preset_for(pipe).name == preset_for(pipe, "balanced").name == preset
     assert preset_for(pipe, "turbo").name == preset.replace("balanced", "turbo")
@@ -197,7 +197,7 @@ def test_plain_names_follow_what_the_pipeline_makes(name, preset):
 
 
 def test_inspect_draws_a_clip_and_its_symbols(run, models, tmp_path):
-    """The clip takes the picture's place among the files, and the map shows its middle frame."""
+    """The video replaces the image among the files, and the map shows its middle frame."""
     arguments = ("inspect", "-p", "a", "-m", models / "wan", *SMALL, "--preset", "wan21-flashomni")
     result = run(*arguments, "--set", "schedule.warmup=2", "--set", "blocks.size=64", "--output", "run")
     assert result.exit_code == 0, result.output
@@ -245,7 +245,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(run, models, tmp_path, arguments, message):
-    """What the user got wrong is said without a traceback, and nothing is written."""
+    """User errors give one line without a traceback, and nothing is written."""
     for folder in ("run-plain", "clip-plain.mp4", "tape-strip.png"):
         (models / folder).mkdir(exist_ok=True)
     for file in ("file", "shot-compare", "run-plain/0007.png"):

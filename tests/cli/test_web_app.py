@@ -76,7 +76,7 @@ def site(asked):
 
 @pytest.fixture
 def visitor(site, tmp_path):
-    """Makes visitors, each with a session of its own."""
+    """Makes visitors with separate sessions."""
     from gradio_client import Client
 
     return lambda: Client(site.url, verbose=False, download_files=tmp_path, analytics_enabled=False)
@@ -89,7 +89,7 @@ def begin(client, prompt="a red fox", *, model="flux", target=0.9, seed=0, steps
 
 
 def shown(job):
-    """What the page shows after each event, by name; values that an event leaves as they are stay."""
+    """State of the page after each event, by name; values that an event does not set stay."""
     job.result(timeout=60)
     pages, page = [], {}
     for values in job.outputs():
@@ -99,7 +99,7 @@ def shown(job):
 
 
 def until(condition):
-    """Waits for what must come to be."""
+    """Wait for a condition."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -107,13 +107,13 @@ def until(condition):
 
 
 def expected(prompt, seed=0):
-    """The plain picture, as the pipeline makes it."""
+    """The plain image, made by the pipeline."""
     arguments = {"prompt": prompt, "num_inference_steps": STEPS, "height": 32, "width": 32}
     return np.asarray(pipeline("flux")(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
 
 
 def test_a_visitor_sees_both_pictures_and_every_step(visitor):
-    """The pictures keep every bit; the timelines have a column a step; another target leaves the plain one as it is."""
+    """The images keep every bit; the timelines have a column per step; another target does not change the plain one."""
     client = visitor()
     pages = shown(begin(client))
     last = pages[-1]
@@ -146,7 +146,7 @@ def test_a_visitor_can_cancel(visitor):
 
 
 def test_two_visitors_each_get_their_own(visitor):
-    """One after the other: the second is told that one comes first, and histories are apart."""
+    """The second visitor waits and sees its place in the queue; histories are separate."""
     first, second = visitor(), visitor()
     one = begin(first, "two whales", seed=1)
     until(lambda: one.outputs())
@@ -158,7 +158,7 @@ def test_two_visitors_each_get_their_own(visitor):
 
 
 def test_clips_come_as_files_and_a_frame(visitor):
-    """Both clips can be played, and the middle frames are compared."""
+    """Both videos can be played, and the middle frames are compared."""
     pytest.importorskip("imageio_ffmpeg")
     last = shown(begin(visitor(), "a whale", model="wan", frames=5, steps=4))[-1]
     assert last["status"].startswith("Done: video-balanced")
@@ -187,7 +187,7 @@ def test_a_visitor_is_told_in_one_line_what_can_not_be(visitor, changes, message
 
 
 def test_what_others_write_is_text_on_the_page(tmp_path):
-    """Notes of the report may name what a user or a model is called, and are no markup."""
+    """Notes of the report may contain names from users or models, and are shown as plain text."""
     from dit_accel.cli.web_page import _View
 
     view = _View(Wish("a <b>fox</b>", "model"), {}, tmp_path)
@@ -226,7 +226,7 @@ def browser():
 
 
 def test_a_browser_asks_nobody_else_and_leaves_nothing_running(site, browser):
-    """Both pictures appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
+    """Both images appear, the slider makes another, no request leaves the machine, and a closed tab cancels."""
     page = browser.new_page()
     asked = []
     page.on("request", lambda request: asked.append(request.url))

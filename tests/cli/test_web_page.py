@@ -1,4 +1,4 @@
-"""What the page of ``dit-accel app`` makes of a run's events, and who may ask for what; no server runs."""
+"""State of the ``dit-accel app`` page for a run's events, and access checks; no server runs."""
 
 import math
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def compared(psnr=30.0, notes=(), preset="balanced"):
 
 
 def test_figures_are_of_both_sides():
-    """Seconds of the denoising loop; a plain one that was kept says so, and equal pictures have no PSNR."""
+    """Seconds of the denoising loop; a cached plain run says so, and equal images have no PSNR."""
     black, white = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
     view = seen(made("plain", black, 6.0, kept=True), made("accelerated", white, 2.0), compared())
     assert "| 6.00 s (cached) | 2.00 s | 3.00× | 30.0 dB | 25% |" in view.figures
@@ -55,7 +55,7 @@ def test_notes_are_text():
 
 
 def test_clips_are_both_written_and_shown_by_their_middle(tmp_path, monkeypatch):
-    """Each with its own frames, at the rate of the model."""
+    """Each video has its own frames, at the rate of the model."""
     written = {}
     monkeypatch.setattr(
         Clips, "write", lambda self, clip, path: written.update({path.name: (clip[0, 0, 0, 0], self.fps)})
@@ -71,7 +71,7 @@ def test_clips_are_both_written_and_shown_by_their_middle(tmp_path, monkeypatch)
 
 
 def test_steps_are_drawn_now_and_then_and_all_else_at_once(monkeypatch):
-    """So that drawing takes no time from the steps; the timeline is as long as the run will be."""
+    """Plotting takes no time from the steps; the timeline is as long as the whole run."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(web_page, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     view, drawn = seen(), []
@@ -121,7 +121,7 @@ FIELDS = ("a fox", "some/model", "turbo", 0.5, 7, 9, 48, 80, 5)
 
 
 def test_the_fields_of_the_page_are_a_wish(asked):
-    """Each in its place; 0 is the model's own, but for the seed."""
+    """Every field sets its argument; 0 is the model's own value, except for the seed."""
     playing = Playing()
     asked(playing, *FIELDS)
     asked(playing, *FIELDS[:3], 0, 0, 0, 0, 0, 0)
@@ -133,7 +133,7 @@ def test_the_fields_of_the_page_are_a_wish(asked):
 
 
 def test_a_page_offers_presets_of_pictures_and_videos_once(asked):
-    """A plain name stands for its video's form, too."""
+    """A plain name also represents its video form."""
     asked(Playing(), *FIELDS)
     (chosen,) = (each for each in asked.page.blocks.values() if getattr(each, "label", "") == "Preset")
     names = {name for name, _ in chosen.choices}
@@ -141,14 +141,14 @@ def test_a_page_offers_presets_of_pictures_and_videos_once(asked):
 
 
 def test_a_session_remembers_its_latest_results(asked):
-    """So many, the latest first."""
+    """Only a limited number, latest first."""
     (*_, last) = asked(Playing(), *FIELDS, history=[(None, str(index)) for index in range(web_page.REMEMBERED)])
     history = next(value for value in last.values() if isinstance(value, list))
     assert len(history) == web_page.REMEMBERED and history[1][1] == "0" and "a fox" in history[0][1]
 
 
 def test_an_error_is_text(asked):
-    """It may have what the visitor wrote."""
+    """It may contain the visitor's input."""
     from gradio import Error
 
     with pytest.raises(Error) as error:
@@ -168,7 +168,7 @@ def test_an_error_is_text(asked):
     ],
 )
 def test_models_are_named_from_this_machine_alone(handed_on, host, share, free):
-    """Whoever else reaches the page could have it download or read anything."""
+    """Otherwise any visitor could make the server download or read anything."""
     seen = handed_on("app", "--model", "some/pictures", "--host", host, *(["--share"] if share else []))
     assert seen["any_model"] == free and seen["closed"]
 

@@ -1,4 +1,4 @@
-"""Files that commands write, and the settings that they note beside them; nothing is loaded, run or drawn."""
+"""Files that commands write, and the settings in them; nothing is loaded, run or plotted."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ TUNE, COMPARE = ("tune", "--target-psnr", 30), ("compare", "--prompt", "a")
     ids=lambda given: given if isinstance(given, str) else " ".join(map(str, given)),
 )
 def test_force_is_what_replaces_files(run, reached, tmp_path, command, file):
-    """Every command leaves files that are there, even empty ones, and replaces them where it is told to."""
+    """Every command keeps existing files, even empty ones, and replaces them only with --force."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     model = () if command[0] == "presets" else ("--model", PICTURES)
@@ -51,7 +51,7 @@ def test_force_is_what_replaces_files(run, reached, tmp_path, command, file):
     ("command", "there"), [(TUNE, "tuned-tuning/state.json"), (COMPARE, "comparison.json")], ids=["tune", "compare"]
 )
 def test_what_goes_on_replaces_its_own_files(run, reached, tmp_path, command, there):
-    """An interrupted tuning or comparison needs no --force to write what it has written before."""
+    """An interrupted tuning or comparison replaces its own files without --force."""
     for file in (there, "tuned.yaml", "tuned.png", "comparison.md", "comparison.png", "comparison-time.png"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
@@ -72,7 +72,7 @@ def test_whole_runs_are_repeated_where_weights_are_moved(handed_on):
 
 @pytest.mark.parametrize("option", ["--output", "--json", "--plot", "--num-images", "--compare"])
 def test_what_is_of_one_prompt_is_refused_for_a_file_of_prompts(run, reached, option):
-    """It would say nothing, or write what nobody asked for."""
+    """An option for a single prompt would have no effect there, or write unwanted files."""
     value = {"--num-images": ("2",), "--compare": ()}.get(option, ("a.png",))
     result = run("generate", "--prompts", "two.txt", "--output-dir", "out", option, *value)
     assert result.exit_code == 2 and f"{option}: needs --prompt;" in result.stderr and not reached
@@ -102,7 +102,7 @@ def test_what_is_of_one_prompt_is_refused_for_a_file_of_prompts(run, reached, op
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
 )
 def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch, given, setting):
-    """Options of the command hold for lines without their own, and the manifest has whatever changes what is made."""
+    """The command's options apply to lines without their own; the manifest has every setting that affects a result."""
     started = {}
     monkeypatch.setattr(
         generate, "Worker", lambda setup, picture, jobs, console: started.update(setup=setup, at=picture)
@@ -126,7 +126,7 @@ def test_what_changes_a_file_is_a_setting_of_its_line(run, tmp_path, monkeypatch
 
 
 def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
-    """Model, preset, prompt, seed and further arguments are those of the command, and null stands for a plain run."""
+    """Model, preset, prompt, seed and other arguments are the command's, and null represents a plain run."""
     Image.new("RGB", (16, 16)).save(tmp_path / "i.png")
     common = ("generate", "--prompt", "a", "--model", PICTURES, "--image", "i.png", "--json", "j.json", "--force")
     for given, expected in {
@@ -142,7 +142,7 @@ def test_the_json_of_a_run_says_what_was_asked_for(run, reached, tmp_path):
 
 
 def test_figures_of_a_comparison_are_over_everything_made():
-    """All pictures of both sides, and seconds of the loop and of the call by their names."""
+    """All images of both sides, and seconds of the loop and of the call by their names."""
     compared = []
     medium = SimpleNamespace(quality=lambda *sides: compared.append(sides) or {"psnr_db": 40.0})
     plain, fast = (
@@ -158,7 +158,7 @@ def test_figures_of_a_comparison_are_over_everything_made():
 
 
 def test_times_that_were_disturbed_are_told_below_the_figures(capsys):
-    """They come from what else runs on the machine."""
+    """Disturbances come from other programs on the machine."""
     medium = SimpleNamespace(quality=lambda *_: {"psnr_db": 40.0, "ssim": 0.99, "identical": False})
     for seconds, told in (([8.0, 8.0, 8.0], False), ([8.0, 80.0, 8.0], True)):
         sides = Sides(*(Side(Output([], 9.0, 8.0, 4), each) for each in ([8.0] * 3, seconds)), None)

@@ -42,7 +42,7 @@ def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_n
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Even where they hold NaN; rows left without a key are empty."""
+    """Their NaN has no effect; rows left without a key are empty."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     q, k, v = (make_tensor(2, 200, 3, 16, dtype=torch.float16) for _ in range(3))
     sparsity = make_sparsity(2, 3, 200)
@@ -133,7 +133,7 @@ def test_gpus_without_tensor_descriptors(block, options, monkeypatch, device, ma
 
 
 def test_strides_that_no_descriptor_takes(device, make_tensor, make_sparsity, assert_no_worse):
-    """Of 17 half-precision numbers, say: 34 bytes, where the copy engine wants a multiple of 16."""
+    """For example 17 half-precision numbers are 34 bytes, and the copy engine needs a multiple of 16."""
     q, k, v = (make_tensor(2, 130, 3, 17, dtype=torch.float16)[..., :16] for _ in range(3))
     check(q, k, v, make_sparsity(2, 3, 130), "triton", assert_no_worse)
 

@@ -28,7 +28,7 @@ CASES = {
 
 
 def expected_gradients(q, k, v, do, sparsity, scale=None, kv_len=None):
-    """By autograd through dense attention in q's dtype."""
+    """Compute gradients by autograd through dense attention in q's dtype."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     pairs = attending(sparsity)
     if kv_len is not None:
@@ -86,7 +86,7 @@ def test_head_dimensions(head_dim, backend, make_tensor, make_sparsity, assert_n
 @pytest.mark.parametrize("masked", [None, 0.5], ids=["plain", "masks"])
 @pytest.mark.parametrize("lengths", [(130, 0), (128, 1)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, masked, backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Even where they hold NaN; their own gradients are 0."""
+    """Their NaN has no effect; their own gradients are 0."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     tensors = [make_tensor(2, 200, 1, 16, dtype=torch.float16) for _ in range(4)]
     sparsity = make_sparsity(2, 1, 200, rows=0.9, masked=masked)
@@ -102,7 +102,7 @@ def test_scale(backend, make_tensor, make_sparsity, assert_no_worse):
 
 
 def test_very_negative_scores_in_a_ragged_tail(backend, make_tensor, make_sparsity, assert_no_worse):
-    """Beyond the sequence keys read as 0, whose weight would be infinite: e^100 and more times that of the others."""
+    """Keys beyond the sequence read as 0, so their weight would be e^100 times the others' or infinite."""
     q = make_tensor(1, 70, 1, 16, dtype=torch.float16).abs() + 5
     sparsity = make_sparsity(1, 1, 70, rows=1.1, tiles=1.1)
     check(
@@ -111,7 +111,7 @@ def test_very_negative_scores_in_a_ragged_tail(backend, make_tensor, make_sparsi
 
 
 def test_rows_and_keys_without_a_tile_have_no_gradient(backend, device, make_tensor, make_sparsity):
-    """All rows reused, one head without a tile, one key block that nobody attends to."""
+    """All rows reused, one head without a tile, one key block without queries."""
     reused = make_sparsity(1, 2, 130, rows=0.0)
     o, q, k, v, do = (make_tensor(1, 130, 2, 16) for _ in range(5))
     lse = torch.full((1, 2, 130), -math.inf, device=device)

@@ -1,4 +1,4 @@
-"""Attention in 8 bits: as exact as the contract says, equal to its simulation, and blind to what takes no part."""
+"""Attention in 8 bits: error within the contract, equal to its simulation, and independent of unused values."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 BOUNDS = {"int8": 0.02, "int8+fp8": 0.05}  # of the norm of the output
 # Triton's interpreter loses the carry of a float8 rounding: 1 in 32 numbers comes out half as large
 CARRY_LOST = 0.0 if torch.cuda.is_available() else 0.1
-# what the simulation leaves out: probabilities in half precision or float8
+# the simulation has no probabilities in half precision or float8
 ROUNDING_OF_PROBABILITIES = {"int8": 4e-3, "int8+fp8": 0.035 + CARRY_LOST}
 CASES = {
     "ragged": {"batch": 2, "heads": 3, "tokens": 200},
@@ -82,7 +82,7 @@ def test_the_simulation_stays_within_its_bound(qk_dtype, outliers, make_tensor):
 
 
 def test_rounding_to_float8_leaves_the_mean_of_the_values(make_tensor):
-    """Rows that see 33K bfloat16 keys alike have little else: they err by 4.8% if the mean is off, else by 3.6%."""
+    """Even attention over 33K bfloat16 keys leaves mostly the mean: 4.8% error without its correction, else 3.6%."""
     q, k, v = (make_tensor(1, 4096, 1, 32, dtype=torch.bfloat16).cpu() for _ in range(3))
     simulated = simulate(q, k, v, everything(q), None, "int8+fp8")
     torch.testing.assert_close(simulated.v.double().mean(1), v.double().mean(1), rtol=0, atol=1e-6)
@@ -96,7 +96,7 @@ def test_the_kernel_stays_within_its_bound(qk_dtype, outliers, make_tensor):
 
 
 def test_exact_channels_are_needed(make_tensor, monkeypatch):
-    """Without them, channels that are large in q and in k break the bound, however well they are levelled."""
+    """Without exact channels, channels that are large in q and in k exceed the bound, even after levelling."""
     q, k, v = with_outliers(*(make_tensor(1, 1024, 2, 128).cpu() for _ in range(3)), OUTLIERS["same-channels"])
     monkeypatch.setattr("dit_accel.kernels.quantize.EXACT_CHANNELS", 0)
     out = attention(q, k, v, everything(q), qk_dtype="int8", backend="reference")
@@ -171,7 +171,7 @@ def test_scale(qk_dtype, make_tensor, make_sparsity):
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (500, 63)], ids=str)
 def test_what_takes_no_part_leaves_no_trace(lengths, qk_dtype, device, make_tensor, make_sparsity):
-    """Neither keys beyond ``kv_len`` nor queries of reused rows, even where they hold NaN."""
+    """NaN in keys beyond ``kv_len`` and in queries of reused rows has no effect."""
     sparsity = make_sparsity(2, 2, 200)
     computed = sparsity.tokens_computed()
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -200,7 +200,7 @@ def test_keys_all_alike_and_zeros(qk_dtype, backend, make_tensor, make_sparsity)
 
 
 def test_a_mean_of_the_values_costs_nothing(backend, make_tensor, make_sparsity):
-    """float8 rounds what is left of the values around their mean."""
+    """float8 rounds only the deviation of the values from their mean."""
     plan = make_sparsity(1, 2, 192, rows=1.1, tiles=1.1).plan
     q, k, v = (make_tensor(1, 192, 2, 32, dtype=torch.float16) for _ in range(3))
     near = attention(q, k, v, plan, qk_dtype="int8+fp8", backend=backend)
@@ -257,7 +257,7 @@ def test_the_sample_is_a_quarter_and_no_period():
 
 
 def test_the_simulation_keeps_the_largest_channels(make_tensor, make_sparsity):
-    """In float16: 3 more digits than int8 would leave of channels that all have one scale."""
+    """float16 keeps 3 more digits than int8 for channels with a common scale."""
     q, k, v = with_outliers(*(make_tensor(1, 192, 1, 128).cpu() for _ in range(3)), OUTLIERS["same-channels"])
     simulated = simulate(q, k, v, everything(q, 64), None, "int8")
     sample = sampled_tokens(192)

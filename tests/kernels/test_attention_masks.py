@@ -1,4 +1,4 @@
-"""Masks inside tiles, and tiles that a threshold leaves out, equal dense masked attention in float64."""
+"""Masks inside tiles, and tiles skipped by a threshold, equal dense masked attention in float64."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def either_backend(request, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0), (128, 64), (190, 63)], ids=str)
 def test_masks_with_kv_len(lengths, either_backend, device, make_tensor, make_sparsity, assert_no_worse):
-    """Keys beyond ``kv_len`` may hold NaN in masked tiles too."""
+    """NaN in keys beyond ``kv_len`` has no effect in masked tiles either."""
     backend = either_backend
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     sparsity = make_sparsity(2, 2, 200, rows=1.1, masked=0.5)
@@ -84,7 +84,7 @@ def levelled(levels, tokens, block, device, batch=1, heads=1):
 
 
 def without(sparsity, tile, queries=slice(None)):
-    """The pairs that attend once some queries leave out a key block."""
+    """Attended pairs after some queries skip a key block."""
     pairs, block = attending(sparsity).clone(), sparsity.plan.block
     pairs[:, :, queries, tile * block : (tile + 1) * block] = False
     return pairs
@@ -102,7 +102,7 @@ THRESHOLDS = {
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("levels", "left_out"), THRESHOLDS.values(), ids=THRESHOLDS.keys())
 def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, make_sparsity, assert_no_worse):
-    """What remains is exactly the softmax without them, down to its lse."""
+    """The result is exactly the softmax without the skipped tiles, including its lse."""
     tokens = 4 * block - 50
     sparsity = make_sparsity(1, 1, tokens, block=block, rows=1.1, tiles=1.1)
     q, k, v = levelled(levels, tokens, block, device)
@@ -111,7 +111,7 @@ def test_a_threshold_leaves_tiles_out(levels, left_out, block, backend, device, 
 
 
 def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert_no_worse):
-    """In a block of 128, one query of the first 64 keeps the tile for these, and the others leave it out."""
+    """In a block of 128, one query of the first 64 keeps the tile for these, and the others skip it."""
     sparsity = make_sparsity(1, 1, 512, block=128, rows=1.1, tiles=1.1)
     q, k, v = levelled([0.0, -6.0, -1.0, 0.0], 512, 128, device)
     q[:, 37, :, 0] = 0
@@ -121,7 +121,7 @@ def test_64_queries_decide_for_themselves(backend, device, make_sparsity, assert
 
 
 def test_queries_beyond_the_sequence_have_no_say(backend, device, make_sparsity, assert_no_worse):
-    """Their scores are 0, far above those of the tile that the two queries of the last block leave out."""
+    """Their scores are 0, far above those of the tile that the two queries of the last block skip."""
     sparsity = make_sparsity(1, 1, 194, rows=1.1, tiles=1.1)
     q, k, v = levelled([-1.0, -9.0, -1.0, -1.0], 194, 64, device)
     check(q, k, v, sparsity, backend, assert_no_worse, pairs=without(sparsity, 1), pv_threshold=-3.0)
@@ -172,7 +172,7 @@ def test_a_far_threshold_changes_nothing(threshold, device, make_tensor, make_sp
 @pytest.mark.parametrize("masked", [None, 0.5], ids=["full", "masked"])
 @pytest.mark.parametrize("block", [64, 128])
 def test_both_backends_leave_out_the_same_tiles(block, masked, device, make_sparsity):
-    """Where which tiles go depends on row, head, group of queries and order."""
+    """The skipped tiles depend on row, head, group of queries and order."""
     tokens = 5 * block + 50
     q, k, v = levelled([2.0, 5.0, 3.0, 6.0, 1.0, 4.0], tokens, block, device, heads=3)
     q[..., 0] *= torch.linspace(0.4, 1, tokens, device=device)[:, None]

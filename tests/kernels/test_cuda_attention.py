@@ -1,6 +1,6 @@
-"""The Hopper attention kernel: what it refuses and, where there is such a GPU, the contract in both ways to share work.
+"""The Hopper attention kernel: refused arguments and, on such a GPU, results for both ways to share work.
 
-With fewer rows than four a multiprocessor the kernel cuts rows into parts; with more it draws whole rows.
+With fewer than four rows per multiprocessor the kernel splits rows; with more it fetches whole rows.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def test_equals_dense_masked_attention(case, head_dim, dtype, make_tensor, make_
 @on_hopper
 @pytest.mark.parametrize("lengths", [(900, 3), (1000, 0), (128, 896)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, make_tensor, make_sparsity):
-    """Even where keys and values hold NaN."""
+    """NaN in their keys and values has no effect."""
     q, k, v = (make_tensor(2, 1000, 4, 128, dtype=torch.bfloat16) for _ in range(3))
     for b, length in enumerate(lengths):
         k[b, length:] = v[b, length:] = math.nan
@@ -100,7 +100,7 @@ def test_views_of_a_fused_projection(make_tensor, make_sparsity):
 
 @on_hopper
 def test_large_scores_do_not_overflow(make_tensor, make_sparsity):
-    """The maximum jumps by far more than what the accumulators may lag behind."""
+    """The maximum jumps by far more than the accumulators may lag behind."""
     q, k = (make_tensor(1, 700, 2, 128, dtype=torch.bfloat16) * 10 for _ in range(2))
     check(q, k, make_tensor(1, 700, 2, 128, dtype=torch.bfloat16), make_sparsity(1, 2, 700, block=128))
 
@@ -141,7 +141,7 @@ def test_auto_takes_it_and_the_host_never_waits(make_tensor, make_sparsity):
 
 
 def test_limits(make_sparsity, device):
-    """Arguments are judged before any launch, whatever the device."""
+    """Arguments are checked before any launch, on any device."""
     plan = make_sparsity(1, 2, 300, block=128).plan
     q = torch.zeros(1, 300, 2, 128, dtype=torch.float16, device=device)
     codes = torch.zeros(1, 1, plan.blocks, plan.blocks, dtype=torch.int32, device=device)

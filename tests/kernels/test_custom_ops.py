@@ -48,7 +48,7 @@ ATTENDED, LSE = kernels.attention(Q, K, V, SLA_PLAN, return_lse=True)
 ROWS8, WEIGHT8 = (kernels.quantize_rows(each, dtype="int8") for each in (X, WEIGHT))
 _, STACK = kernels.gemm_o_update(Q, WEIGHT, BIAS, PLAN, history=(K,))
 
-CALLS = {  # an op with arguments: what is reused keeps zeros
+CALLS = {  # an op with arguments: reused parts keep zeros
     "add_gated": (kernels.add_gated, (X, UPDATE, GATE), {}),
     "add_gated-view": (kernels.add_gated, (X.transpose(0, 1), UPDATE.transpose(0, 1), None), {}),
     "add_gated_norm_modulate": (kernels.add_gated_norm_modulate, (X, UPDATE, GATE, SCALE, SHIFT), {"eps": 1e-5}),
@@ -107,7 +107,7 @@ def with_own_out(options: dict) -> dict:
 
 
 class Recorder(TorchDispatchMode):
-    """A compiler's backend that keeps what the graphs which it makes ask of our ops."""
+    """A compiler backend that records the graphs' calls to our ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def fresh_compiler():
-    """Without what other tests have compiled: torch keeps but a few forms of each function."""
+    """Clear functions compiled by other tests: torch keeps only a few forms of each function."""
     torch._dynamo.reset()
 
 
@@ -156,7 +156,7 @@ def test_compiled_is_eager(call, fresh_compiler):
 
 
 def test_every_op_has_a_case():
-    """What is registered is what the table above checks."""
+    """The registered ops are the ones in the table above."""
     registered = {
         name.removeprefix("dit_accel::").split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

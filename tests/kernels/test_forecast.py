@@ -32,7 +32,7 @@ def test_sum_is_rounded_once(weights, implementation, make_tensor):
 
 
 def test_float64_is_summed_in_float64(make_tensor):
-    """By the reference, which `auto` takes; the kernel asked for by name says that it can't."""
+    """The reference sums in float64, and `auto` chooses it; the kernel, requested by name, refuses."""
     history = [make_tensor(2, 37, 129).double() for _ in range(3)]
     actual, exact = weighted_sum(history, WEIGHTS[3]), exact_sum(history, WEIGHTS[3])
     assert actual.dtype == torch.float64 and float((actual - exact).abs().max()) < 1e-14
@@ -74,7 +74,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED.keys())
 def test_views_of_any_kind(view, backend, make_tensor):
-    """What lies beside a view is left alone, whether its rows can be addressed by one stride or not."""
+    """Memory around a view stays unchanged, whether its rows have a single stride or not."""
     strided = view(make_tensor(2, 48, 48))
     history = [strided, make_tensor(*strided.shape)]
     whole = torch.full((2, 48, 48), math.nan, device=strided.device)

@@ -1,4 +1,4 @@
-"""GEMM-O's invariants: UPDATE is the dense linear, and DISPATCH of what UPDATE saw is UPDATE."""
+"""Invariants of GEMM-O: UPDATE equals the dense linear layer, and DISPATCH on UPDATE's inputs equals UPDATE."""
 
 import math
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_update_is_the_dense_linear_and_the_bias_of_reused_heads(
 def test_update_rebases_the_stack_before_onto_the_new_symbols(
     case, implementation, make_tensor, make_sparsity, assert_no_worse
 ):
-    """Also from everything computed to everything computed, and from all reused to all reused."""
+    """Cases include everything computed before and after, and everything reused before and after."""
     backend, dtype = implementation
     before, now = make_sparsity(**case), make_sparsity(**case)
     shape = (case["batch"], case["tokens"], case["heads"], HEAD_DIM)
@@ -76,7 +76,7 @@ def test_update_rebases_the_stack_before_onto_the_new_symbols(
 
 
 def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse, *, offset=0):
-    """Of the stack before, an entry is as good as any sum of it and the heads that changed; what o gives is as ever."""
+    """Compare rebased entries with the old ones plus the changed heads, and the output with the dense result."""
     stream = slice(offset, offset + o.shape[1])
     was, computes = (sparsity.tokens_computed()[:, stream] for sparsity in (before, now))
     options = {"offset": offset, "backend": backend}
@@ -98,7 +98,7 @@ def check_rebase(o, history, weight, bias, before, now, backend, assert_no_worse
 
 
 def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
-    """Through three updates, each under other symbols."""
+    """Three updates run one after the other, each with other symbols."""
     o = [make_tensor(2, 200, 5, HEAD_DIM) for _ in range(3)]
     weight, bias = make_tensor(COLUMNS, 5 * HEAD_DIM), make_tensor(COLUMNS)
     plans = [make_sparsity(2, 5, 200).plan for _ in range(3)]
@@ -112,7 +112,7 @@ def test_rebased_stack_equals_a_fresh_one(backend, make_tensor, make_sparsity):
 
 
 def test_unchanged_symbols_leave_the_stack_before_as_it_is(backend, make_tensor, make_sparsity):
-    """Bit for bit: nothing is multiplied, so features may hold NaN."""
+    """Bit for bit: nothing is multiplied, so features may contain NaN."""
     plan = make_sparsity(2, 5, 200).plan
     o, weight = make_tensor(2, 200, 5, HEAD_DIM), make_tensor(COLUMNS, 5 * HEAD_DIM)
     before, history = make_tensor(3, 2, 200, COLUMNS), [torch.full_like(o, math.nan)] * 2
@@ -156,10 +156,10 @@ def test_dispatch_with_unchanged_features_equals_update(backend, make_tensor, ma
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_sums_run_in_float32_and_round_once(dtype, backend, device, make_sparsity):
-    """Whole numbers that the dtype holds come out exact, though sums on the way need a bit more than it has."""
+    """Integers that the dtype can represent are exact, although partial sums need one bit more."""
     if (backend, dtype, device) == ("triton", torch.bfloat16, "cpu"):
         pytest.skip("the interpreter can't")
-    large = 2 / torch.finfo(dtype).eps  # whose odd neighbour the dtype does not hold
+    large = 2 / torch.finfo(dtype).eps  # the dtype cannot represent its odd neighbour
     reused, half = make_sparsity(1, 2, 100, rows=0.0).plan, make_sparsity(1, 2, 100, rows=1.1)
     o = torch.ones(1, 100, 2, HEAD_DIM, dtype=dtype, device=device)
     stack = torch.stack([torch.full((1, 100, COLUMNS), value) for value in (large, 1.0, 1.0)]).to(device, dtype)

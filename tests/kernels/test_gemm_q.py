@@ -34,7 +34,7 @@ HOPPER_CASES = {  # blocks of 128, for the kernel that takes no others
 
 
 def dense(x, weight, bias, heads, norm_weight, rope):
-    """In x's dtype; the norm's statistics and the rotation in float32 at least."""
+    """Compute in x's dtype; the norm's statistics and the rotation in float32 at least."""
     q = F.linear(x, weight, bias).unflatten(-1, (heads, -1))
     wide = q.double() if q.dtype == torch.float64 else q.float()
     if norm_weight is not None:
@@ -52,7 +52,7 @@ def make_rope(tokens, device, head_dim=HEAD_DIM):
 
 
 def check(x, weight, bias, sparsity, backend, assert_no_worse, *, offset=0, norm_weight=None, rope=None):
-    """With a NaN-poisoned output over the whole sequence, and with one of x's own length."""
+    """Check a NaN-poisoned output over the whole sequence, and one of x's own length."""
     plan, heads = sparsity.plan, sparsity.plan.heads
     stream = slice(offset, offset + x.shape[1])
     computed = sparsity.tokens_computed()

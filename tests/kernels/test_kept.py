@@ -16,7 +16,7 @@ def test_a_value_is_made_once_and_the_oldest_goes():
 
 
 def test_what_a_capture_makes_stays_with_the_capture():
-    """It holds nothing until its graph is replayed, so that no later call may read it; within, it is made once."""
+    """It is undefined until the graph is replayed, so later calls must not read it; the capture makes it once."""
     kept = Kept(4)
     with capturing():
         assert is_capturing()
@@ -27,7 +27,7 @@ def test_what_a_capture_makes_stays_with_the_capture():
 
 
 def test_what_a_capture_reads_lives_as_long_as_the_capture():
-    """Whatever the cache drops meanwhile."""
+    """Even if the cache drops it in the meantime."""
     kept = Kept(1)
     kept.get("a", lambda: torch.ones(1))
     with capturing() as capture:

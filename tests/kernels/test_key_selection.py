@@ -1,4 +1,4 @@
-"""The keys that stay are those of a float64 softmax, query by query, but for keys right at the threshold."""
+"""The kept keys are those of a float64 softmax, query by query, except for keys right at the threshold."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_keys_stay_that_any_query_of_the_group_needs(case, threshold, backend, m
 
 @pytest.mark.parametrize("group", [64, 1])
 def test_keys_beyond_kv_len_are_not_there(group, backend, make_tensor):
-    """They never stay, they weigh nothing, whatever they hold, and N is the number of valid keys."""
+    """They are never kept, have no weight whatever they contain, and N is the number of valid keys."""
     q, k = (make_tensor(3, 130, 1, 16, dtype=torch.float16) for _ in range(2))
     kv_len = torch.tensor([100, 0, 500], dtype=torch.int32, device=DEVICE)
     k[0, 100:], k[1] = math.nan, math.nan
@@ -76,7 +76,7 @@ def test_keys_beyond_kv_len_are_not_there(group, backend, make_tensor):
 
 @pytest.mark.parametrize("threshold", [1.0, 100.0])
 def test_even_attention_keeps_every_key(threshold, backend, make_tensor):
-    """Where all keys are alike and below the threshold, none is better than another: the row is not left empty."""
+    """Equal keys below the threshold are all kept, so that the row is not empty."""
     q, k = torch.zeros(1, 70, 1, 16, device=DEVICE), make_tensor(1, 70, 1, 16)
     selected = unpack_bits(select_keys(q, k, threshold, group=64, block=64, backend=backend), 128)
     assert selected[..., :70].all()

@@ -37,7 +37,7 @@ def run(kernel, x, y=None, numbers=(5, 1), programs=3, **changed):
 
 
 def test_the_second_like_call_runs_what_the_first_compiled():
-    """With its own tensors and grid, and the constants in the kernel's order, without Triton's options."""
+    """The launch gets its own tensors and grid, and the constants in the kernel's order, without Triton's options."""
     kernel, first, second = Kernel(), torch.zeros(4), torch.ones(9)
     run(kernel, first)
     run(kernel, second, programs=7)

@@ -8,7 +8,7 @@ from dit_accel.kernels.layout import TokenLayout, block_count
 
 @pytest.mark.parametrize("tokens, blocks", [(0, 0), (1, 1), (127, 1), (128, 1), (129, 2), (256, 2), (257, 3)])
 def test_block_count_rounds_up(tokens, blocks):
-    """A ragged tail is a block of its own."""
+    """A ragged tail is a separate block."""
     assert block_count(tokens, 128) == blocks
 
 
@@ -19,7 +19,7 @@ def test_block_count_rounds_up(tokens, blocks):
     ids=lambda n: str(n),
 )
 def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
-    """Text blocks hold at least one text token, vision blocks none, and together they are all blocks."""
+    """Text blocks have at least one text token, vision blocks none, and together they are all blocks."""
     layout = TokenLayout(text, vision, block=64, text_first=text_first)
     is_text = [True] * text + [False] * vision if text_first else [False] * vision + [True] * text
     blocks = [is_text[start : start + 64] for start in range(0, len(is_text), 64)]
@@ -41,6 +41,6 @@ def test_blocks_are_text_if_they_hold_any(text, vision, text_first):
     ids=["block", "text", "vision"],
 )
 def test_impossible_layout_is_refused(arguments, complaint):
-    """An error shows what came."""
+    """The error shows the given values."""
     with pytest.raises(ShapeError, match=complaint):
         TokenLayout(**{"text": 3, "vision": 5, **arguments})

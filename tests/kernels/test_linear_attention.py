@@ -65,7 +65,7 @@ def dense(q, k, v, marginal, block, feature_map, kv_len=None):
 
 @every_case
 def test_equals_the_definition(case, implementation, device, make_tensor, make_marginal, assert_no_worse):
-    """Rows that compute, those without a marginal tile among them; the others keep what ``out`` held."""
+    """Computed rows, with and without marginal tiles; the others keep the content of ``out``."""
     backend, dtype = implementation
     batch, heads, tokens, block, kv_len, feature_map = case
     kv_len = lengths_of(kv_len, device)
@@ -83,7 +83,7 @@ def test_equals_the_definition(case, implementation, device, make_tensor, make_m
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
 def test_the_projection_comes_last(accumulate, backend, make_tensor, make_marginal):
-    """``O^l projection^T``, in place of what ``out`` held or on top of it."""
+    """``O^l projection^T`` replaces the content of ``out`` or is added to it."""
     sparsity, marginal = make_marginal(1, 2, 200, 64, rows=1.1)
     q, k, v, held = (make_tensor(1, 200, 2, 16) for _ in range(4))
     weight = make_tensor(16, 16, dtype=torch.float64)
@@ -95,7 +95,7 @@ def test_the_projection_comes_last(accumulate, backend, make_tensor, make_margin
 
 @every_case
 def test_gradients_are_those_of_autograd(case, backend, device, make_tensor, make_marginal):
-    """Of the definition in float64. What queries and gradients hold in rows that do not compute plays no part."""
+    """Gradients equal the float64 definition's; queries and gradients in reused rows have no effect."""
     batch, heads, tokens, block, kv_len, feature_map = case
     kv_len = lengths_of(kv_len, device)
     sparsity, marginal = make_marginal(batch, heads, tokens, block)
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_autograd(case, backend, device, make_tensor, mak
 
 
 def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal, assert_no_worse):
-    """Values at 300 make sums that float16 could not hold."""
+    """Values of 300 make sums beyond float16's range."""
     sparsity, marginal = make_marginal(1, 1, 192, 64, rows=1.1)
     q, k, v, do = (make_tensor(1, 192, 1, 16, dtype=torch.float16) for _ in range(4))
     v = v + 300
@@ -131,7 +131,7 @@ def test_float16_gradients_have_float32_sums(device, make_tensor, make_marginal,
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 needs a GPU")
 def test_a_mean_of_the_values_does_not_blur_bfloat16_gradients(device, make_tensor, make_marginal):
-    """What all values share changes neither dq nor dk, however large it is beside the rest."""
+    """A constant shared by all values changes neither dq nor dk, however large it is."""
     sparsity, marginal = make_marginal(1, 2, 1000, 64, rows=1.1)
     q, k, v, do = (make_tensor(1, 1000, 2, 64, dtype=torch.bfloat16) for _ in range(4))
     v = v + 8
@@ -157,7 +157,7 @@ def test_gradients_flow_through_the_differentiable_op(backend, make_tensor, make
 
 
 def test_heads_go_in_groups(monkeypatch, make_tensor, make_marginal):
-    """Where the states of all heads are too large, groups of heads give the same, but for the rounding of sums."""
+    """If the states of all heads are too large, groups of heads give the same result up to rounding of sums."""
     from dit_accel.kernels._triton import linear_attention as implementation
 
     sparsity, _ = make_marginal(1, 2, 70, 64)
@@ -189,7 +189,7 @@ def test_keys_beyond_kv_len_are_not_read(backend, device, make_tensor, make_marg
 
 
 def test_strided_views(backend, make_tensor, make_marginal):
-    """Slices of one projection, and a gradient with other strides, give what copies give."""
+    """Slices of one projection, and a gradient with other strides, give the same results as copies."""
     sparsity, _ = make_marginal(1, 2, 70, 64, rows=1.1)
     q, k, v = make_tensor(1, 70, 3, 2, 16).unbind(2)
     do = make_tensor(1, 2, 70, 16).transpose(1, 2)

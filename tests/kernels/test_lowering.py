@@ -62,7 +62,7 @@ def naive_lists(rows, tiles, order, masked=None):
 
 
 def plan_lists(plan):
-    """The same lists, from a plan: each list up to its count."""
+    """Lists of a plan, each up to its count."""
 
     def heads_of(index, count):
         return [row[:n] for row, n in zip(index.flatten(0, -2).tolist(), count.flatten().tolist(), strict=True)]
@@ -115,7 +115,7 @@ def test_no_skip_bits_means_every_tile(backend, make_sparsity):
 
 @every_order
 def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
-    """Buffers that hold the lists of other symbols give the same plan as fresh ones, and no new memory."""
+    """Buffers with lists of other symbols give the same plan as fresh ones, without new memory."""
     *_, scratch = make_sparsity(2, 3, 600, rows=1.1, tiles=1.1)
     rows, tiles, symbols, _ = make_sparsity(2, 3, 600)
     plan = lower(symbols, order=order, scratch=scratch, backend=backend)
@@ -125,7 +125,7 @@ def test_scratch_is_overwritten_and_returned(backend, order, make_sparsity):
 
 
 def test_scratch_of_a_masked_plan(backend, make_sparsity):
-    """It serves symbols with other masks, and symbols with none."""
+    """It can be reused for symbols with other masks, and without masks."""
     rows, tiles, symbols, _ = make_sparsity(2, 3, 200)
     pool = torch.zeros(0, 64, 8, dtype=torch.uint8, device=tiles.device)
     first, second = (
@@ -142,7 +142,7 @@ def test_scratch_of_a_masked_plan(backend, make_sparsity):
 
 @every_order
 def test_a_scratch_leaves_nothing_of_its_own_in_a_plan(backend, order, make_sparsity):
-    """Whatever symbols a scratch comes from, the plan holds what a fresh one holds: lists, masks and all bits."""
+    """A scratch of any symbols gives a plan with the same lists, masks and bits as a fresh one."""
     kinds = {}
     for kind, held in {
         "tiles": (),

@@ -32,7 +32,7 @@ LENGTHS = (65, 300, 1000) if HAS_GPU else (1, 65, 300)
 
 
 def parts(tokens: int) -> list[int]:
-    """Three segments that end where no block does, if there are as many tokens."""
+    """Three segments whose ends are not block boundaries, if there are enough tokens."""
     return [tokens] if tokens < 3 else [tokens // 4, tokens // 2, tokens - tokens // 4 - tokens // 2]
 
 
@@ -111,7 +111,7 @@ DRAWN = [
 @pytest.mark.parametrize("config", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(("backend", "layout"), DRAWN)
 def test_output_shows_what_a_policy_drew(backend, layout, config):
-    """Every policy leaves pairs out, and attention leaves out just those."""
+    """Every policy skips pairs, and attention skips exactly these."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, layout.tokens, 1, 128, generator=generator).to(DEVICE, torch.float16) for _ in range(2))
     plan = draw_plan(q, k, config, layout=layout)

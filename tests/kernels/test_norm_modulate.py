@@ -18,7 +18,7 @@ def exact_norm(x, scale, shift, eps=1e-6):
 
 
 def assert_rounded_once(actual, exact, dtype, terms):
-    """Half a unit of the result, and float32 rounding of what it was made of."""
+    """Allow half a unit of the result, and float32 rounding of its terms."""
     allowed = 0.505 * torch.finfo(dtype).eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * terms
     assert actual.dtype == dtype
     assert ((actual.double() - exact).abs() <= allowed).all()
@@ -26,7 +26,7 @@ def assert_rounded_once(actual, exact, dtype, terms):
 
 @pytest.fixture(params=MODULATIONS.values(), ids=MODULATIONS.keys())
 def modulation(request, make_tensor):
-    """``make(width, count)``: so many modulations, float32 as Wan's."""
+    """``make(width, count)``: ``count`` modulations, float32 like Wan's."""
     return lambda width, count: [make_tensor(*request.param, width) for _ in range(count)]
 
 
@@ -64,11 +64,11 @@ def test_both_in_one_pass_equal_the_two_one_after_the_other(modulation, implemen
     summed, normed = add_gated_norm_modulate(x, update, gate, scale, shift, eps=1e-5, backend=backend)
     assert torch.equal(summed, add_gated(x, update, gate, backend=backend))
     expected = norm_modulate(summed, scale, shift, eps=1e-5, backend=backend)
-    torch.testing.assert_close(normed, expected)  # another compilation, whose sums may run in another order
+    torch.testing.assert_close(normed, expected)  # another compilation, with another order of sums
 
 
 def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
-    """Slices along tokens, whose batch stride is that of the joint sequence."""
+    """Slices along tokens have the joint sequence's batch stride."""
     joint, gate = make_tensor(2, 9, 64), make_tensor(2, 1, 64)
     scale, shift = make_tensor(2, 1, 128).chunk(2, dim=-1)
     actual = add_gated_norm_modulate(joint[:, 2:], joint[:, :7], gate, scale, shift, backend=backend)
@@ -78,7 +78,7 @@ def test_streams_of_a_joint_sequence_are_read_in_place(backend, make_tensor):
 
 
 def test_tokens_may_lie_side_by_side(backend, make_tensor):
-    """As a patch embedding leaves them."""
+    """Tokens may be adjacent in memory, as a patch embedding leaves them."""
     x, row = make_tensor(2, 64, 7).transpose(1, 2), make_tensor(1, 1, 64)
     torch.testing.assert_close(norm_modulate(x, row, row, backend=backend), norm_modulate(x.contiguous(), row, row))
 

@@ -51,7 +51,7 @@ def test_norm_and_rotation(heads, head_dim, length, rotated, implementation, mak
 
 
 def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
-    """From a slice of a fused projection into a slice of the joint sequence."""
+    """The op reads a slice of a fused projection and writes a slice of the joint sequence."""
     fused = make_tensor(2, 5, 3 * 48)
     x = fused[..., 48:96].unflatten(-1, (3, 16))
     joint = torch.full((2, 9, 3, 16), math.nan, device=x.device)
@@ -65,7 +65,7 @@ def test_it_writes_its_tokens_of_a_joint_sequence_alone(backend, make_tensor):
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "apart"])
 @pytest.mark.parametrize("length", WEIGHTS.values(), ids=WEIGHTS.keys())
 def test_a_pair_is_each_by_itself(length, alike, backend, make_tensor):
-    """Whether or not queries and keys lie alike in memory; into joint sequences and into new tensors."""
+    """A pair gives the results of two single calls, for any memory layout, into new tensors or joint sequences."""
     projected = make_tensor(2, 5, 3 * 48)
     q, k = (projected[..., start : start + 48].unflatten(-1, (3, 16)) for start in (0, 48))
     k = k if alike else k.contiguous()
@@ -86,7 +86,7 @@ def test_a_pair_must_be_of_one_shape():
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no-grad"])
 def test_no_gradient_flows(enabled):
-    """Nor does the op change whether gradients are wanted."""
+    """The op does not change whether gradients are enabled."""
     x = torch.ones(1, 2, 3, 16, requires_grad=True)
     with torch.set_grad_enabled(enabled):
         assert not norm_rope(x, x[0, 0, 0], None).requires_grad

@@ -1,4 +1,4 @@
-"""The pooled map equals its definition in float64, whatever padding and degenerate blocks hold."""
+"""The pooled map equals its definition in float64, for any content of padding and degenerate blocks."""
 
 import math
 
@@ -92,8 +92,8 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_tensor):
 
 
 def test_similarity_of_known_blocks(backend, device):
-    """Equal directions give 1, opposite pairs 0. Zero tokens have no direction: only the others of a block are judged,
-    and a block of zeros is what its mean says."""
+    """Equal directions give 1, opposite pairs 0. Zero tokens have no direction: only the others of a block count, and a
+    block of zeros is represented by its mean."""
     q = torch.zeros(1, 320, 1, 32, device=device)
     q[0, :64, 0, 0] = torch.rand(64, device=device) + 0.5
     q[0, 64:128, 0, 0] = torch.tensor([1.0, -1.0], device=device).repeat(32)

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: rows with scales, GELU and a second tensor on the way, and the product."""
+"""Linear layers in 8 bits: rows with scales, fused GELU and a second input, and the product."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MOST = {"int8": 0.012, "float8": 0.045}  # relative error of a row
 
 
 def dequantized(values, scales):
-    """What the rows were, up to rounding: turned back."""
+    """Reconstruct the rows, up to rounding, by rotating back."""
     rows = values.float() * scales[..., None]
     return turn(rows) if values.dtype == torch.int8 else rows
 

@@ -1,4 +1,4 @@
-"""The CUDA runtime on a machine without a GPU: its disk cache, its arguments and what it says where it can't run."""
+"""The CUDA runtime on a machine without a GPU: its disk cache, its arguments and its errors."""
 
 import ctypes
 import types

@@ -1,4 +1,4 @@
-"""Selection keeps what carries the mass, by the ops' definitions, on every backend alike."""
+"""Selection keeps the tiles with most of the mass, by the ops' definitions, on every backend."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_little_mass_beside_a_marked_column_is_still_told_apart(backend, device)
 @pytest.mark.parametrize("top_k", [1e-6, 0.3, 0.9])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_top_k_keeps_a_share_of_the_tiles(shape, top_k, marks, backend, make_map, make_flags):
-    """The largest ceil(top_k n) of the n tiles with any probability, and what equals the last of them."""
+    """The largest ceil(top_k n) of the n tiles with any probability, and tiles equal to the last of them."""
     probabilities = make_map(*shape)
     probabilities[..., -1] = 0.0
     columns = make_flags(*shape) if marks else torch.zeros(shape, dtype=torch.bool, device=probabilities.device)
@@ -128,7 +128,7 @@ def test_bits_beyond_the_last_block_and_head_are_zero(backend, make_map):
 
 
 def test_rows_of_nothing_and_rows_of_one_tile(backend, device):
-    """A row without a distribution keeps all; one with a single positive entry keeps that, whatever it may lose."""
+    """A row without a distribution keeps all tiles; a row with one positive entry keeps it at any threshold."""
     probabilities = torch.zeros(1, 1, 3, 3, device=device)
     probabilities[..., 1, 2] = 1.0
     probabilities[..., 2, 0] = 1e-30
@@ -143,7 +143,7 @@ def test_equal_tiles_go_or_stay_together(backend, device):
 
 
 def naive_rows(probabilities, tau, text, vision):
-    """By equation 1, in float64 but for the integer masses."""
+    """Select rows by equation 1, in float64 except for the integer masses."""
     batch, heads, blocks, _ = probabilities.shape
     rows = torch.ones(batch, heads, blocks, dtype=torch.bool)
     texts, visions = range(blocks)[text], range(blocks)[vision]

@@ -65,13 +65,13 @@ def make_slices(make_sparsity):
 
 
 def recovered_pairs(plan, backend, kv_len=None):
-    """Which pairs attend, as the output itself says: values are one-hot, 128 keys a run, and all scores are 0."""
+    """Read attended pairs from the output: values are one-hot, 128 keys per run, and all scores are 0."""
     batch, tokens, heads = plan.batch, plan.tokens, plan.heads
     q = torch.zeros(batch, tokens, heads, 128, dtype=torch.float16, device=DEVICE)
     found = []
     for first in range(0, tokens, 128):
         values = torch.eye(tokens, 128, dtype=q.dtype, device=DEVICE).roll(first, 0)
-        values[:first] = 0  # torch.roll brings round what lies beyond the end
+        values[:first] = 0  # torch.roll wraps around at the end
         v = values[None, :, None].expand(batch, -1, heads, -1).contiguous()
         found.append(attention(q, q, v, plan, kv_len=kv_len, out=torch.zeros_like(q), backend=backend))
     return torch.cat(found, -1).transpose(1, 2)[..., :tokens]  # weights [B, H, S, S]
@@ -79,7 +79,7 @@ def recovered_pairs(plan, backend, kv_len=None):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
-    """Each key that attends has weight 1 / n, and no other key has any."""
+    """Each attended key has weight 1 / n, and every other key has weight 0."""
     sparsity, pairs = make_slices(**case)
     weights = recovered_pairs(sparsity.plan, backend)
     assert torch.equal(weights > 0, pairs)
@@ -89,7 +89,7 @@ def test_the_output_of_one_hot_values_is_the_mask(case, backend, make_slices):
 
 @pytest.mark.parametrize("lengths", [(200, 1), (130, 0)], ids=str)
 def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_tensor):
-    """In the mask, and even where they hold NaN."""
+    """Neither through the mask nor through NaN."""
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     sparsity, pairs = make_slices(batch=2, heads=1, tokens=200)
     pairs = pairs & (torch.arange(200, device=DEVICE) < kv_len[:, None, None, None])
@@ -106,7 +106,7 @@ def test_keys_beyond_kv_len_take_no_part(lengths, backend, make_slices, make_ten
 
 @pytest.mark.parametrize("case", ["ragged", "block-128"])
 def test_equals_dense_masked_attention(case, implementation, make_slices, make_tensor, assert_no_worse):
-    """As exact as the dense computation in its precision; reused rows are untouched, empty ones 0 with lse -inf."""
+    """Results are as exact as dense ones in the same precision; reused rows stay, empty ones are 0 with lse -inf."""
     backend, dtype = implementation
     case = CASES[case]
     sparsity, pairs = make_slices(**case)
@@ -212,7 +212,7 @@ def test_hopper_recovers_the_mask_of_one_hot_values(make_slices):
 
 @needs_gpu
 def test_masks_take_an_eighth_of_the_papers_memory():
-    """Bits, lists and what the kernel takes for the call, beside FG-Attn's int32 lists of a 12-head layer."""
+    """Memory of bits, lists and the kernel's own buffers, compared with FG-Attn's int32 lists of a 12-head layer."""
     heads, tokens, block = 12, 32760, 128
     blocks = -(-tokens // block)
     q = torch.randn(1, tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16)

@@ -32,7 +32,7 @@ def masks(codes=(1, 3, 9, 9), pool=(5, 64, 8), codes_dtype=torch.int32, pool_dty
 
 
 def test_symbols_know_their_blocks_and_tensors():
-    """Blocks count the ragged tail; the tensors are those that are held, in symbols and in their plan."""
+    """Blocks include the ragged tail; the tensors are those in the symbols and in their plan."""
     held = symbols()
     assert held.blocks == 9
     assert [tensor.data_ptr() for tensor in held.tensors()] == [held.cache_bits.data_ptr(), held.skip_bits.data_ptr()]
@@ -59,7 +59,7 @@ def test_symbols_know_their_blocks_and_tensors():
     ids=["dtype", "blocks", "bytes", "scalar", "batch", "skip-bytes", "skip-dtype", "heads", "no-heads", "65-heads"],
 )
 def test_wrong_bits_are_refused(changes, complaint):
-    """An error names the argument, the shape that it must have and what came."""
+    """The error names the argument, the required shape and the given one."""
     with pytest.raises(ShapeError, match=complaint):
         symbols(**changes)
 
@@ -131,7 +131,7 @@ def test_a_plan_with_wrong_masks_is_refused(changes, complaint):
 
 
 def test_marginal_tiles_go_from_symbols_to_their_plan():
-    """Lowering passes their bits on, into a plan of its own and into scratch that had none or others."""
+    """Lowering copies their bits into a new plan, and into scratch with or without such bits."""
     held = symbols(linear_bits=bits(2, 3, 9, 2))
     assert held.tensors()[-1] is held.linear_bits
     plan = lower(held)

@@ -1,4 +1,4 @@
-"""Masks over pairs become symbols and come back; every tile is of the cheapest kind that says what the mask says."""
+"""Masks over pairs convert to symbols and back; every tile gets the cheapest kind that represents its mask."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def mixed(tokens: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
 
 
 def kind_by_definition(pairs: torch.Tensor, is_diagonal: bool) -> str:
-    """Of a tile's pairs inside the sequence, bool [queries, keys]."""
+    """Kind of a tile from its pairs inside the sequence, bool [queries, keys]."""
     if not pairs.any():
         return "skipped"
     if pairs.all():
@@ -74,7 +74,7 @@ def test_each_tile_is_of_the_cheapest_kind(tokens, block):
 
 
 def test_equal_tiles_share_an_entry():
-    """Of 6 PARTIAL tiles in 2 heads, 3 differ; a ragged one equals a whole one only if all its pairs do."""
+    """3 of 6 PARTIAL tiles in 2 heads differ; a ragged tile equals a full one only if all its pairs do."""
     tile = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
     mask = torch.zeros(1, 2, 150, 150, dtype=torch.bool)
     mask[0, 0, :64, :64] = mask[0, 0, 64:128, :64] = mask[0, 1, :64, 64:128] = tile
@@ -88,7 +88,7 @@ def test_equal_tiles_share_an_entry():
 
 
 def test_a_mask_of_whole_tiles_has_no_masks():
-    """Then backends that take none can run it."""
+    """Backends without mask support can run it."""
     mask = torch.zeros(1, 1, 192, 192, dtype=torch.bool)
     mask[..., 64:128, :] = mask[..., :64] = True
     assert symbols_from_mask(mask, block=64).masks is None
@@ -110,7 +110,7 @@ def test_other_masks_are_refused(mask):
 @every_length
 @pytest.mark.parametrize("runs", [1, 2])
 def test_runs_of_keys_give_the_symbols_of_their_mask(runs, tokens, block):
-    """Bit by bit those of the mask itself; runs may be empty, touch each other and reach beyond the sequence."""
+    """Equal to the mask's symbols bit by bit; runs may be empty, touch each other and extend beyond the sequence."""
     generator = torch.Generator().manual_seed(tokens)
     bounds = torch.randint(-30, tokens + 30, (tokens, 2 * runs), generator=generator).sort(-1).values
     first, end = bounds[:, ::2], bounds[:, 1::2]

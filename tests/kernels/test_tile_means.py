@@ -1,4 +1,4 @@
-"""Tiles that are left out join the softmax by their means, which count once for each valid key of the block."""
+"""Skipped tiles join the softmax by their means, weighted by the number of valid keys of the block."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def naive(q, k, v, sparsity, kv_len):
 @pytest.mark.parametrize("lengths", [False, True], ids=["all-keys", "kv-len"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_means_equal_blocks_of_equal_keys(make_sparsity, case, lengths, backend):
-    """Rows that compute have what the mean of each left-out block, as often as it has keys, gives; others stay."""
+    """Computed rows include the mean of each skipped block, weighted by its number of keys; other rows stay."""
     sparsity = make_sparsity(**case)
     generator = torch.Generator().manual_seed(0)
     shape = (case["batch"], case["tokens"], case["heads"], 32)
@@ -74,7 +74,7 @@ def test_query_heads_share_the_means_of_their_keys(make_sparsity, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_that_are_their_mean_cost_nothing(backend):
-    """Where all keys and values of a block are alike, leaving tiles out by their means changes nothing."""
+    """If all keys and values of a block are equal, skipping tiles by their means changes nothing."""
     tokens, block = 64 * 4, 64
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, tokens, 2, 32, generator=generator).to(DEVICE)

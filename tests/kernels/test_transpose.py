@@ -1,4 +1,4 @@
-"""Transposed lists hold the same tiles by key block, in the documented order."""
+"""Transposed lists have the same tiles by key block, in the documented order."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CASES = {
 
 @pytest.mark.parametrize(("case", "order"), [*((case, "head") for case in CASES), ("ragged", "length")])
 def test_transposition_equals_a_naive_loop(case, order, backend, make_sparsity):
-    """Also where masked tiles stand behind full ones, and whatever the lists hold beyond their counts."""
+    """Also with masked tiles after full ones, and with any content beyond the lists' counts."""
     rows, tiles, _, plan = make_sparsity(**CASES[case])
     beyond = torch.arange(plan.blocks, device=tiles.device) >= plan.kv_count[..., None]
     plan.kv_index[beyond] = torch.iinfo(torch.int32).max

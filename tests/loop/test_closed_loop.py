@@ -1,4 +1,4 @@
-"""When the closed loop computes next, by the errors that it is told."""
+"""Choice of the next computed step from the measured errors."""
 
 import math
 
@@ -18,7 +18,7 @@ def modes(control: Gap) -> str:
 
 
 def closed_loop(coordinates=range(40), weights=None, bends=None, **keys) -> Gap:
-    """Without weights the errors of all steps count alike, and without bends all outputs bend alike."""
+    """Without weights the errors of all steps count equally, and without bends all outputs curve equally."""
     schedule = {"control": "adaptive", "target_error": 0.05, "warmup": 0, "cooldown": 0, **keys}
     course = Course(coordinates, weights or [1.0] * len(coordinates), bends=bends)
     return Gap(Preset.model_validate({"schedule": schedule}), course)
@@ -32,7 +32,7 @@ def interval_after(control: Gap, step: int) -> int:
 
 
 def test_closed_loop_computes_until_it_has_observed():
-    """Without an error to go by every step computes, in full during the warm-up and at the end."""
+    """Without a measured error every step computes, in full during the warm-up and at the end."""
     assert modes(closed_loop(range(8), warmup=3, cooldown=2)) == "FFFUUUFF"
 
 
@@ -57,7 +57,7 @@ def test_closed_loop_follows_its_formula_at_even_spacing(error, gap, order):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_closed_loop_knows_the_errors_of_polynomials(order):
-    """For polynomials one degree higher, on any spacing, what is expected of the farthest forecast comes true."""
+    """For polynomials one degree higher, on any spacing, the expected error of the farthest forecast is exact."""
     steps, recorded, here = [0.0, 1.0, 4.0, 5.5, 7.0, 10.0, 11.0, 15.0, 16.0], [2, 1, 0], 3
     output = [t ** (order + 1) + 1.0 for t in steps]
 
@@ -80,7 +80,7 @@ def test_closed_loop_knows_the_errors_of_polynomials(order):
     ids=["nan", "infinite", "zero", "on-target"],
 )
 def test_closed_loop_at_extreme_errors(error, interval):
-    """What is no number computes the next step; a perfect forecast reaches max_interval; the target itself is met."""
+    """After NaN the next step is computed; a perfect forecast reaches max_interval; an error at the target passes."""
     control = closed_loop(target_error=0.05, max_interval=7)
     control.observe(5, [4, 3], 1, error)
     assert interval_after(control, 5) == interval
@@ -88,7 +88,7 @@ def test_closed_loop_at_extreme_errors(error, interval):
 
 @pytest.mark.parametrize("errors", [(0.0, 0.012), (0.012, 0.0), (0.012, 0.0, 0.001)], ids=str)
 def test_worst_error_of_a_step_decides(errors):
-    """Branches are judged one after the other at one step; the shortest interval counts, in any order."""
+    """Branches of one step report their errors one by one; the shortest interval counts, in any order."""
     control = closed_loop(target_error=0.05)
     for error in errors:
         control.observe(5, [4, 3], 1, error)
@@ -105,7 +105,7 @@ def test_each_update_decides_afresh():
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["ascending", "descending"])
 def test_closed_loop_measures_distance_on_the_coordinate(direction):
-    """On uneven spacing the forecast may reach as far on the coordinate, not as many steps."""
+    """On uneven spacing the distance on the coordinate limits a forecast, not the number of steps."""
     # From step 2 the others lie at distances 2, 4, 5, 14, 15 and 16. With e = 0.01 over a gap g at order 0 those of
     # forecasts may add up to 5 g: 2.25, 6.25, 11.25 or all. The step behind the last one in reach computes.
     coordinates = [direction * x for x in (0.0, 2.0, 3.0, 5.0, 7.0, 8.0, 17.0, 18.0, 19.0)]
@@ -164,7 +164,7 @@ def test_the_last_step_computes_where_an_error_would_stay(error, computed):
 
 
 def test_closed_loop_survives_equal_coordinates():
-    """A scheduler whose noise level stands still gives no gap to judge by: the next step computes."""
+    """A scheduler with a constant noise level gives no distance to compare, so the next step is computed."""
     control = closed_loop([3.0, 2.0, 2.0, 1.0])
     control.observe(2, [2.0, 3.0], 1, 0.01)
     assert interval_after(control, 2) == 1
@@ -198,13 +198,13 @@ def test_interval_repeats_its_interval(keys, sequence):
     ],
 )
 def test_presets_of_papers_compute_the_published_steps(name, computed):
-    """Of 50 steps, those that the code published with TaylorSeer computes at N = 5."""
+    """The computed steps of 50 are those of TaylorSeer's published code at N = 5."""
     control = IntervalGap(load_preset(name), Course(range(50), [1.0] * 50))
     assert [step for step, letter in enumerate(modes(control)) if letter != "D"] == list(computed)
 
 
 def test_interval_ignores_errors():
-    """A fixed schedule does not react to what is observed."""
+    """A fixed schedule does not depend on errors."""
     preset = Preset.model_validate({"schedule": {"control": "interval", "warmup": 0, "interval": 4, "cooldown": 0}})
     control = IntervalGap(preset, Course(range(8), [1.0] * 8))
     control.observe(0, [-1.0, -2.0], 1, 100.0)

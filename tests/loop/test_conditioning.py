@@ -1,4 +1,4 @@
-"""Which changes of a call's conditioning are noticed, and what is none."""
+"""Detection of changes in a call's conditioning."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from dit_accel.loop.conditioning import Conditioning
 
 
 def told(*values):
-    """What is found changed at each of some calls with one item."""
+    """Changes found at each of some calls with one item."""
     conditioning = Conditioning()
     return [conditioning.changed({"item": value}) for value in values]
 
@@ -80,7 +80,7 @@ def test_what_differs_at_every_call_is_not_kept():
 
 
 def test_subclasses_of_tensors_are_not_read():
-    """A tensor that stands for a deferred call is compared by identity, for reading it makes the call."""
+    """A tensor that represents a deferred call is compared by identity, because reading it would run the call."""
 
     class Deferred(torch.Tensor):
         @classmethod

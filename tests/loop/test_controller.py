@@ -101,7 +101,7 @@ def test_modes_follow_the_schedule():
 
 
 def test_a_run_and_its_decisions_are_logged(caplog, capfd):
-    """INFO has the start of a run, DEBUG each call's mode and what was decided; nothing is printed by itself."""
+    """INFO has the start of a run, DEBUG each call's mode and the decisions; nothing is printed by default."""
     caplog.set_level("DEBUG", logger="dit_accel")
     loop = Loop("balanced")
     for step in range(3):
@@ -122,7 +122,7 @@ def test_dispatch_continues_what_was_recorded():
 
 
 def test_forecast_runs_on_the_presets_coordinate():
-    """With coordinate sigma an output that is linear in sigma is continued."""
+    """With coordinate sigma an output that is linear in sigma is forecast exactly."""
     loop = Loop(**{"forecast.coordinate": "sigma"})
     for step in range(6):
         call, output = loop.call(step, 1 - step / STEPS)
@@ -132,7 +132,7 @@ def test_forecast_runs_on_the_presets_coordinate():
 
 @pytest.mark.parametrize("method, order", [("newton", 1), ("taylor", 1), ("reuse", 0)], ids=str)
 def test_corrector_makes_good_what_forecasts_missed(method, order, monkeypatch):
-    """Where outputs are a degree beyond forecasts these err, and every computed step brings the latents back."""
+    """If outputs are one degree above the forecasts, these have errors, and computed steps correct the latents."""
     monkeypatch.setattr(controller, "responses", lambda sigmas: [0.0] * len(sigmas))  # outputs that see no latents
     loop = Loop(**{"forecast": {"method": method, "order": order, "corrector": True}, "schedule.warmup": order + 1})
     latents = exact = 0.0
@@ -171,7 +171,7 @@ def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
 
 
 def test_an_output_that_hardly_lasts_corrects_nothing():
-    """Made good by the end, a miss would mean to go far astray until then."""
+    """Correcting the whole error at the end would mean large errors until then."""
     loop = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}})
     update = 6
     *before, end = FakeClock.moves
@@ -184,7 +184,7 @@ def test_an_output_that_hardly_lasts_corrects_nothing():
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkeypatch):
-    """Where outputs depend on the latents as growth says, the latents stay nearer than without that knowledge."""
+    """If outputs depend on the latents as growth says, the latents stay nearer than without the response."""
 
     def farthest() -> float:
         loop = Loop(**{"forecast": {"method": "newton", "order": order, "corrector": True}})
@@ -221,7 +221,7 @@ def test_damping_follows_the_share_of_the_slope_that_fitted_last():
 
 @pytest.mark.parametrize("beyond", [0.0, 0.25, 0.5, 1.0])
 def test_forecasts_go_so_far_beyond_the_degree_that_was_best(beyond):
-    """They take that share of what the next degree adds to the one that errs least, and stop at the highest degree."""
+    """They add a fraction of the next degree's term to the degree with the least error, up to the highest degree."""
     settings = {"order": 2, "beyond": beyond, "damping": False, "corrector": False, "coordinate": "step"}
     loop = closed_loop(forecast=settings, **{"schedule.target_error": 100.0, "schedule.warmup": 3})
     values = [1.0, 1.1, 1.25]
@@ -241,7 +241,7 @@ def test_forecasts_go_so_far_beyond_the_degree_that_was_best(beyond):
 
 
 def test_less_memory_never_raises_the_degree():
-    """Where a budget takes records away, forecasts go on with the degree that they had, or the highest that is left."""
+    """If a budget removes records, forecasts keep their degree, or use the highest remaining one."""
     preset = load_preset("balanced", **{"forecast.beyond": 0.0})
     for chosen in range(4):
         for left in range(4):
@@ -265,7 +265,7 @@ def test_damping_is_a_share_below_one(slope, damped):
 
 @pytest.mark.parametrize("share, order, damped", [(-3.0, NO_SLOPE, NO_SLOPE), (0.7, 0.7, 0.7), (1.4, 1.0, None)])
 def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
-    """Between nothing and all of the slope; and what is no number leaves the forecasts as they are."""
+    """Between 0 and 1 of the slope; NaN leaves the forecasts unchanged."""
     preset = load_preset("balanced", **{"forecast.beyond": 0.5})
     state = ClosedLoop(Gap(preset, Course(range(STEPS), [1.0] * STEPS)), 2)
     state.refit(0.3)
@@ -278,7 +278,7 @@ def test_damped_forecasts_go_on_with_the_newest_share(share, order, damped):
 
 @pytest.mark.parametrize("moves, corrector", [(None, True), (FakeClock.moves, False)], ids=["unknown-moves", "off"])
 def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
-    """A computed output goes on untouched, and the report says so where a correction was asked for."""
+    """A computed output stays unchanged, and the report says so if a correction was requested."""
     loop = Loop(**{"forecast.corrector": corrector})
     loop.clock.moves = moves
     for step in range(STEPS):
@@ -289,7 +289,7 @@ def test_nothing_is_corrected_without_moves_or_wish(moves, corrector):
 
 
 def test_recorded_output_is_a_copy():
-    """Pipelines may change the transformer's output in place; the history keeps what was computed."""
+    """Pipelines may change the transformer's output in place; the history keeps the computed values."""
     loop = Loop(**{"forecast.order": 0})
     for step in range(3):
         loop.call(step, 1.0)[1].fill_(99.0)
@@ -298,7 +298,7 @@ def test_recorded_output_is_a_copy():
 
 @pytest.mark.parametrize("contexts", [("cond", "uncond"), (None, None)], ids=["by-context", "by-call-order"])
 def test_branches_do_not_mix(contexts):
-    """Each CFG stream is forecast from its own outputs, told apart by name or by the order of calls in a step."""
+    """Each CFG branch is forecast from its own outputs, identified by name or by the order of calls in a step."""
     loop = Loop()
     for step in range(6):
         for value, context in zip((1.0, 2.0), contexts, strict=True):
@@ -319,7 +319,7 @@ def test_branches_share_the_steps_mode():
 
 
 def test_closed_loop_stretches_its_gaps_while_forecasts_hold():
-    """An output that is linear in the step is computed every max_interval steps, once two records tell the slope."""
+    """An output that is linear in the step is computed every max_interval steps, once two records give the slope."""
     loop = closed_loop()
     modes = [loop.call(step, 1.0 + step)[0].mode for step in range(STEPS)]
     assert modes == [FULL, FULL, UPDATE, *[DISPATCH] * 3, UPDATE, *[DISPATCH] * 3, UPDATE, DISPATCH]
@@ -337,7 +337,7 @@ def test_measured_error_is_the_worst_samples():
 
 
 def test_a_prompts_error_is_that_of_its_worst_branch():
-    """Whichever of its branches was called last, and whatever the errors of other prompts are."""
+    """In any order of its branches, and for any errors of other prompts."""
     loop = closed_loop(**{"schedule.per_prompt": True})
     for step in range(2):
         for context, changes in (("cond", (2.0, 1.0)), ("uncond", (1.0, 4.0))):
@@ -353,7 +353,7 @@ def test_a_prompts_error_is_that_of_its_worst_branch():
 
 
 def test_error_that_is_no_number_is_not_hidden():
-    """If one tensor of the output has no error, the call has none, whatever the other tensors' errors are."""
+    """If one tensor of the output has no error, the call has none, for any errors of the other tensors."""
     loop = closed_loop()
     for step in range(3):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
@@ -366,7 +366,7 @@ def test_error_that_is_no_number_is_not_hidden():
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_the_worst_tensor_of_an_output_decides(bad):
-    """Video beside audio: the error of a step is that of the tensor that was forecast worst, wherever it stands."""
+    """For video and audio: the error of a step is that of the worst forecast tensor, wherever it is."""
     loop = closed_loop()
     for step in range(2):
         with loop.controller.calling("transformer", "cond", step, ()) as call:
@@ -451,7 +451,7 @@ def test_changed_shape_drops_caches_and_is_noted():
 
 
 def test_changed_shape_keeps_unnamed_branches_apart():
-    """Calls that are told apart by their order still are after the first of them changed its shape."""
+    """Calls identified by their order stay so after the first of them changes its shape."""
     loop = Loop()
     for step in range(6):
         shapes = ((1, 4),) if step < 3 else ((2, 4),)
@@ -461,7 +461,7 @@ def test_changed_shape_keeps_unnamed_branches_apart():
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 def test_exception_drops_caches(error):
-    """A call that raises ends what was remembered, and the error reaches the caller."""
+    """An exception drops all records and reaches the caller."""
     loop = Loop()
     loop.modes(range(3))
     with pytest.raises(type(error)):
@@ -518,7 +518,7 @@ def test_release_frees_caches_and_keeps_the_report():
     loop.modes(work={"first": (1.0, 1.0)})
     loop.controller.release()
     assert loop.controller.read_report().steps_by_mode == {"full": 3, "update": 3, "dispatch": 6}
-    assert len(loop.call(STEPS - 1)[0].branch.loops[0].outputs) == 1  # what the call itself recorded
+    assert len(loop.call(STEPS - 1)[0].branch.loops[0].outputs) == 1  # the call's own record
 
 
 def test_report_adds_up_work():
@@ -552,7 +552,7 @@ def test_report_counts_a_storage_once():
 
 
 def test_report_adds_up_times(monkeypatch):
-    """A step's time is that of all its branches' calls, read once however often the report is asked for."""
+    """A step's time is the sum of its branches' calls, read once even if the report is requested often."""
     ticks = iter([10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
     monkeypatch.setattr("dit_accel.loop.timing.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     loop = Loop()
@@ -575,7 +575,7 @@ def test_latest_symbols_are_the_first_branchs():
 
 
 def test_fallbacks_are_listed_once():
-    """A site that runs densely step after step is one entry; another reason is another."""
+    """A site that uses dense attention step after step is one entry; another reason is another."""
     controller = Loop().controller
     for reason in ("LoRA", "LoRA", "offload"):
         controller.report.fall_back("first", reason)
@@ -589,7 +589,7 @@ def test_progress_runs_from_0_towards_1():
 
 
 def test_two_transformers_keep_apart():
-    """Where a second transformer takes over within a run, it starts by computing, and the first forgets."""
+    """If a second transformer takes over within a run, it starts with a computed step; the first drops its records."""
     loop = Loop()
     loop.controller.add_transformer("transformer_2", ["third"])
     for step in range(4):

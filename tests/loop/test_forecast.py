@@ -1,4 +1,4 @@
-"""Forecast weights reproduce the formulas that they stand for, and the history remembers what they need."""
+"""Forecast weights reproduce their published formulas, and the history keeps the values that they need."""
 
 import math
 
@@ -43,13 +43,13 @@ def test_newton_is_exact_for_polynomials(order):
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_taylor_is_taylorseers_recursion(count):
-    """The weights give what updating finite differences at each record and expanding them gives."""
+    """The weights equal TaylorSeer's finite differences, updated at each record and expanded."""
     coordinates, values = UNEVEN[:count], [1.0, -2.0, 0.5, 4.0, 3.0][:count]
     assert weighted(taylor_weights(coordinates, 9.0), values) == pytest.approx(taylorseer(coordinates, values, 9.0))
 
 
 def test_taylor_is_newton_up_to_first_order_only():
-    """At D=1 both draw the same line; at D=2 the one-sided second difference misses a parabola that Newton meets."""
+    """At D=1 both give the same line; at D=2 the one-sided second difference misses a parabola that Newton meets."""
     assert taylor_weights(UNEVEN[:1], 9.0) == newton_weights(UNEVEN[:1], 9.0)
     assert taylor_weights(UNEVEN[:2], 9.0) == pytest.approx(newton_weights(UNEVEN[:2], 9.0))
     parabola = [t * t for t in (2.0, 1.0, 0.0)]
@@ -82,7 +82,7 @@ def test_methods_are_told_apart():
 
 
 def test_history_keeps_the_newest_records():
-    """A history holds as many values as it is long, newest first, and its order grows with them."""
+    """A history keeps a fixed number of values, newest first, and its order grows with them."""
     history = History(3)
     assert (len(history), history.coordinates) == (0, ())
     values = [(torch.tensor([float(i)]), torch.tensor([-float(i)])) for i in range(4)]
@@ -97,14 +97,14 @@ def test_history_keeps_the_newest_records():
 
 @pytest.mark.parametrize("method", ["newton", "taylor"])
 def test_lower_order_uses_the_newest_values_only(method):
-    """A forecast of lower degree is that of a shorter history, and the older values weigh nothing."""
+    """A forecast of lower degree equals a shorter history's: the older values have weight 0."""
     assert forecast_weights(method, UNEVEN[:3], 9.0, order=1) == [*forecast_weights(method, UNEVEN[:2], 9.0), 0.0]
 
 
 @pytest.mark.parametrize("method", ["newton", "taylor"])
 @pytest.mark.parametrize("order, below", [(0.0, 0), (0.25, 0), (1.5, 1), (2.0, 2)])
 def test_degree_between_two_takes_its_share_of_the_higher(method, order, below):
-    """A damped forecast follows that share of what the next degree adds; whole numbers are degrees as ever."""
+    """A fractional degree adds that fraction of the next degree's term; integers are plain degrees."""
     low, high = (forecast_weights(method, UNEVEN[:3], 9.0, min(whole, 2)) for whole in (below, below + 1))
     expected = [a + (order - below) * (b - a) for a, b in zip(low, high, strict=True)]
     assert forecast_weights(method, UNEVEN[:3], 9.0, order) == pytest.approx(expected)
@@ -116,5 +116,5 @@ def test_missed_weights_sum_to_zero_and_need_forecasts(order):
     records = [9.0, 5.0, 4.0, 1.0]
     weights = missed_weights("newton", records, order, 14.0, [(10.0, 0.5), (12.0, 2.0)])
     assert len(weights) == 5 and sum(weights) == pytest.approx(0.0, abs=1e-12)
-    assert weights[0] > 0.0  # forecasts that fell short are made good by more of the new output
+    assert weights[0] > 0.0  # if forecasts fall short, more of the new output corrects them
     assert missed_weights("newton", records, order, 14.0, []) == [0.0] * 5

@@ -1,4 +1,4 @@
-"""What an error of each step counts, and what the model answers to one of the latents."""
+"""Weight of an error at each step, and the model's response to an error of the latents."""
 
 import math
 
@@ -20,7 +20,7 @@ FALLING = [1.0, 0.9, 0.7, 0.3]
     ],
 )
 def test_errors_count_by_what_they_do_to_the_result(sigmas):
-    """Every step by how far it moves the latents and how an error at its end grows, whatever noise levels run over."""
+    """Each step's weight is its move of the latents times the growth of an error at its end, for any noise levels."""
     effects = [0.1 * 0.1**-GROWTH, 0.2 * 0.3**-GROWTH, 0.4 * 0.7**-GROWTH, 0.3]
     expected = [effect * 4 / sum(effects) for effect in effects]
     assert error_weights(sigmas) == pytest.approx(expected)
@@ -35,14 +35,14 @@ def test_weights_are_finite_and_one_on_average(sigmas):
 
 
 def test_a_response_is_larger_where_little_of_the_image_is_settled():
-    """It goes against the shift, whichever way noise levels run, and is bounded where nothing is settled."""
+    """The response opposes the shift, for rising and falling noise levels, and is bounded where nothing is settled."""
     assert responses([0.6, 0.5, 0.2]) == pytest.approx([-RESPONSE / 0.4, -RESPONSE / 0.5, -RESPONSE / 0.8])
     assert responses([0.4, 0.5, 0.8]) == pytest.approx([RESPONSE / 0.4, RESPONSE / 0.5, RESPONSE / 0.8])
     assert responses([1.0, 0.5])[0] == pytest.approx(-RESPONSE / LEAST_SHARE)
 
 
 def test_outputs_bend_more_where_less_noise_is_left():
-    """Whichever way noise levels run, and bounded where none is left."""
+    """For rising and falling noise levels, and bounded at noise level 0."""
     assert bends([0.8, 0.4]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
     assert bends([0.2, 0.6]) == pytest.approx([0.8**-BEND, 0.4**-BEND])
     assert bends([1.0, 0.0]) == pytest.approx([1.0, LEAST_SHARE**-BEND])

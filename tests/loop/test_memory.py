@@ -1,4 +1,4 @@
-"""Forms in which caches are kept, what they are expected to take, and how they are made to fit into a budget."""
+"""Storage forms of caches, their expected memory, and their adaptation to a budget."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ HEADS = load_preset(
     blocks={"size": 64},
     reuse={"tau_q": 0.9, "ramp": 0.3},
 )
-ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # judges outputs at every level
+ADAPTIVE = {"schedule": {"control": "adaptive", "warmup": 2, "target_error": 0.5}}  # measures outputs at every level
 GUIDED = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
 ROWS = "no attention history of text blocks"
 FLOAT8 = "float8 histories"
@@ -86,7 +86,7 @@ def test_float8_error_is_that_of_its_mantissa():
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
 def test_rows_left_out_take_no_memory(float8, offload):
-    """The rows that are kept come back as without the option; the memory is that of these rows alone."""
+    """The kept rows are the same as without the option, and only they take memory."""
     values = torch.randn(2, 10, 4, 32, generator=torch.Generator().manual_seed(0))
     kept = Storage(float8, offload, rows=(3, 9)).keep(values)
     restored = kept.read()
@@ -99,7 +99,7 @@ def test_rows_left_out_take_no_memory(float8, offload):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
 def test_copies_beside_the_computation_arrive_whole(float8):
-    """What left the device comes back as it was, although its memory was used again and its stream was busy."""
+    """Data copied from the device comes back unchanged, although its memory was reused and its stream was busy."""
     values = [torch.randn(1, 4096, 24, 128, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
     expected = [Storage(float8).keep(value).read() for value in values]
     kept = []
@@ -117,7 +117,7 @@ def test_copies_beside_the_computation_arrive_whole(float8):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_offload_holds_few_layers_at_a_time():
-    """Although the host asks for all layers at once, the device never holds more than a few of them."""
+    """The host requests all layers at once, but the device never holds more than a few of them."""
     layers, size = 24, 32 * 2**20
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -135,7 +135,7 @@ def test_offload_holds_few_layers_at_a_time():
 
 
 def test_history_goes_on_in_another_form():
-    """A shorter history keeps the newest values, and those that stay are what the new form makes of them."""
+    """A shorter history keeps the newest values, converted to the new form."""
     history = History(3)
     values = [torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     for i in range(3):
@@ -175,9 +175,9 @@ def test_history_goes_on_in_another_form():
     ],
 )
 def test_estimate_is_what_the_caches_take(pipe, preset, overrides, arguments):
-    """What sizes alone say before the first block runs is what the tensors take in the end.
+    """The estimate from sizes before the first block runs equals the tensors' final memory.
 
-    To the byte, but that float8 fills up 128 values for each tensor by itself.
+    It is exact to the byte, except that float8 pads each tensor to 128 values.
     """
     _, report = run(pipe, load_preset(preset, **overrides), **arguments)
     assert report.steps_by_mode.keys() >= {"dispatch"} and report.fallbacks == []
@@ -188,7 +188,7 @@ def test_estimate_is_what_the_caches_take(pipe, preset, overrides, arguments):
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 @pytest.mark.parametrize("name, model", [("wan22", "wan"), ("hunyuan", "hunyuan_video")])
 def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
-    """The same for clips; of Wan 2.2's two transformers one remembers at a time."""
+    """Estimates for videos are exact too; of Wan 2.2's two transformers one keeps outputs at a time."""
     preset = load_preset({"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level], model=model)
     with accelerated(tiny_pipeline(name), preset) as pipe:
         tiny_output(pipe, name, steps=STEPS)
@@ -199,7 +199,7 @@ def test_estimate_of_a_video_pipeline_is_exact(name, model, level):
 
 @pytest.mark.parametrize("name", ["flux-fill", "flux-control", "flux-kontext", "wan-i2v", "hunyuan-i2v-concat", "sd3"])
 def test_outputs_are_expected_as_wide_as_they_are(name):
-    """Where a transformer gets a picture beside the latents, it gives fewer channels than it gets."""
+    """A transformer that gets an image with the latents has fewer output than input channels."""
     with accelerated(tiny_pipeline(name), OUTPUT) as pipe:
         tiny_output(pipe, name, steps=STEPS)
         report = pipe.dit_accel.report()
@@ -217,7 +217,7 @@ def test_estimate_knows_the_models_dtype():
 
 @pytest.mark.parametrize("arguments", [{}, GUIDED], ids=["one-branch", "two-branches"])
 def test_offload_changes_no_bit(pipe, arguments):
-    """Attention outputs leave the device's account for the host's, and the picture stays the same."""
+    """Attention outputs move from the device's account to the host's, and the image stays the same."""
     plain, before = run(pipe, HEADS, **arguments)
     offloaded, after = run(pipe, load_preset(HEADS, **{"memory.offload": True}), **arguments)
     assert torch.equal(plain, offloaded)
@@ -228,7 +228,7 @@ def test_offload_changes_no_bit(pipe, arguments):
 
 @pytest.mark.parametrize("preset, bound", [(LAYERS, 0.65), (HEADS, 0.35)], ids=["layer", "head"])
 def test_float8_histories_err_less_than_forecasts(pipe, preset, bound):
-    """Rounding what is remembered moves the result less than forecasting does, and takes less than half the memory."""
+    """Rounding cached values changes the result less than forecasting does, and takes less than half the memory."""
     plain = pipe(**tiny_inputs("flux", steps=STEPS))[0]
     exact, before = run(pipe, preset)
     rounded, after = run(pipe, load_preset(preset, **{"memory.history_dtype": "float8"}))
@@ -238,7 +238,7 @@ def test_float8_histories_err_less_than_forecasts(pipe, preset, bound):
 
 
 def test_rows_of_text_blocks_are_never_read(pipe):
-    """A budget just below what the plain histories take leaves those rows out, and the picture stays the same."""
+    """A budget just below the plain histories' memory skips those rows, and the image stays the same."""
     plain, before = run(pipe, HEADS)
     budget = (before.cache_bytes - 1) / GIB
     trimmed, after = run(pipe, load_preset(HEADS, **{"memory.budget_gib": budget}))
@@ -248,7 +248,7 @@ def test_rows_of_text_blocks_are_never_read(pipe):
 
 
 def test_later_branch_converts_what_is_there(pipe):
-    """Where only the second branch breaks the budget, the first one's records are rounded then."""
+    """If only the second branch breaks the budget, the first one's records are rounded then."""
     _, single = run(pipe, HEADS)
     changes = {"memory.budget_gib": 1.3 * single.cache_bytes / GIB}
     late, report = run(pipe, load_preset(HEADS, **changes), **GUIDED)
@@ -260,7 +260,7 @@ def test_later_branch_converts_what_is_there(pipe):
 
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 def test_lower_order_is_that_of_the_preset(pipe, level):
-    """A budget that forces order 0 gives what the same preset with order 0 gives."""
+    """A budget that forces order 0 gives the same result as the preset with order 0."""
     preset = {"output": OUTPUT, "layer": LAYERS, "head": HEADS}[level]
     forms = {} if level == "output" else {"memory.history_dtype": "float8"}
     expected, report = run(pipe, load_preset(preset, **{"forecast.order": 0}, **forms))
@@ -294,7 +294,7 @@ def test_over_budget_is_refused_before_blocks_run(pipe):
 
 
 def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
-    """Where the expectation was wrong and the budget is broken, the report says so, once."""
+    """If memory exceeds the expectation and the budget, the report says so, once."""
     monkeypatch.setattr(Family, "size", lambda *_: ModelSize())
     _, report = run(pipe, load_preset(OUTPUT, **{"memory.budget_gib": 1e-6}))
     assert report.notes == ["caches took more memory than estimated, and more than memory.budget_gib"]
@@ -304,7 +304,7 @@ def test_caches_beyond_the_budget_are_noted(pipe, monkeypatch):
 
 
 def video(tokens: int, text: int, layers: int, heads: int) -> ModelSize:
-    """A video transformer in bfloat16 with heads of 128, all of whose blocks see text and clip as one sequence."""
+    """A video transformer in bfloat16 with heads of 128, whose blocks all see text and video as one sequence."""
     layout = TokenLayout(text, tokens, text_first=False)
     site = SiteSize(stream=layout.tokens, features=2 * layout.tokens)
     return ModelSize(4 * tokens, 2, 1, layout, heads, 128 * heads, (site,) * layers)
@@ -354,7 +354,7 @@ def test_measures_come_in_order_as_the_budget_shrinks():
 
 
 def test_measures_that_save_nothing_are_not_taken():
-    """Wan's sequence holds no text, so leaving its rows out is no measure."""
+    """Wan's sequence has no text, so skipping text rows is no measure."""
     plans = [
         plan_memory(load_preset("flux-flashomni-paper", **{"memory.budget_gib": budget}), [WAN_14B_76K]).measures
         for budget in (80.0, 40.0, 20.0)
@@ -363,7 +363,7 @@ def test_measures_that_save_nothing_are_not_taken():
 
 
 def test_no_budget_means_no_measures():
-    """Without a budget nothing is done that the preset does not ask for."""
+    """Without a budget only the preset's own measures are used."""
     assert plan_memory(load_preset("flux-flashomni-paper"), [HUNYUAN_118K] * 2).measures == ()
     asked = plan_memory(load_preset("flux-flashomni-paper", **{"memory.offload": True}), [HUNYUAN_118K] * 2)
     assert asked.measures == (OFFLOAD,) and asked.host_bytes > 0

@@ -1,4 +1,4 @@
-"""What each step's output adds to the result of a run, read off the scheduler."""
+"""Contribution of each step's output to the result of a run, derived from the scheduler."""
 
 import copy
 from itertools import pairwise
@@ -59,7 +59,7 @@ def latents_of(scheduler, outputs: torch.Tensor, first: int) -> torch.Tensor:
 @pytest.mark.parametrize("first", [0, 5], ids=["from-noise", "from-an-image"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_moves_are_the_derivatives_of_a_run(name, first):
-    """By as much as an output changes, times its move, the latents of a run with the scheduler itself change."""
+    """A change of an output changes the latents of a run by the change times its move."""
     moves = torch.tensor(linear_moves(ready(LINEAR[name](), first), first), dtype=torch.float64)
     outputs = torch.randn(STEPS - first, 1, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     latents = latents_of(LINEAR[name](), outputs, first)
@@ -143,7 +143,7 @@ def euler_sampler(model, latents):
 
 
 def test_moves_of_a_sampler_that_calls_its_model():
-    """A trial of Euler's steps finds what they are known to be, and leaves random numbers alone."""
+    """A trial of Euler's steps finds their known moves, and does not change random numbers."""
     state = torch.get_rng_state()
     torch.testing.assert_close(
         torch.tensor(sampler_moves(euler_sampler, SIGMAS)), torch.tensor(euler_moves(SIGMAS)), atol=1e-6, rtol=0
@@ -162,6 +162,6 @@ def test_moves_of_a_sampler_that_calls_its_model():
     ],
 )
 def test_samplers_that_are_no_sum_are_refused(sample, reason):
-    """The reason tells what of the sampler can't be forecast."""
+    """The reason names the part of the sampler that cannot be forecast."""
     with pytest.raises(UnsupportedError, match=reason):
         sampler_moves(sample, SIGMAS)

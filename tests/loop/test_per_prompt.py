@@ -1,4 +1,4 @@
-"""schedule.per_prompt: in a batch each prompt gets what it gets alone, in steps, in output and in work."""
+"""schedule.per_prompt: in a batch each prompt has the same steps, output and work as alone."""
 
 import inspect
 import re
@@ -94,7 +94,7 @@ def each_scaled(name, value, scales):
 @pytest.mark.parametrize("guidance", [4.5, 1.0], ids=["three-parts", "two-parts"])
 @pytest.mark.parametrize("name", PERTURBED)
 def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, seeds):
-    """Each prompt gets what it gets alone, with unconditional, conditional and perturbed part in one batch."""
+    """Each prompt gets the same result as alone, with unconditional, conditional and perturbed part in one batch."""
     build, target = PERTURBED[name]
     pipe, embeddings = build()
     pipe.set_progress_bar_config(disable=True)
@@ -126,7 +126,7 @@ def flux():
 
 
 def test_prompts_share_computed_steps_otherwise(flux):
-    """Without the option the batch computes whenever one of its prompts needs to, so more than the mean of them."""
+    """Without the option the batch computes whenever one prompt needs it, so more than the mean of the prompts."""
     with accelerated(flux, PRESET, **{"schedule.per_prompt": False}):
         shared = run(flux, "flux", PROMPTS, generators(3))[2].computed_fraction
     with accelerated(flux, PRESET):
@@ -135,7 +135,7 @@ def test_prompts_share_computed_steps_otherwise(flux):
 
 
 def test_pictures_of_one_prompt_go_their_own_ways(flux):
-    """num_images_per_prompt: every picture is a sample of its own."""
+    """num_images_per_prompt: every image is a separate sample."""
     with accelerated(flux, PRESET):
         together, density, _ = run(flux, "flux", PROMPTS[0], generators(2), num_images_per_prompt=2)
         alone = [run(flux, "flux", PROMPTS[0], seed) for seed in generators(2)]
@@ -162,7 +162,7 @@ def test_other_batches_and_aborted_runs_leave_nothing(flux):
 
 @pytest.mark.parametrize("name", ["flux-controlnet", "flux-ip-adapter"])
 def test_residuals_and_picture_embeddings_are_divided_too(name):
-    """Lists of a ControlNet's residuals, and what an IP adapter adds, follow their samples."""
+    """Lists of a ControlNet's residuals, and an IP adapter's embeddings, are split by samples."""
     pipe = accelerate_pipeline(tiny_pipeline(name), PRESET)
     together, density, report = run(pipe, name, PROMPTS[:2], generators(2))
     assert not report.notes
@@ -172,7 +172,7 @@ def test_residuals_and_picture_embeddings_are_divided_too(name):
 
 
 def test_a_call_that_cannot_be_divided_computes_together(flux, monkeypatch):
-    """Where it is not known what an argument holds, the batch's worst decides, and the report says why."""
+    """If an argument's content is unknown, the batch's worst error decides, and the report says why."""
     monkeypatch.setattr(samples, "BATCHED", samples.BATCHED - {"pooled_projections"})
     with accelerated(flux, PRESET):
         _, density, report = run(flux, "flux", PROMPTS[:2], generators(2))
@@ -181,7 +181,7 @@ def test_a_call_that_cannot_be_divided_computes_together(flux, monkeypatch):
 
 
 def test_rows_of_a_prompt():
-    """Every sample is a prompt, and where both branches of guidance lie in one batch every pair."""
+    """Every sample is a prompt, and every pair if both guidance branches are in one batch."""
     latents = torch.randn(4, 2, 3)
     doubled = latents[:2].repeat(2, 1, 1)
     assert prompt_rows("cond", latents) == prompt_rows(None, latents) == [(0,), (1,), (2,), (3,)]
@@ -193,7 +193,7 @@ def test_rows_of_a_prompt():
     assert prompt_rows(None, thrice) == prompt_rows(None, thrice, 3) == [(0, 2, 4), (1, 3, 5)]
     assert prompt_rows("cond_uncond", same) == prompt_rows(None, same, 2) == [(0, 3), (1, 4), (2, 5)]
     assert prompt_rows(None, same, 3) == [(0, 2, 4), (1, 3, 5)]
-    assert prompt_rows(None, same) == prompt_rows(None, latents, 3) == [None]  # nothing tells, so all together
+    assert prompt_rows(None, same) == prompt_rows(None, latents, 3) == [None]  # no information, so all together
 
 
 def test_arguments_of_rows():
@@ -229,7 +229,7 @@ def test_arguments_of_rows():
     ids=["unknown-tensor", "unknown-list", "another-list", "another-batch"],
 )
 def test_arguments_that_cannot_be_divided(argument, complaint):
-    """What is not known to have an entry a sample keeps the batch together."""
+    """An argument that may not have one entry per sample keeps the batch together."""
     assert re.search(complaint, why_not_divisible({"hidden_states": torch.zeros(3, 1), **argument}))
 
 
@@ -259,7 +259,7 @@ def test_presets_that_cannot_run_are_refused(preset, overrides, complaint):
 
 
 def test_prompts_of_unequal_length_keep_their_padding_where_tiles_are_left_out():
-    """Rows that compute apart take the lengths of their own prompts along."""
+    """Rows that compute separately use the lengths of their own prompts."""
     tiles = {"policy": "sparge", "steps": "all", "top_k": 1.0}
     preset = load_preset(PRESET, model="qwen_image", skip=tiles, **{"schedule.target_error": 0.2})
     pipe = accelerate_pipeline(tiny_pipeline("qwen-image"), preset)

@@ -1,4 +1,4 @@
-"""The report: counts, plain values, and what a reader sees."""
+"""The report: counts, plain values, and its text."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_json_holds_every_field():
 
 
 def test_a_prompt_has_a_report_of_its_own():
-    """Its modes, errors and computed fraction; where prompts were decided together, the report is that of each."""
+    """Modes, errors and computed fraction of each prompt; for a shared decision all prompts have the same report."""
     own = report().of_prompt(1)
     assert own.steps_by_mode == {"full": 1, "update": 1, "dispatch": 2} and own.computed_fraction == 0.5
     assert [step.error for step in own.steps] == [None, 0.125, None, None]
@@ -96,7 +96,7 @@ def test_text_states_what_ran():
 
 
 def test_text_of_a_run_without_steps():
-    """A report before the first call prints, and claims no errors and no tiles left out."""
+    """A report before the first call prints without errors and skipped tiles."""
     report = RunReport("exact", "any", [])
     text = str(report)
     assert "0 (none)" in text

@@ -46,7 +46,7 @@ def test_every_step_has_its_weight_where_sigma_has_no_bound():
 
 
 def test_a_run_that_was_not_read_is_missed():
-    """Once the scheduler has taken a step of it, until it or a later one is read; another scheduler tells nothing."""
+    """A run counts as missed once its scheduler takes a step, until that or a later run is read."""
     holder = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     scheduler, clock = holder["scheduler"], SchedulerClock(lambda: holder["scheduler"])
     assert not clock.missed_run
@@ -110,7 +110,7 @@ SCHEDULERS = {
 
 
 def denoise(scheduler, clock, timesteps=None, *, branches: int = 1, dtype=torch.float32) -> list[Tick]:
-    """What the clock reads at each transformer call of a loop as pipelines run it."""
+    """Clock readings at each transformer call of a loop, as pipelines run it."""
     sample, ticks = torch.ones(1, 1, 4, 4), []
     for timestep in scheduler.timesteps if timesteps is None else timesteps:
         ticks += [clock.read(timestep.to(dtype).expand(1)) for _ in range(branches)]
@@ -128,7 +128,7 @@ def test_clock_counts_a_schedulers_steps(name, branches):
     ticks = denoise(scheduler, clock, branches=branches)
     assert [tick.step for tick in ticks] == [step for step in range(8) for _ in range(branches)]
     sigmas = getattr(scheduler, "sigmas", scheduler.timesteps)[:8].tolist()
-    if hasattr(scheduler, "sigmas") and max(sigmas) > 1:  # no flow: noise over picture, an angle
+    if hasattr(scheduler, "sigmas") and max(sigmas) > 1:  # no flow: noise over image, an angle
         sigmas = [math.atan(sigma) for sigma in sigmas]
     for tick in ticks:
         assert (tick.steps, list(tick.timesteps), list(tick.sigmas)) == (8, scheduler.timesteps.tolist(), sigmas)
@@ -163,7 +163,7 @@ def test_clock_follows_a_replaced_scheduler():
 
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 def test_image_to_image_counts_from_its_first_step(name):
-    """Where a pipeline begins in the middle of the schedule, the run is the rest of it."""
+    """A pipeline that begins in the middle of the schedule runs the rest of it."""
     scheduler = SCHEDULERS[name]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(10)
@@ -179,9 +179,9 @@ def test_image_to_image_counts_from_its_first_step(name):
 @pytest.mark.parametrize("name", ["flow-match-euler", "unipc", "ddim-without-step-index"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_start_in_the_middle_is_found_by_a_rounded_timestep(name, dtype):
-    """Whichever step of the schedule a pipeline begins at without a word, its first timestep tells, in its own dtype.
+    """A pipeline that starts at a later step without notice is recognised by its first timestep, in its own dtype.
 
-    But for the last one, which may be 1 and less, as shares of 1000 are.
+    The last step is an exception: its timestep may be at most 1, like shares of 1000.
     """
     for first in range(9):
         scheduler = SCHEDULERS[name]()
@@ -203,7 +203,7 @@ def test_timesteps_that_round_alike_are_told_apart():
 
 @pytest.mark.parametrize("scheduler", [diffusers.HeunDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler])
 def test_scheduler_of_second_order_repeats(scheduler):
-    """A scheduler that runs the transformer twice a step says so, and each call is a step of its own."""
+    """A scheduler that runs the transformer twice per step says so, and each call counts as a step."""
     scheduler = scheduler()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(4)
@@ -214,7 +214,7 @@ def test_scheduler_of_second_order_repeats(scheduler):
 
 @pytest.mark.parametrize("scheduler", [diffusers.LCMScheduler, diffusers.FlowMatchLCMScheduler, diffusers.SCMScheduler])
 def test_schedulers_of_consistency_models_draw_noise_anew(scheduler):
-    """So do those that derive from them."""
+    """Derived schedulers do so too."""
     for kind in (scheduler, type("OfTheUsers", (scheduler,), {})):
         made = kind()
         made.set_timesteps(2)
@@ -233,7 +233,7 @@ def test_call_after_the_last_step_stays_in_the_schedule():
 
 
 def test_timestep_of_each_token_counts_by_its_maximum():
-    """Wan's ``expand_timesteps`` gives a timestep for every token, 0 where the picture is given."""
+    """Wan's ``expand_timesteps`` gives a timestep for every token, 0 where the image is given."""
     scheduler = SCHEDULERS["ddpm-without-step-index"]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(3)
@@ -252,7 +252,7 @@ def test_timestep_clock_takes_the_nearest():
 
 
 def test_timestep_clock_finds_rounded_timesteps_of_any_spacing():
-    """Steps that lie close together at the end leave those far apart the room that bfloat16 takes."""
+    """Steps that are close together at the end do not narrow bfloat16's tolerance for those far apart."""
     timesteps = [1000.0, 701.7, 333.3, 1.0, 0.5]
     clock = TimestepClock(timesteps)
     rounded = torch.tensor(timesteps).bfloat16()
@@ -304,7 +304,7 @@ def test_rescaled_timesteps_begin_at_the_start(rescaled, shift):
 
 @pytest.mark.parametrize("first", [3, 7], ids=["in-the-middle", "at-the-last"])
 def test_where_a_run_begins_is_confirmed(first):
-    """Timesteps in a scale of the pipeline's own may lead astray; the scheduler's first step index sets that right."""
+    """Timesteps in a pipeline's own scale may be misleading; the scheduler's first step index corrects the start."""
     scheduler = SCHEDULERS["flow-match-euler"]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(8)
@@ -317,7 +317,7 @@ def test_where_a_run_begins_is_confirmed(first):
 
 
 def test_a_start_that_nothing_tells_is_found_at_the_second_step():
-    """From image to image with rescaled timesteps and no begin index, the rest of the schedule is the run."""
+    """In image-to-image with rescaled timesteps and no begin index, the run is the rest of the schedule."""
     scheduler = SCHEDULERS["flow-match-euler"]()
     clock = SchedulerClock(lambda: scheduler)
     scheduler.set_timesteps(10)
@@ -366,5 +366,5 @@ def test_sigmas_of_noise_over_picture_are_shares_of_an_angle(first):
 
 @pytest.mark.parametrize("sigmas", [[1.0, 0.5, 0.5, 0.0], [0.2, 0.4, 0.6], [1.0, 0.0, 0.0]])
 def test_sigmas_that_do_not_fall_run_plainly(sigmas):
-    """Steps that can't be told apart are computed."""
+    """Steps that cannot be distinguished are computed."""
     assert "do not fall" in SigmaClock(sigmas, is_flow=True).read(sigmas[0]).plain

@@ -34,8 +34,8 @@ class RecordedGraph(CudaGraph):
 
     captures = replays = parts = 0
     refuses: Exception | None = None  # raised where a capture begins
-    fails: Exception | None = None  # likewise where it ends
-    trial = Trial(None, lambda: 0.9, lambda: 1.0)  # what every call that is watched comes to
+    fails: Exception | None = None  # raised at its end
+    trial = Trial(None, lambda: 0.9, lambda: 1.0)  # result of every watched call
 
     def __init__(self, device, pool):
         super().__init__(device, pool)
@@ -114,7 +114,7 @@ class TracedTorch:
 
 
 class Recorder(TorchDispatchMode):
-    """Operations and the tensors that they read and write, to be run again on what these hold."""
+    """Operations with the tensors that they read and write, to run again with the tensors' current content."""
 
     def __init__(self):
         super().__init__()

@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def skips(self) -> bool:
-        """Whether a computed step leaves tiles out."""
+        """Return True if a computed step skips tiles."""
         after_warmup = self.step >= self.preset.schedule.warmup
         return self.preset.skip.steps == "all" and after_warmup and self.mode != "dispatch"
 
@@ -186,7 +186,7 @@ def _layers(transformer) -> list[tuple]:
 
 
 def _overwrite(layers: list[tuple], schedule: Schedule, whole):
-    """Hooks that record what modules put out, and overwrite it where ``whole(block)`` is forecast whole."""
+    """Hooks that record the modules' outputs, and overwrite them where ``whole(block)`` is forecast."""
 
     def hook_for(block):
         parts: list[Remembered] = []

@@ -21,7 +21,7 @@ from tests.models.naive_flux import NaiveAttention, Remembered, Schedule
 
 
 class Sequence(NamedTuple):
-    """What a model attends over.
+    """Sequence of a model's attention.
 
     Args:
         attentions: names of the attention modules, a regular expression.
@@ -40,7 +40,7 @@ class Sequence(NamedTuple):
 
 
 class NaiveTiles:
-    """Dense attention with the tiles that SpargeAttn leaves out masked; notes what is kept."""
+    """Dense attention with masks for the tiles that SpargeAttn skips; records the kept tiles."""
 
     def __init__(self, schedule: Schedule, sequence: Sequence) -> None:
         self.schedule, self.sequence, self.kept, self._depth = schedule, sequence, [], 0
@@ -48,7 +48,7 @@ class NaiveTiles:
 
     @contextmanager
     def within(self, transformer: torch.nn.Module) -> Iterator[list[float]]:
-        """In place of attention in the model's modules."""
+        """Replaces attention in the model's modules."""
 
         def count(step):
             def hook(*_):
@@ -99,7 +99,7 @@ class NaiveTiles:
 
 @contextmanager
 def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterator[None]:
-    """Records what a transformer gives, and in DISPATCH steps overwrites it; calls of a step are branches, in order."""
+    """Record a transformer's outputs and overwrite them in DISPATCH steps; calls of a step are branches, in order."""
     calls, remembered = defaultdict(int), defaultdict(list)
 
     def hook(module, arguments, output):
@@ -124,7 +124,7 @@ def forecast_outputs(transformer: torch.nn.Module, schedule: Schedule) -> Iterat
 
 @contextmanager
 def overwritten_rows(transformer: torch.nn.Module, schedule: Schedule, sequence: Sequence) -> Iterator[None]:
-    """In the model's attentions everything is computed, and rows that are reused are overwritten by their forecast."""
+    """Compute everything in the model's attention, and overwrite reused rows with their forecast."""
     attend, running = functional.scaled_dot_product_attention, []
 
     def naive(query, key, value, **settings):

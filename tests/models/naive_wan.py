@@ -1,9 +1,9 @@
 """Wan under FlashOmni's and TaylorSeer's rules the slow, obvious way: everything is computed, then overwritten.
 
-An independent specification for the adapter: it knows nothing of symbols, plans, GEMM-Q or cached biases. Attention
-outputs of reused rows are replaced by their forecast before the output projection, cross-attention's output at tokens
-that no head computes after it, whole layers at the outputs of their modules, and the whole stack at the transformer's.
-Everything is remembered by transformer and by branch, which is told from the prompt that the transformer gets.
+An independent specification for the adapter without symbols, plans, GEMM-Q or cached biases. Forecasts replace
+attention outputs of reused rows before the output projection, cross-attention's output at tokens that no head computes
+after it, whole layers at the outputs of their modules, and the whole stack at the transformer's output. Records are
+kept by transformer and by branch, which is identified by the transformer's prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BranchSchedule(Schedule):
 
     @property
     def skips(self) -> bool:
-        """Whether the call computes, and leaves tiles out all the same."""
+        """Return True if the call computes but still skips tiles."""
         after_warmup = self.step >= self.preset.schedule.warmup
         return self.preset.skip.steps == "all" and after_warmup and self.mode != "dispatch"
 
@@ -64,7 +64,7 @@ class ByBranch(dict):
 
 
 class Rows:
-    """What one block computes: ``[B, S, H]`` tokens of heads, and ``[B, H, S, S]`` pairs that attend."""
+    """Computed parts of one block: ``[B, S, H]`` tokens of heads, and ``[B, H, S, S]`` attended pairs."""
 
     def __init__(self) -> None:
         self.kept = self.pairs = None

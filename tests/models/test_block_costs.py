@@ -1,4 +1,4 @@
-"""What a run's report says of its attention: the share of all pairs of queries and keys that it left out."""
+"""Attention in a run's report: the skipped share of all pairs of queries and keys."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def test_tiles_count_in_the_steps_that_leave_them_out():
 
 
 def test_samples_that_attend_apart_count_each():
-    """Mochi attends over one prompt of a batch after the other: the share is the mean of what each attended to."""
+    """Mochi attends to one prompt of a batch after the other: the share is the mean over prompts."""
     skip = {"policy": "sparge", "steps": "all", "top_k": 0.5}
     preset = load_preset("exact", model="mochi", schedule={"warmup": 2}, skip=skip, blocks=SMALL)
     pipe = accelerate_pipeline(tiny_pipeline("mochi"), preset)
@@ -81,7 +81,7 @@ def state(measured_step=-1, probed=0.0, degraded=False, bias_coordinates=(), **d
 
 
 def costs_of(mode, level, sites, dense=(), step=4, two=True):
-    """What a block did: pairs of queries and keys, and all else."""
+    """Costs of a block: pairs of queries and keys, and all else."""
     attentions = [Attention("blocks.0", "blocks.0", "attn", None, True)]
     if two:
         attentions.append(Attention("blocks.0.attn2", "blocks.0", "attn2", None, False))
@@ -124,7 +124,7 @@ def test_a_forecast_step_costs_what_its_level_computes(level, facts, dense, expe
 
 @pytest.mark.parametrize("mode", [StepMode.FULL, StepMode.UPDATE])
 def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
-    """Each attention its own, of which samples have a share each, what a probe computes again not being left out."""
+    """Each attention skips its own tiles, samples count equally, and tiles computed by a probe are not skipped."""
     first = state(measured_step=4, attended=0.5, probed=0.1)
     second = state(measured_step=4, attended=0.25)
     older = state(measured_step=3, attended=0.1)
@@ -138,6 +138,6 @@ def test_a_computed_step_costs_all_but_the_tiles_that_it_leaves_out(mode):
 
 @pytest.mark.parametrize(("remembered", "more"), [(0, 0), (1, 0), (3, 2)], ids=["none", "its own", "two older"])
 def test_an_update_projects_once_more_for_each_older_step(remembered, more):
-    """Of its bias, in the rows where heads are reused."""
+    """The UPDATE projects once more per older step for its bias, in the rows where heads are reused."""
     site = state(measured_step=4, projected=0.5, bias_coordinates=(0.9, 0.8, 0.7)[:remembered])
     assert costs_of(StepMode.UPDATE, "head", {"blocks.0": site}) == pytest.approx((100.0, 250 + 8 * 0.5 * more))

@@ -31,7 +31,7 @@ COLLECTIVES = {
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_run_when_they_are_told_to(group, collective):
-    """Not before; on what is then where the capture had its tensors."""
+    """A collective runs only on request, on the current content of the capture's tensors."""
     cut = []
     x = torch.zeros(6, 3)
     with CutAtCollectives(cut.append):

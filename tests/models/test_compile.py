@@ -50,10 +50,10 @@ def pipe():
     return tiny_pipeline("flux")
 
 
-# Graphs: one a block kind, and one more where FLUX's first single block reads what double blocks wrote.
+# Graphs: one per kind of block, and one more where FLUX's first single block reads the double blocks' outputs.
 @pytest.mark.parametrize(("name", "graphs"), [("flux", (2, 3)), ("wan", (1, 1))])
 def test_the_loop_decides_alike_with_compiled_blocks(name, graphs, monkeypatch):
-    """As with fused kernels, which run where blocks are not compiled; a second run compiles nothing more."""
+    """Decisions are the same as with fused kernels in uncompiled blocks; a second run compiles nothing more."""
     monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
     pipe = accelerate_pipeline(tiny_pipeline(name), "balanced", **{"schedule.target_error": 0.2})
     fused, steps = tiny_output(pipe, name, steps=STEPS), pipe.dit_accel.report().steps
@@ -177,7 +177,7 @@ def test_what_the_preset_works_inside_of_must_not_be_compiled(add, what, order, 
 
 
 def test_blocks_compiled_one_by_one_go_on_as_compiled(pipe, monkeypatch):
-    """Whatever would run in their place."""
+    """Compiled blocks run even if another implementation would replace them."""
     monkeypatch.setattr(CallReader, "fuses_kernels", lambda driver, x: True)
     plain = tiny_output(pipe, "flux", steps=2)
     blocks = pipe.transformer.transformer_blocks
@@ -207,7 +207,7 @@ class Compiled(torch.nn.Module):
 
 
 def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out():
-    """As the compiler has seen it, or with what another has put beneath; the hook is back whatever happens."""
+    """The forward seen by the compiler, or one put beneath, runs without our hook; the hook always comes back."""
     module = Compiled()
     hook = module.forward = lambda x: "hooked"
     entry = compiled_entry(module, module)
@@ -226,7 +226,7 @@ def test_what_is_compiled_runs_without_our_hook_and_its_memory_is_not_handed_out
 
 
 def test_an_entry_goes_back_unless_something_else_is_there():
-    """Where accelerate's offload keeps it, too; an earlier one goes where calls enter elsewhere by now."""
+    """accelerate's offload keeps one, too; an earlier entry is removed if calls now enter elsewhere."""
     module = Compiled()
     own = module._compiled_call_impl
     entry = compiled_entry(module, module)

@@ -28,7 +28,7 @@ def call(pipe, name="flux", **changes):
 
 
 def hooks(pipe):
-    """Ours; text encoders of transformers have some of their own."""
+    """Our hooks; text encoders of transformers have others."""
     modules = (module for part in vars(pipe).values() if isinstance(part, torch.nn.Module) for module in part.modules())
     every = (hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values())
     return [hook for hook in every if getattr(hook, "func", None) in (component_times._enter, component_times._leave)]
@@ -54,7 +54,7 @@ def flux(pipe):
     ],
 )
 def test_parts_of_a_call(name, parts):
-    """Each that runs, in its order; together they take the time of the call, and a deferred ControlNet counts once."""
+    """Every part that runs is listed in order; the times add up to the call's; a deferred ControlNet counts once."""
     pipe = accelerate_pipeline(tiny_pipeline(name))
     for _ in range(2):
         whole = call(pipe, name)
@@ -66,7 +66,7 @@ def test_parts_of_a_call(name, parts):
 
 
 def test_nothing_is_left(flux):
-    """On no component, and on the pipeline neither, whose own attribute of the method's name stays."""
+    """No component keeps a trace, nor does the pipeline, whose own attribute of the method's name stays."""
     assert hooks(flux) == [] and "check_inputs" not in vars(flux)
     with accelerated(flux):
         assert hooks(flux)
@@ -93,7 +93,7 @@ def test_a_method_replaced_on_the_class_takes_effect_at_the_next_call(flux, monk
 
 
 def test_pipelines_share_a_component(flux):
-    """Each is timed for itself, and whichever is restored first leaves the other's times alone."""
+    """Each pipeline has its own times, and restoring one does not change the other's."""
     other = tiny_pipeline("sd3")
     other.vae = flux.vae
     accelerate_pipeline(flux)
@@ -129,7 +129,7 @@ def test_an_error_in_the_autoencoder_leaves_nothing_behind(flux, error):
 
 
 def test_a_part_that_fails_in_a_call_that_goes_on_hides_no_other():
-    """Where a pipeline catches a component's error and goes on, what runs behind it is told, and nothing twice."""
+    """If a pipeline catches a component's error and continues, later parts are reported, and nothing twice."""
 
     class Fails(torch.nn.Module):
         def forward(self, x):
@@ -157,7 +157,7 @@ def test_what_is_called_outside_of_a_call_is_no_part_of_it(flux):
 
 
 def test_compiled_decoding_stays_whole(flux):
-    """Hooks break no graph; what the compiler has taken in counts as the rest."""
+    """Hooks break no graph; parts inside the compiled graph count as the rest."""
     accelerate_pipeline(flux)
     flux.vae.decode = torch.compile(flux.vae.decode, backend="eager", fullgraph=True)
     call(flux)
@@ -166,7 +166,7 @@ def test_compiled_decoding_stays_whole(flux):
 
 
 def test_a_component_is_copied_and_pickled_as_ever(flux):
-    """Its copy tells nobody of its calls."""
+    """A copied component does not report its calls."""
     accelerate_pipeline(flux)
     call(flux)
     before = flux.dit_accel.report().parts
@@ -200,7 +200,7 @@ def test_an_autoencoder_that_takes_much_is_remarked(seconds, told):
 
 
 class Parts:
-    """Notes what is told."""
+    """Records the reported parts."""
 
     def __init__(self):
         self.told = []
@@ -238,7 +238,7 @@ class Pipe:
 
 
 def test_a_module_is_timed_once_under_its_first_name():
-    """Whatever other names it has, compiled or not; an autoencoder is timed by its parts, which no forward leads to."""
+    """Compiled or not, with any other names; an autoencoder is timed by its parts, because it has no single forward."""
     assert [name for name, _ in component_times._components(Pipe())] == [
         "encoder",
         "other",
@@ -249,7 +249,7 @@ def test_a_module_is_timed_once_under_its_first_name():
 
 
 def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
-    """Each call tells the beginning, and each component when it comes and goes; closed, nobody hears any more."""
+    """Each call reports its start, and each component its start and end; after closing nothing is reported."""
     pipe, parts = Pipe(), Parts()
     undo = component_times.time_components(pipe, parts)
     pipe.encode_prompt(1)
@@ -265,7 +265,7 @@ def test_a_pipeline_that_checks_nothing_begins_with_its_prompt():
 @pytest.mark.parametrize("own", [None, lambda x: ("own", x)], ids=["of the class", "own"])
 @pytest.mark.parametrize("later", [None, lambda x: ("later", x)], ids=["alone", "replaced"])
 def test_a_watched_method_is_what_it_was(own, later):
-    """What took its place meanwhile stays there."""
+    """A method replaced in the meantime keeps its replacement."""
     pipe = Pipe()
     if own is not None:
         pipe.encode_prompt = own

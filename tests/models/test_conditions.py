@@ -1,4 +1,4 @@
-"""A change of what a run is conditioned on is computed and named in the report, and equal tensors are no change."""
+"""A change of a run's conditioning is computed and named in the report; equal tensors are no change."""
 
 import copy
 import gc
@@ -85,7 +85,7 @@ def test_a_control_net_that_begins_or_ends(when):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_tensors_made_anew_are_no_change(name):
-    """A pipeline that makes its prompt anew at each step computes the same steps as with one that stays."""
+    """A pipeline that creates its prompt embeddings in each step computes the same steps as with constant ones."""
     pipe = tiny_pipeline(name)
     accelerate_pipeline(pipe, "turbo")
 
@@ -113,7 +113,7 @@ def test_a_replaced_weight_is_a_change_unless_it_is_offloaded(device, is_change)
 
 
 def test_weights_that_are_offloaded_while_a_call_runs_are_no_change():
-    """Sequential offload makes a transformer's own weights anew before our hook reads them."""
+    """Sequential offload recreates a transformer's weights before our hook reads them."""
 
     class Reading(torch.nn.Module):
         def __init__(self):

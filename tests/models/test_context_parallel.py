@@ -1,4 +1,4 @@
-"""How several devices share a sequence; what two processes make of it is in tests/test_parallel.py."""
+"""Sequence sharing by several devices; runs of two processes are in tests/test_parallel.py."""
 
 import copy
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def ranks(monkeypatch):
 
 
 def parallel(**degrees):
-    """What diffusers leaves at a transformer."""
+    """Attributes that diffusers sets on a transformer."""
     mesh = SimpleNamespace(get_group=lambda: None)
     return SimpleNamespace(context_parallel_config=SimpleNamespace(_flattened_mesh=mesh, **degrees))
 
@@ -99,7 +99,7 @@ def test_tokens_come_back_whatever_their_memory(monkeypatch, head_dim, offset):
 
 @pytest.mark.parametrize("known", [0.25, torch.inf], ids=str)
 def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkeypatch, known):
-    """Whichever rank measured it; devices reduce by comparison, in which what is no number would be lost."""
+    """The result is the same on all ranks; devices reduce by comparison, which would lose NaN."""
     reductions = {dist.ReduceOp.MAX: torch.fmax, dist.ReduceOp.MIN: torch.fmin, dist.ReduceOp.SUM: torch.add}
     transformer = SimpleNamespace(_parallel_config=parallel())
     measured = [torch.tensor([0.5, 0.125, torch.nan, 0.0, torch.nan]), torch.tensor([0.25, 1.5, known, 0.0, torch.nan])]
@@ -119,7 +119,7 @@ def test_ranks_agree_on_the_largest_error_and_what_is_no_number_is_larger(monkey
 
 
 def test_a_device_alone_keeps_what_it_measured(monkeypatch):
-    """It asks nobody, and what is no number stays so."""
+    """It communicates with no other device, and NaN stays NaN."""
     monkeypatch.setattr(dist, "all_reduce", None)
     numbers = torch.tensor([0.5, torch.nan])
     assert agreed(SimpleNamespace(), numbers) is numbers
@@ -127,7 +127,7 @@ def test_a_device_alone_keeps_what_it_measured(monkeypatch):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_devices_expect_shares_that_make_up_what_one_expects(monkeypatch, count):
-    """Of what blocks remember, features and symbols, each device of a group holds its part."""
+    """Each device of a group keeps its part of outputs, features and symbols."""
     asked, size = [], FamilyDriver.size
     monkeypatch.setattr(FamilyDriver, "size", lambda *call: asked.append(call) or size(*call))
     skip = {"policy": "sparge", "steps": "all", "tau_kv": 0.9}
@@ -163,7 +163,7 @@ def test_tokens_are_dealt_out_as_torch_splits_them():
 
 @pytest.mark.parametrize("ring, ulysses", [(1, 2), (2, 1), (2, 3)])
 def test_the_degree_is_that_of_all_devices(ring, ulysses):
-    """Those of a ring and those that exchange heads, each of which has a share of the tokens."""
+    """Ring and head-exchanging devices both count, because each has a share of the tokens."""
     transformer = SimpleNamespace(_parallel_config=parallel(ring_degree=ring, ulysses_degree=ulysses))
     assert parallel_degree(transformer) == ring * ulysses
     for alone in (SimpleNamespace(), SimpleNamespace(_parallel_config=None)):
@@ -201,7 +201,7 @@ def test_an_exchange_is_made_anew_where_anything_of_it_changes(ranks):
 
 @pytest.mark.parametrize(("name", "apart"), [("hunyuan15", False), ("hunyuan-i2v", True)])
 def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
-    """Of a family's facts: the entrance's streams, the tables and the exit; a class's own plan comes first."""
+    """Facts of a family: input streams, tables and output; a class's own plan has priority."""
     transformer = copy.copy(tiny_pipeline(name).transformer)
     family = require_family(transformer)
     transformer._cp_plan = None
@@ -225,7 +225,7 @@ def test_a_plan_is_refused_where_frames_are_told_by_their_place(name, apart):
 
 
 def test_pieces_of_eight_bytes_are_taken_where_all_tensors_have_such():
-    """Else each number is moved by itself; the values are the same either way."""
+    """Otherwise each number moves separately; the values are the same."""
     whole = torch.zeros(2, 3, 8, dtype=torch.bfloat16)
     assert _words(whole)[0].dtype == torch.int64 and _words(whole)[0].shape == (2, 3, 2)
     memory = torch.zeros(100, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Control nets run in the steps whose transformer reads what they give, and only there."""
+"""Control nets run only in steps whose transformer reads their outputs."""
 
 import diffusers
 import pytest
@@ -35,7 +35,7 @@ def pipe():
 
 
 def test_a_forecast_step_runs_no_control_net(pipe):
-    """What comes out is to the bit what it is where the net runs in every step."""
+    """The output is bit for bit the same as with the net running in every step."""
     calls = counted(pipe.controlnet)
     accelerate_pipeline(pipe, load_preset("exact", **OUTPUT))
     result = tiny_output(pipe, "flux-controlnet", steps=STEPS)
@@ -56,7 +56,7 @@ def several_of_flux(pipe):
 
 
 def union_of_flux(pipe):
-    """One net for several kinds of pictures, which are named in the call, and twice in the module."""
+    """One net for several kinds of images, which are named in the call, and twice in the module."""
     net = diffusers.FluxControlNetModel.from_config({**pipe.controlnet.config, "num_mode": 3}).eval()
     net.load_state_dict(pipe.controlnet.state_dict(), strict=False)  # all but the kinds' embeddings
     named = {"control_mode": [0, 2]}
@@ -88,7 +88,7 @@ def test_several_and_union_nets_run_in_computed_steps_only(name, make):
 
     def run():
         calls.clear()
-        torch.manual_seed(0)  # Stable Diffusion 3 encodes the pictures with noise of no generator
+        torch.manual_seed(0)  # Stable Diffusion 3 encodes the images with noise without a generator
         return tiny_output(pipe, name, steps=STEPS, **scales, **named)
 
     plain = run()
@@ -115,7 +115,7 @@ def test_restoring_leaves_the_net_as_it_was(pipe):
 
 
 def test_another_size_is_another_form(pipe):
-    """A call of other shapes than the one before tells its own form first."""
+    """A call with other shapes than the previous one determines its own form first."""
     sizes = [{"height": 64, "width": 48}, {"height": 96, "width": 64}]
     plain = [tiny_output(pipe, "flux-controlnet", steps=3, **size) for size in sizes]
     accelerate_pipeline(pipe, "exact")
@@ -132,7 +132,7 @@ class Flagged(torch.nn.Module):
 
 @torch.no_grad()
 def test_a_call_with_another_flag_is_no_call_like_the_one_before():
-    """What comes out has the form that its own flags ask for; other numbers change no form, and count all the same."""
+    """The output has the form of its own flags; other numbers change no form, but count."""
     net, x = Flagged(), torch.arange(3.0)
     hook = watch_net(net, defers=True)
     for several, scale in ((False, 1.0), (True, 1.0), (True, 2.0), (False, 2.0), (False, 3.0), (True, 3.0)):
@@ -145,7 +145,7 @@ def test_a_call_with_another_flag_is_no_call_like_the_one_before():
 
 
 def test_reading_makes_the_call_once():
-    """Whatever is done with a deferred tensor is done with what the call gives."""
+    """Any operation on a deferred tensor runs on the call's output."""
     runs, value = [], torch.arange(6.0).view(2, 3)
     call = DeferredCall(lambda: runs.append(1) or (value, [value + 1]))
     first, second = (DeferredTensor(call, index, TensorForm.of(value)) for index in range(2))
@@ -191,7 +191,7 @@ def deferred(value):
     ids=["from", "to", "rows", "step", "twice", "last", "beyond"],
 )
 def test_a_part_is_cut_off_without_the_call(part):
-    """As pipelines drop reference tokens; it has the form and the values of that part, from one call."""
+    """Slicing, as pipelines drop reference tokens, gives form and values of that part with one call."""
     value = torch.arange(48.0).view(2, 8, 3)
     whole, runs = deferred(value)
     cut = part(whole)
@@ -201,7 +201,7 @@ def test_a_part_is_cut_off_without_the_call(part):
 
 
 def test_a_call_that_is_read_where_gradients_count_has_none():
-    """It was deferred where they don't."""
+    """The call was deferred without gradients."""
     layer = torch.nn.Linear(2, 2)
     with torch.no_grad():
         form = TensorForm.of(layer(torch.ones(1, 2)))
@@ -246,7 +246,7 @@ FIRST = {"x": torch.ones(2, 3), "scale": 0.5, "both": False}
     ids=["same", "values", "scale", "strides", "flag", "shape", "batch", "dtype", "device", "kind", "tensor", "list"],
 )
 def test_a_call_waits_where_the_form_of_its_output_is_known(changes, waits):
-    """From the call before, which differed in values alone; what comes is what the net gives at once."""
+    """The previous call differed only in values, so the form is known; the output equals an immediate call's."""
     net, alone = Net(), Net()
     watch_net(net, defers=True)
     net(**FIRST)

@@ -1,4 +1,4 @@
-"""What is watched in a step before it is captured, with PyTorch's own watch of the GPU faked."""
+"""Checks of a step before its capture, with PyTorch's GPU checks faked."""
 
 import warnings
 
@@ -62,6 +62,6 @@ def test_other_warnings_pass_through(modes):
     ids=["host-bound", "gpu-bound", "asked-for", "waits-for-others-too", "shared-gpu-bound"],
 )
 def test_steps_are_captured_where_the_gpu_waits_for_the_host(launched, wanted, is_shared, captures):
-    """Where several share a step, a GPU's time has waits for the others' hosts in it."""
+    """On several GPUs, a GPU's time includes waiting for the other hosts."""
     trial = Trial(None, lambda: launched, lambda: 1.0)
     assert (trial.why_not(wanted, is_shared=is_shared) is None) == captures

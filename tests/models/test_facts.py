@@ -50,7 +50,7 @@ SEQUENCES = {  # by tiny pipeline
     "mochi": Sequence(rf"{JOINT}1", 126, text_first=False),
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
-LAYERS = {  # what hand-written blocks forecast whole at level layer; of other families the facts say it
+LAYERS = {  # parts that hand-written blocks forecast at level layer; other families have them in their facts
     "qwen_image": ("attn", "img_mlp", "txt_mlp"),
     "flux2": ("attn", "ff", "ff_context"),
 }
@@ -60,7 +60,7 @@ INEXACT = {  # memory where blocks differ: a second attention, narrower text, a 
     **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1},
 }
 every_pipeline = pytest.mark.parametrize("name", ["sd3", "sd35", "qwen-image"])
-PADDED = {  # arguments that tell padding
+PADDED = {  # arguments with the padding
     "qwen-image": "encoder_hidden_states_mask",
     "mochi": "encoder_attention_mask",
     "prx": "attention_mask",
@@ -72,7 +72,7 @@ pipeline = tiny.pipeline
 
 
 def sparse(name, **overrides):
-    """Every step computed, tiles left out behind the warm-up."""
+    """Preset that computes every step and skips tiles after the warm-up."""
     sections = {
         "schedule": {"control": "interval", "warmup": 2, "interval": 1, "cooldown": 1},
         "skip": {"policy": "sparge", "steps": "all", "tau_kv": 0.3},
@@ -99,13 +99,13 @@ def distance(a, b):
 
 
 def test_every_family_of_facts_has_a_sequence_here():
-    """So that none is there which was not held to a naive version."""
+    """Every family must be compared with a naive version."""
     held = {require_family(pipeline(name).transformer).name for name in SEQUENCES}
     assert held >= {family.name for family in FAMILIES} - {family.name for family in FAMILIES if family.fused}
 
 
 def test_fused_families_have_a_page_of_blocks():
-    """Of their name, and no other family has one."""
+    """Every fused family has a page of its own name, and no other family has one."""
     pages = {page.name for page in pkgutil.iter_modules(fused.__path__)}
     assert {family.name for family in FAMILIES if family.fused} == pages & {family.name for family in FAMILIES}
 
@@ -122,7 +122,7 @@ def test_fused_families_have_a_page_of_blocks():
     ids=[*SEQUENCES, "sd3-batch", "qwen-padded", "mochi-padded", "hidream-not-square"],
 )
 def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
-    """On the computed steps after the warm-up, in each attention of a block, with forecast steps between."""
+    """Computed steps after the warm-up are compared, in each attention of a block, with forecast steps between."""
     forecast = {"level": "output", "method": "newton", "order": 1}
     preset = sparse(name, **{"schedule.interval": 2, "skip.tau_kv": 0.5}, forecast=forecast)
     plain = run(name, **arguments)
@@ -144,7 +144,7 @@ def test_sparse_tiles_are_what_a_naive_attention_computes(name, arguments):
 
 @pytest.mark.parametrize("name", ["sd3", "sd35", *PADDED])
 def test_nothing_left_out_is_the_plain_result(name):
-    """With all tiles kept the interceptor changes nothing but rounding; restored, the pipeline is what it was."""
+    """With all tiles kept the interceptor changes only rounding; after restoring, the pipeline is unchanged."""
     plain = run(name)
     modules = SEQUENCES[name].modules(pipeline(name).transformer).values()
     before = [type(module.processor) for module in modules]
@@ -157,7 +157,7 @@ def test_nothing_left_out_is_the_plain_result(name):
 
 @pytest.mark.parametrize("name, mask", PADDED.items())
 def test_padding_is_never_read(name, mask):
-    """What stands behind a prompt changes nothing, also where tiles are left out."""
+    """Padding after a prompt changes nothing, also with skipped tiles."""
     padding, seen = {}, []
 
     def fill(_, args, arguments):
@@ -183,7 +183,7 @@ def test_padding_is_never_read(name, mask):
 
 @every_pipeline
 def test_the_probe_measures(name):
-    """The probe's error is that of attention with these tiles, and a target bounds it."""
+    """The probe's error is the error of attention with these tiles, and a target bounds it."""
     _, loose = run(name, sparse(name, **{"skip.probe_blocks": 2}))
     _, bounded = run(name, sparse(name, **{"skip.probe_blocks": 2, "skip.probe_error": 0.02}))
     errors = [[each.error for each in report.attentions] for report in (loose, bounded)]
@@ -233,7 +233,7 @@ def test_level_layer_forecasts_the_parts(name):
 
 @every_family
 def test_recording_and_training_attend_over_the_same_tokens(name):
-    """What `tune` records has every site, and SLA with all tiles gives what was; taken off, all is as before."""
+    """`tune` records every site, and SLA with all tiles gives the plain result; removing both restores the model."""
     plain, sites, pipe = tiny.output(name, 2), set(), pipeline(name)
     with AttentionTap(pipe, lambda site, *_: sites.add(site.block)):
         assert torch.equal(tiny.output(name, 2), plain)
@@ -304,9 +304,10 @@ def test_all_images_of_the_layered_form_are_judged():
     ],
 )
 def test_flops_are_those_that_torch_counts(name):
-    """Of each block but for its modulation, also where blocks of a class differ in their parts.
+    """FLOPs of each block except its modulation equal torch's count, also where blocks of a class differ in their
+    parts.
 
-    HiDream's MLPs are rounded up by more than such a small width has; CogVideoX's modulation is 2% of such a block.
+    HiDream's MLPs are rounded up by more than this small width; CogVideoX's modulation is 2% of such a block.
     """
     transformer, calls = pipeline(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
@@ -349,7 +350,7 @@ def _overwriting(schedule):
 
 
 def test_a_processor_that_is_set_later_is_caught_too():
-    """It takes the place of the one before, and stays when the acceleration is taken off."""
+    """It replaces the previous processor, and stays when the acceleration is removed."""
     pipe = tiny_pipeline("sd3")
     accelerate_pipeline(pipe, sparse("sd3"))
 
@@ -382,7 +383,7 @@ def test_what_facts_can_not_do_is_refused(name, level):
 
 @torch.no_grad()
 def test_attention_under_a_mask_of_the_users_is_left_alone():
-    """What a mask in `joint_attention_kwargs` excludes stays excluded, and the report says that the block is dense."""
+    """A mask in `joint_attention_kwargs` keeps its effect, and the report says that the block is dense."""
     pipe = tiny_pipeline("flux")
     calls = []
     handle = pipe.transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
@@ -402,7 +403,7 @@ def test_attention_under_a_mask_of_the_users_is_left_alone():
 
 
 def test_a_mask_that_hides_no_padding_is_left_alone():
-    """Also in a family whose own masks tell how much padding there is."""
+    """The family's own masks give the amount of padding."""
     attention = pipeline("z-image").transformer.layers[1].attention
     own = attention.processor
 
@@ -486,7 +487,7 @@ def test_processors_are_left_where_they_are():
 
 
 def test_a_failed_acceleration_leaves_nothing_behind(monkeypatch):
-    """What was hooked before the failure is taken off again."""
+    """Hooks added before the failure are removed."""
     pipe = tiny_pipeline("sd3")
     plain = pipe(**tiny_inputs("sd3", steps=2))[0]
 

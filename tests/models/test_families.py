@@ -97,7 +97,7 @@ def test_no_other_file_names_a_family(path):
 
 
 def test_a_family_is_a_page_and_a_line(tmp_path):
-    """With a page and its line in the table a family has presets, sparse attention, level layer, an id and its rows."""
+    """A page and a line in the table give a family presets, sparse attention, level layer, an id and its rows."""
     shutil.copytree(PACKAGE, tmp_path / "dit_accel", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(PACKAGE.parent / "configs", tmp_path / "configs")
     families = tmp_path / "dit_accel" / "models" / "families"

@@ -1,4 +1,4 @@
-"""Facts of families, one by one: tokens and grids of a call, what is judged, and what is to be remembered."""
+"""Facts of families: tokens and grids of a call, the outputs that count for the error, and expected memory."""
 
 import math
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def clip(frames, height, width, channels=4, batch=2):
 
 TEXT = torch.zeros(2, 5, 8)
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-GRIDS = {  # by what is given: family, transformer, arguments, tokens
+GRIDS = {  # by name: family, transformer, arguments, tokens
     "wan": (WAN, model(patch_size=(1, 2, 2)), {"hidden_states": clip(3, 8, 6)}, Tokens(0, 36, grid=(3, 4, 3))),
     "wan-patched-frames": (
         WAN,
@@ -97,7 +97,7 @@ def test_tokens_of_a_call_follow_from_its_arguments(family, transformer, argumen
 @torch.no_grad()
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])
 def test_cogvideox_rounds_frames_up_to_whole_patches(frames):
-    """Version 1.5 has two latent frames to a token; the model's own blocks see as many tokens."""
+    """Version 1.5 has two latent frames per token; the model's own blocks have the same number of tokens."""
     transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -133,7 +133,7 @@ VIDEOS = ("wan", "wan22-5b-i2v", "hunyuan", "hunyuan15", "mochi", "cogvideox", "
 @torch.no_grad()
 @pytest.mark.parametrize("name", VIDEOS)
 def test_a_grid_is_that_of_the_latents(name):
-    """Frames, rows and columns, in this order, of a clip whose sides all differ."""
+    """Frames, rows and columns, in this order, of a video whose sides all differ."""
     pipe, calls = tiny.pipeline(name), []
     handle = pipe.transformer.register_forward_pre_hook(lambda _, given, named: calls.append(named), with_kwargs=True)
     try:
@@ -167,7 +167,7 @@ def test_frames_that_are_given_to_wan_are_not_judged():
     ("forcing", "frames", "has_grid"), [(None, 1, True), (False, 1, True), (True, 1, False), (False, 4, False)]
 )
 def test_skyreels_keeps_its_order_where_frames_differ(forcing, frames, has_grid):
-    """In timesteps of their own, or in whom they may look at; the tokens are as many."""
+    """Frames with different timesteps or attention ranges keep their order; the number of tokens is the same."""
     transformer = model(patch_size=(1, 2, 2), num_frame_per_block=frames)
     given = {"hidden_states": clip(3, 8, 6)} | ({} if forcing is None else {"enable_diffusion_forcing": forcing})
     tokens = SKYREELS_V2.tokens(transformer, given)
@@ -187,7 +187,7 @@ def test_images_beside_wans_prompt_count_for_their_sample():
 @pytest.mark.parametrize("routed, activated", [(4, 2), (4, 1), (0, 0)], ids=["two experts", "one expert", "none"])
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
-    """As many numbers as their matrices have, at the model's own width, which is rounded up by little."""
+    """The count equals the matrices' numbers at the model's own width, which is rounded up by little."""
     from diffusers.models.transformers import transformer_hidream_image as own
 
     kind = own.HiDreamImageTransformerBlock if double else own.HiDreamImageSingleTransformerBlock
@@ -215,7 +215,7 @@ def test_hidreams_mlps_count_the_experts_that_run(routed, activated, double):
 
 
 def test_heads_are_those_of_the_configuration():
-    """Whatever it calls them."""
+    """For any name of the config key."""
     assert KANDINSKY.heads(model(axes_dims=(16, 24, 24), model_dim=256)) == (4, 64)
     assert LUMINA.heads(model(num_attention_heads=6, hidden_size=576)) == (6, 96)
     assert PRX.heads(model(num_heads=4, hidden_size=128)) == (4, 32)
@@ -223,7 +223,7 @@ def test_heads_are_those_of_the_configuration():
 
 
 def test_an_attention_is_known_by_its_queries_and_keys():
-    """Over all tokens, without padding where samples attend apart, or with text among the keys alone."""
+    """Attention runs over all tokens, without padding if samples run separately, or with text only among the keys."""
     joint, apart, keyed = Tokens(4, 10), Tokens(4, 10, padding="sample"), Tokens(4, 10, text_asks=False)
     assert joint.of_attention(14, 14) is joint and joint.of_attention(10, 14) is joint.of_attention(12, 12) is None
     assert apart.of_attention(14, 14) is apart and apart.of_attention(12, 12).text == 2
@@ -235,7 +235,7 @@ def test_an_attention_is_known_by_its_queries_and_keys():
 
 
 def test_latents_are_found_by_either_name_in_lists_too():
-    """Of a list each sample is one, whatever its size."""
+    """Each entry of a list is one sample, whatever its size."""
     samples = [torch.zeros(4, 2, 2), torch.zeros(4, 3, 2)]
     assert latents_of({"x": samples}) == samples and batch_of({"x": samples}) == 2
     assert batch_of({"hidden_states": torch.zeros(3, 5), "x": samples}) == 3 and latents_of({"prompt": 1}) == []

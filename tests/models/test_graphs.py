@@ -36,14 +36,14 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def own_attention_backend():
-    """What ``set_attention_backend`` sets is of the whole process."""
+    """Restore ``set_attention_backend``, whose setting is global to the process."""
     with attention_backend("native"):
         yield
 
 
 @pytest.fixture
 def graph(monkeypatch):
-    """A class of faked graphs with counts of its own."""
+    """Class of faked graphs with separate counts."""
     counted = type("CountedGraph", (RecordedGraph,), {})
     monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     return counted
@@ -62,14 +62,14 @@ def find_driver(pipe):
 
 
 def facts(report):
-    """What a report says of a run's decisions."""
+    """Decisions of a run, from its report."""
     steps = [(step.mode, step.error) for step in report.steps]
     return steps, report.density, report.attentions, report.fallbacks, report.computed_fraction, report.notes
 
 
 @pytest.mark.parametrize("name, preset, kinds", CASES.values(), ids=CASES)
 def test_outputs_and_decisions_are_those_without_graphs(graph, name, preset, kinds):
-    """In runs that capture each kind of call, the third time it comes, and in a last one, which replays alone."""
+    """Runs capture each kind of call at its third occurrence; the last run only replays."""
     plain, replayed, captures = accelerated(name, preset, "never"), accelerated(name, preset), []
     for _ in range(3):
         expected, output = (tiny_output(pipe, name, steps=STEPS) for pipe in (plain, replayed))
@@ -96,7 +96,7 @@ def test_the_first_two_calls_of_a_kind_run_as_ever(graph):
 
 
 def test_an_output_stays_what_it_was(graph):
-    """The next replay overwrites the graph's own output, and not what callers hold."""
+    """The next replay overwrites the graph's own output, but not the callers' tensors."""
     pipe, held = accelerated("flux", "exact"), []
     pipe.transformer.register_forward_hook(lambda _, args, output: held.append((output[0], output[0].clone())))
     graphs_of(pipe)._why_not_model = lambda device: None  # which refuses that hook
@@ -105,7 +105,7 @@ def test_an_output_stays_what_it_was(graph):
 
 
 def test_another_size_takes_the_place_of_the_one_before(graph):
-    """Each size gives what it gives without graphs, and the graphs of one size are there at a time."""
+    """Each size gives the same result as without graphs, and only one size has graphs at a time."""
     plain, pipe = accelerated("flux", "turbo", "never"), accelerated("flux", "turbo")
     for side in (64, 96, 64):
         size = {"height": side, "width": 64}
@@ -115,7 +115,7 @@ def test_another_size_takes_the_place_of_the_one_before(graph):
 
 
 def test_graphs_are_bounded(graph):
-    """Arguments that never come again, as a LoRA's scale may be, make no more than so many."""
+    """Arguments that never repeat, such as a LoRA's scale, make a limited number of graphs."""
     pipe = accelerated("flux", "exact")
     for scale in range(2 * MOST_GRAPHS):
         tiny_output(pipe, "flux", steps=3, joint_attention_kwargs={"scale": 1 + scale / 16})
@@ -138,7 +138,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_model_is_captured_again(graph, change):
-    """The first call after it runs as ever, and results are those of the changed model."""
+    """The first call after a change is not captured, and results are those of the changed model."""
     torch.manual_seed(0)
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=3)
@@ -187,7 +187,7 @@ def test_values_of_weights_may_change(graph):
 
 
 def test_restoring_drops_them(graph):
-    """And nothing keeps their memory."""
+    """Their memory is freed."""
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=3)
     kept = graphs_of(pipe)
@@ -244,7 +244,7 @@ def test_calls_under_what_can_not_be_captured(graph, mode):
 
 
 def test_prompts_of_unequal_length_are_captured_by_their_lengths(graph):
-    """Where tiles are left out, attention goes sample by sample."""
+    """With skipped tiles, attention runs sample by sample."""
     preset = load_preset("video-turbo", model="hunyuan_video", skip=TILES)
     pipes = [accelerated("hunyuan", preset, wanted) for wanted in ("never", "always")]
     prompts, captures = ["a cat", "a dog that runs across a field of yellow flowers"], []
@@ -299,7 +299,7 @@ def test_auto_leaves_room_for_what_decodes(graph, wanted, captures):
 
 
 def own_processor(pipe):
-    """It may count steps."""
+    """Has a counter of steps, like a user's processor."""
 
     class Own(type(pipe.transformer.transformer_blocks[1].attn.processor)):
         pass
@@ -363,13 +363,13 @@ def test_always_repeats_code_of_the_users_own(graph):
 
 
 def test_outputs_that_hold_more_than_tensors_are_not_repeated():
-    """As the cache that FLUX.2 Klein's transformer fills and returns."""
+    """For example the cache that FLUX.2 Klein's transformer fills and returns."""
     assert why_not_output((torch.ones(1), [None, 2])) is None
     assert why_not_output((torch.ones(1), object())) == "the output holds object"
 
 
 def test_a_prompt_of_another_length_behind_the_same_padding_is_captured_again(graph):
-    """Where tiles are left out its length says which keys count."""
+    """With skipped tiles the prompt's length decides which keys count."""
     pipes = [accelerated("qwen-image", load_preset("turbo", skip=TILES), wanted) for wanted in ("never", "always")]
     for length in (4, 8, 4):
         mask = (torch.arange(8) < length)[None].long()
@@ -390,7 +390,7 @@ def test_auto_is_what_presets_have_and_says_nothing_on_a_cpu():
 
 @pytest.mark.parametrize("wanted", ["never", "auto", "always"])
 def test_weights_in_8_bits_stay_as_long_as_a_graph_reads_them(graph, wanted):
-    """Between runs they are dropped, but for those that a graph has the addresses of."""
+    """They are freed after a run unless a graph holds their addresses."""
     pipe = accelerated("flux", "exact", wanted, linear={"dtype": "int8"})
     for steps in (2, 3):
         tiny_output(pipe, "flux", steps=steps)
@@ -405,7 +405,7 @@ def test_a_cpu_has_none():
 
 
 def test_an_error_in_a_call_leaves_the_run_as_it_was(graph):
-    """What a model raises under capture it raises again without, and then it is the caller's."""
+    """An error under capture is raised again without capture, and reaches the caller."""
     pipe = accelerated("flux", "exact")
     tiny_output(pipe, "flux", steps=2)
     with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
@@ -421,7 +421,7 @@ def test_other_levels_have_no_such_key(preset):
 
 
 def test_a_replayed_step_tells_the_fallbacks_of_the_captured_one(graph):
-    """Each run's report lists them, though Python runs in none of its steps."""
+    """Each run's report lists them, although Python runs in none of its steps."""
     pipe = accelerated("flux", "exact")
     report, block = pipe.dit_accel, pipe.transformer.transformer_blocks[0]
     own = block.forward

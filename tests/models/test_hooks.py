@@ -1,4 +1,4 @@
-"""Hooks stay in effect, and come off without a trace, whatever diffusers puts on and takes off around them."""
+"""Hooks stay in effect, and are removed without a trace, in any combination with diffusers' own hooks."""
 
 import functools
 import itertools
@@ -99,7 +99,7 @@ def test_a_hook_of_ours_that_is_put_on_or_taken_off_mends_the_others():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
-    """diffusers takes offload hooks from beneath ours and puts them on anew when a LoRA is loaded."""
+    """diffusers removes offload hooks from beneath ours and adds them again when a LoRA is loaded."""
     expected = accelerate_pipeline(_with_lora(tiny_pipeline("flux")), LEVELS[level])
     pipe = tiny_pipeline("flux")
     pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
@@ -116,7 +116,7 @@ def test_group_offload_and_a_lora_leave_the_acceleration_in_effect(level):
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen-image"])
 def test_offload_hooks_that_go_leave_the_acceleration_in_effect(name):
-    """As before on other families, whose offload hooks are taken off here as loading a LoRA does."""
+    """Offload hooks are removed here as loading a LoRA does; on other families too the acceleration stays."""
     expected = accelerate_pipeline(tiny_pipeline(name), "turbo")
     pipe = tiny_pipeline(name)
     pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
@@ -127,7 +127,7 @@ def test_offload_hooks_that_go_leave_the_acceleration_in_effect(name):
 
 
 def test_every_transformer_and_block_that_was_touched_is_restored():
-    """Also those that were swapped since, a whole transformer or one of its blocks."""
+    """Replaced transformers and blocks are restored too."""
     pipe, other = tiny_pipeline("wan"), tiny_pipeline("wan", seed=1)
     first, block = pipe.transformer, pipe.transformer.blocks[0]
     skip, blocks = {"policy": "sparge", "steps": "all"}, {"token_order": "hilbert"}
@@ -181,7 +181,7 @@ def counting(cls, monkeypatch):
 
 @every_kind
 def test_a_forward_put_on_a_class_takes_effect_at_the_next_call(kind, monkeypatch):
-    """And one that is taken off no longer runs, whether it came before or after the acceleration."""
+    """A removed one no longer runs, whether it was added before or after the acceleration."""
     name, preset = HOOKED[kind]
     pipe = tiny_pipeline(name)
     plain = tiny_output(accelerate_pipeline(pipe, preset), name, steps=2)
@@ -244,7 +244,7 @@ def test_a_restored_module_follows_its_class(kind, offloaded, monkeypatch):
 
 
 def test_a_forward_of_the_modules_own_stays(monkeypatch):
-    """One that somebody has set on a module runs beneath the hook and is there afterwards, whatever its class gets."""
+    """A forward set on a module runs beneath the hook and stays afterwards, for any change of its class."""
     module = Plain()
     module.forward = own = lambda: ["own"]
     register_hook(module, Ours("ours"), "ours")

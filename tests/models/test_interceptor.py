@@ -1,4 +1,4 @@
-"""What is caught of a model's own attentions, and how masks and padded text are put for the kernels."""
+"""Interception of a model's own attention, and conversion of masks and padded text for the kernels."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def inputs(batch=1, tokens=TEXT + VISION):
     ids=["dropout", "causal", "grouped-queries", "half-scale", "twice-scale"],
 )
 def test_an_attention_of_another_kind_is_the_models_own(options):
-    """It runs as it is, and what was missed says so."""
+    """It runs unchanged, and the list of missed modules names it."""
     torch.manual_seed(0)
     expected = functional.scaled_dot_product_attention(*inputs(), **options)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_leading_padding_is_counted_by_what_the_picture_reads():
     "valid", [[[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]], [[1, 0, 1, 0, 0], [0, 1, 1, 0, 1]]], ids=["leading", "scattered"]
 )
 def test_text_that_counts_is_put_first_and_comes_back_in_its_place(valid):
-    """Rows of text and picture are those of the masked attention, whatever lies where."""
+    """Rows of text and image equal the masked attention's, in any order."""
     tokens = Tokens(TEXT, VISION, padding="mask")
     counts = torch.cat([torch.tensor(valid).bool(), torch.ones(2, VISION, dtype=torch.bool)], dim=1)
     mask = counts[:, None, None, :].expand(2, 1, TEXT + VISION, -1)

@@ -1,4 +1,4 @@
-"""Transformers that keep keys and values: an output may hold them, or be longer in the step that fills them."""
+"""Transformers that keep keys and values: an output may contain them, or be longer in the step that fills them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Other caches on an accelerated transformer are refused by name, and with what takes them off."""
+"""Other caches on an accelerated transformer are refused by name, with instructions for removing them."""
 
 import functools
 
@@ -75,7 +75,7 @@ def refused(cache, way_off):
 
 @pytest.mark.parametrize("cache", CONFIGS)
 def test_a_cache_that_is_there_is_refused(pipe, cache):
-    """Nothing is changed, and what the message says to do helps."""
+    """Nothing changes, and the message's instructions work."""
     plain = tiny_output(pipe, "flux", steps=STEPS)
     pipe.transformer.enable_cache(CONFIGS[cache]())
     way_off = r"pipe\.transformer\.disable_cache\(\)"
@@ -91,7 +91,7 @@ def test_a_cache_that_is_there_is_refused(pipe, cache):
 
 @pytest.mark.parametrize("cache", CONFIGS)
 def test_a_cache_that_comes_later_is_refused_at_the_first_call(pipe, cache):
-    """Either of both can be taken off then, and the other works."""
+    """Either of the two can be removed then, and the other works."""
     expected = tiny_output(accelerate_pipeline(pipe, "turbo"), "flux", steps=STEPS)
     for keep_ours in (True, False):
         pipe.transformer.enable_cache(CONFIGS[cache]())
@@ -138,7 +138,7 @@ def test_cache_dit_is_refused(pipe):
 
 
 def test_every_cache_of_diffusers_that_forecasts_is_known():
-    """By the module of its config, whose hooks are there too; that of a prompt's keys and values forecasts nothing."""
+    """The module of its config identifies a cache, with its hooks; caches of a prompt's keys and values are allowed."""
     configs = [getattr(diffusers.hooks, name) for name in dir(diffusers.hooks) if name.endswith("CacheConfig")]
     assert len(configs) >= 5
     for config in (*configs, PyramidAttentionBroadcastConfig):
@@ -150,7 +150,7 @@ def test_every_cache_of_diffusers_that_forecasts_is_known():
 
 
 def test_a_cache_that_forecasts_nothing_is_left_alone(pipe):
-    """Also one of somebody else's, whose config stands where diffusers has its own."""
+    """A third-party cache with its config in diffusers' place is allowed too."""
     for config in (object(), None):
         pipe.transformer._cache_config = config
         refuse_other_cache(pipe.transformer, "transformer")
@@ -172,7 +172,7 @@ def test_hooks_are_looked_for_where_there_is_time(pipe):
 @pytest.mark.parametrize("on", ["class", "transformer"])
 @pytest.mark.parametrize("cache, forward", [("TeaCache", teacache_forward), ("MagCache", magcache_flux_forward)])
 def test_a_cache_that_replaces_the_forward_is_refused(pipe, cache, forward, on, monkeypatch):
-    """Scripts put it on the class, or on one transformer; with that taken off the pipeline is accelerated."""
+    """Scripts set it on the class or on one transformer; without it the pipeline is accelerated."""
     way_off = r"FluxTransformer2DModel\.forward = original"
     named = rf"{cache} \({forward.__name__} of .*test_other_caches.py:\d+\)"
     if on == "class":
@@ -194,7 +194,7 @@ def test_a_cache_that_replaces_the_forward_is_refused(pipe, cache, forward, on, 
 
 
 def test_teacache_that_is_switched_off_is_no_cache(pipe, monkeypatch):
-    """Its scripts switch by an attribute of the class, whatever the function is called."""
+    """Its scripts use an attribute of the class as a switch, for any name of the function."""
     monkeypatch.setattr(FluxTransformer2DModel, "forward", teacache_forward)
     monkeypatch.setattr(FluxTransformer2DModel, "enable_teacache", False, raising=False)
     accelerate_pipeline(pipe, "exact")
@@ -207,7 +207,7 @@ def test_teacache_that_is_switched_off_is_no_cache(pipe, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("forward", [timed, bare])
 def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monkeypatch):
-    """Each run's report names the function; a class of the user's own is his, and is not remarked on."""
+    """Each run's report names the function; a user's own class gets no remark."""
     expected = tiny_output(accelerate_pipeline(pipe, "turbo"), "flux", steps=8)
     if when == "before":
         restore_pipeline(pipe)
@@ -226,7 +226,7 @@ def test_a_forward_that_is_no_cache_stays_and_is_named(pipe, forward, when, monk
 
 
 def test_positional_arguments_without_names_run_plainly(pipe, monkeypatch):
-    """Where a forward takes ``*args``, nothing tells what is what; a note says what helps."""
+    """A forward with ``*args`` gives no argument names; a note says how to fix it."""
     arguments = []
     with monkeypatch.context() as patched:
         keep = lambda self, *args, **kwargs: arguments.append(kwargs) or OWN(self, *args, **kwargs)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Parts of a block that level `layer` forecasts, and what only feeds them."""
+"""Parts of a block that level `layer` forecasts, and modules that only feed them."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ X = torch.ones(1, 4, 8)
 
 @pytest.mark.parametrize("is_tuple", [False, True], ids=["tensor", "tensors"])
 def test_a_part_is_computed_remembered_and_forecast(hooked, is_tuple):
-    """In the form that it has, and where no run is on as ever; what nobody will read is not remembered."""
+    """Outputs are kept in their own form; outside a run the part is unchanged, and unread outputs are not kept."""
     module, controller = hooked(is_tuple)
     first = lambda output: output[0] if is_tuple else output  # noqa: E731
     assert torch.equal(first(module(X)), X) and controller.history.values == []
@@ -99,7 +99,7 @@ def test_a_part_that_runs_in_chunks_is_refused(hooked):
 
 
 class Gate(torch.nn.Module):
-    """Has no number of features of its own."""
+    """Has no number of features."""
 
     def forward(self, x, tokens):
         return tokens * 2
@@ -107,7 +107,7 @@ class Gate(torch.nn.Module):
 
 @pytest.mark.parametrize("mode", [None, *StepMode])
 def test_what_feeds_a_forecast_part_does_not_run(mode):
-    """It gives zeros of its output's form and dtype; in all other steps, and outside of runs, it is what it was."""
+    """It returns zeros in its output's form and dtype; in all other steps, and outside of runs, it is unchanged."""
     controller = SimpleNamespace(call=None if mode is None else SimpleNamespace(mode=mode))
     linear, gate = torch.nn.Linear(8, 3).double(), Gate()
     x = torch.randn(2, 4, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Linear layers of blocks in 8 bits: which run so, that nothing of it stays, and what is refused."""
+"""Linear layers of blocks in 8 bits: the choice of layers, complete removal, and unsupported cases."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_outputs_stay_near_and_nothing_stays_behind(name, dtype, most):
 
 @pytest.mark.parametrize("name", ["flux", "hunyuan", "wan"])
 def test_blocks_of_our_own_give_what_the_layers_give(name):
-    """There GELU is applied, and attention and MLP are put side by side, where rows are rounded."""
+    """Fused blocks apply GELU, and concatenate attention and MLP, while rounding rows."""
     model = {"flux": "flux", "hunyuan": "hunyuan_video", "wan": "wan"}[name]
     pipe = tiny_pipeline(name)
     called = tiny_output(accelerate_pipeline(pipe, "exact", **INT8), name, steps=STEPS)
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_pipeline_alone():
 
 
 def test_an_input_that_changes_in_place_is_rounded_anew():
-    """As residual streams do; under no gradients, where versions are counted still."""
+    """For example residual streams; also under no_grad, where versions are still counted."""
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **INT8)
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     linears, x = linears_of(pipe), torch.randn(1, 80, layer.in_features)

@@ -1,4 +1,4 @@
-"""Pipelines whose steps and branches are hard to tell apart: they are accelerated, or run plainly and say why."""
+"""Pipelines with ambiguous steps and branches: they are accelerated, or run plainly and say why."""
 
 import importlib
 
@@ -48,7 +48,7 @@ def test_prompts_that_cannot_be_divided_go_together(name):
 
 @pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
 def test_noise_levels_that_rise_are_the_mirror_of_those_that_fall(changes):
-    """Mochi's run from 0 to 1 and its outputs point the other way: forecasts and corrections do too."""
+    """Mochi's levels rise from 0 to 1 and its outputs have the opposite sign: so do forecasts and corrections."""
     results = []
     for is_mirrored in (False, True):
         pipe = tiny_pipeline("sd3")
@@ -70,7 +70,7 @@ def _mirror_time(_, args, arguments):
 
 
 def test_both_transformers_of_guidance_compute_in_the_same_steps():
-    """Guidance multiplies what they differ by, so errors that both have alike cancel."""
+    """Guidance multiplies the difference of the two, so errors common to both cancel."""
     pipe, _ = built("ideogram4")
     with accelerated(pipe, "balanced", target_error=1.0):
         call("ideogram4")
@@ -95,7 +95,7 @@ def test_one_transformer_under_two_names():
 
 
 def test_unknown_denoisers_are_named():
-    """What takes timesteps under another name runs plainly, and every report and a warning say so."""
+    """A model that takes timesteps under another name runs plainly; every report and a warning say so."""
     pipe = tiny_pipeline("flux")
     pipe.refiner = tiny_pipeline("flux").transformer
     with pytest.warns(UserWarning, match=r"pipe\.refiner is not accelerated"):
@@ -145,7 +145,7 @@ every_new_noise = pytest.mark.parametrize("scheduler", NEW_NOISE.values(), ids=N
 @pytest.mark.parametrize("changes", [{}, INTERVAL], ids=["adaptive", "interval"])
 @every_new_noise
 def test_noise_drawn_anew_runs_plainly(changes, scheduler):
-    """No output continues those before it where each step draws the latents' whole noise."""
+    """Outputs cannot be forecast if each step replaces the latents' whole noise."""
     pipe = tiny_pipeline("sd3")
     pipe.scheduler = scheduler()
     plain = seeded(pipe)
@@ -155,7 +155,7 @@ def test_noise_drawn_anew_runs_plainly(changes, scheduler):
 
 @pytest.mark.parametrize("scheduler", [*NEW_NOISE.values(), FlowMatchHeunDiscreteScheduler], ids=[*NEW_NOISE, "heun"])
 def test_tiles_are_left_out_under_any_scheduler(scheduler):
-    """What forbids forecasts is nothing to a preset that computes every step, and the report has no remark."""
+    """Obstacles to forecasts do not affect a preset that computes every step, and the report has no remark."""
     pipe = tiny_pipeline("sd3")
     pipe.scheduler = scheduler()
     plain = seeded(pipe)
@@ -167,7 +167,7 @@ def test_tiles_are_left_out_under_any_scheduler(scheduler):
 
 
 def seeded(pipe) -> torch.Tensor:
-    """The pipeline hands its generator to no scheduler, which draws from torch's own."""
+    """Pipeline without a generator for its scheduler, which uses torch's global one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return tiny_output(pipe, "sd3", steps=STEPS)

@@ -12,7 +12,7 @@ def mask_of(*lengths, tokens=6):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_lengths_are_those_of_the_call(mode):
-    """A mask is read once as long as nobody writes to it; another one, or other ones in it, has lengths of its own."""
+    """A mask is read once until it is modified; another or a modified one has its own lengths."""
     masks = TextMasks()
     with mode():
         mask, other = mask_of(3, 5), mask_of(2, 2)
@@ -28,14 +28,14 @@ def test_lengths_are_those_of_the_call(mode):
 
 
 def test_an_empty_prompt_has_a_token():
-    """Attention over no key at all would give what is no number."""
+    """Attention without any key would give NaN."""
     found = TextMasks().lengths(mask_of(0, 4))
     assert found.lengths == (1, 4) and found.counts.tolist() == [1, 4] and found.leading
     assert TextMasks().lengths(mask_of(0)).end == 1
 
 
 def test_gaps_count_up_to_the_last_token():
-    """As many tokens as the mask has ones are read, and none behind the last of them is needed."""
+    """The model reads as many tokens as the mask has ones; tokens after the last one are not needed."""
     found = TextMasks().lengths(torch.tensor([[1, 0, 0, 1, 0, 0]]))
     assert (found.lengths, found.end, found.leading) == ((2,), 4, False)
 

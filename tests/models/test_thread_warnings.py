@@ -58,7 +58,7 @@ def test_two_threads_take_their_own_at_a_time():
 
 
 def test_a_filter_that_another_thread_has_replaced_is_told():
-    """Then some may have been missed."""
+    """The remark says that some warnings may be missing."""
     with taken_aside(BEGINNING) as taken:
         elsewhere(warnings.resetwarnings)
     assert not taken.is_complete

@@ -1,4 +1,4 @@
-"""Token orders in pipelines: blocks see clips in another order, and nothing else does."""
+"""Token orders in pipelines: only the blocks see videos in another order."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.tiny import tiny_output
 WAN = ("wan", "wan-i2v", "wan-i2v-clip", "wan22", "wan22-i2v", "wan22-5b", "wan22-5b-i2v")
 HUNYUAN = ("hunyuan", "hunyuan-i2v", "hunyuan-i2v-concat")
 FIRST_FRAME_APART = ("hunyuan-i2v",)
-GRID = (3, 12, 10)  # tokens of the clips here, whose 96 × 80 pixels are 8 × 8 to a token
+GRID = (3, 12, 10)  # tokens of the videos here, whose 96 × 80 pixels are 8 × 8 to a token
 SCHEDULE = {"control": "interval", "warmup": 1, "interval": 2, "cooldown": 0}  # FULL UPDATE DISPATCH UPDATE
 DENSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.0}
 SPARSE = {"policy": "sparge", "steps": "all", "tau_kv": 0.6}
@@ -64,7 +64,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", (*WAN, *HUNYUAN, *BY_FACTS))
 def test_dense_results_do_not_depend_on_the_order(name):
-    """Where every tile computes, all orders give what raster order gives, but for rounding; where not, they differ."""
+    """With all tiles computed, all orders equal raster order up to rounding; with skipped tiles they differ."""
     expected = result(name, "raster", "output", DENSE)
     for order in ("hilbert", "tiles"):
         assert 0 < distance(result(name, order, "output", DENSE), expected) < 1e-5
@@ -75,7 +75,7 @@ def test_dense_results_do_not_depend_on_the_order(name):
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
 def test_what_blocks_remember_keeps_the_order(name, level, order):
-    """Forecasts of layers and of rows lie where the tokens are, which still come out as in raster order."""
+    """Forecasts of layers and rows follow the token order, and outputs are in raster order."""
     ordered = result(name, order, level, DENSE)
     assert 0 < distance(ordered, result(name, "raster", level, DENSE)) < 1e-5
     if level == "head":
@@ -85,7 +85,7 @@ def test_what_blocks_remember_keeps_the_order(name, level, order):
 @every_order
 @pytest.mark.parametrize("name", ["wan", "wan22-5b-i2v", "hunyuan", "hunyuan-i2v"])
 def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
-    """Queries and keys of a whole denoising step are those of raster order, their clip's tokens permuted."""
+    """Queries and keys of a whole denoising step are those of raster order, with permuted video tokens."""
     seen = []
     attend = TileSite.attend_computed
 
@@ -110,7 +110,7 @@ def test_blocks_see_tokens_in_the_order(monkeypatch, name, order):
 
 @pytest.mark.parametrize("name", ["wan22-5b-i2v", "hunyuan-i2v"])
 def test_restoring_leaves_no_trace(name):
-    """Hooks go on only where an order is asked for, and come off with everything else."""
+    """Hooks are added only for a requested order, and removed with everything else."""
     pipe = pipeline(name)
     plain = call(name)
 
@@ -188,7 +188,7 @@ def test_what_goes_by_frames_keeps_its_order(is_forcing):
 
 
 def test_a_part_of_the_tokens_is_refused():
-    """Where a clip's tokens are spread over devices, the message names the key and the way out."""
+    """If a video's tokens are spread over devices, the message names the key and the solution."""
     order = TokenOrder("tiles", 64, first_frame_apart=False)
     with pytest.raises(UnsupportedError, match=r"needs all 360 tokens.*got 180.*set blocks\.token_order to raster"):
         order.apply(torch.zeros(1, 180, 8), GRID, 1)

@@ -1,4 +1,4 @@
-"""How many tokens a call of a family has, and in which order, told from its arguments alone."""
+"""Number and order of the tokens in a family's call, derived from its arguments."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def test_cogvideox_fills_up_a_patch_of_frames(patch_t, frames, grid):
 
 @pytest.mark.parametrize("is_omni", [False, True])
 def test_z_image_has_prompts_first_where_they_take_turns_with_images(is_omni):
-    """Each image and each part of a prompt is filled up to a multiple of 32; an image that was read adds its own."""
+    """Each image and each part of a prompt is padded to a multiple of 32; a reference image adds its own tokens."""
     image, prompt = torch.zeros(16, 1, 12, 12), torch.zeros(33, 8)
     arguments = {"x": [[image, image]], "cap_feats": [[prompt, prompt[:5]]]} if is_omni else {}
     arguments = arguments or {"x": [image], "cap_feats": [prompt]}

@@ -1,4 +1,4 @@
-"""What a caller of an accelerated transformer may ask of it: gradients, either form of output, float64."""
+"""Features of an accelerated transformer that callers need: gradients, both forms of output, float64."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def recorded_calls(pipe, name):
 
 
 def gradients(pipe, call):
-    """Of the sum of a call's output with respect to every parameter, by name."""
+    """Gradients of the sum of a call's output with respect to every parameter, by name."""
     pipe.transformer.zero_grad()
     pipe.transformer(**{**call, "return_dict": False})[0].sum().backward()
     return {name: parameter.grad for name, parameter in pipe.transformer.named_parameters()}
@@ -50,7 +50,7 @@ def gradients(pipe, call):
 
 @every_preset
 def test_gradients_are_those_of_the_plain_transformer(name, preset):
-    """In every step, where an accelerated run would forecast or leave tiles out; the report and a warning say so."""
+    """Steps that would be forecast or skip tiles run plainly; the report and a warning say so."""
     pipe = tiny_pipeline(name)
     steps = recorded_calls(pipe, name)
     expected = [gradients(pipe, call) for call in steps]
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_plain_transformer(name, preset):
 
 
 def test_gradients_of_inputs_alone():
-    """Of a frozen transformer, too; without any that is wanted the loop goes on as under no_grad."""
+    """A frozen transformer has them too; if no gradient is needed the loop continues as under no_grad."""
     pipe = tiny_pipeline("flux")
     calls = recorded_calls(pipe, "flux")
     pipe.transformer.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_gradients_of_inputs_alone():
 
 @every_preset
 def test_some_steps_under_gradients(name, preset):
-    """They run plainly, what was remembered before is dropped, and the steps behind them are accelerated again."""
+    """They run plainly, earlier records are dropped, and the following steps are accelerated again."""
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=24)
     accelerate_pipeline(pipe, preset)
@@ -128,7 +128,7 @@ def test_either_form_of_output_in_any_call(level):
 @every_preset
 @pytest.mark.filterwarnings("ignore:.*should be kept in float32")
 def test_float64(name, preset):
-    """Forecasts run in float64, and what kernels would compute runs plainly, as the report says."""
+    """Forecasts run in float64, and fused kernels are replaced by the plain path, as the report says."""
     pipe = tiny_pipeline(name).to(torch.float64)
     plain = tiny_output(pipe, name, steps=STEPS)
     accelerate_pipeline(pipe, preset)

@@ -1,6 +1,6 @@
 """docs/reference/transformers.md: what becomes of every transformer class of the diffusers that is installed.
 
-python -m tests.models.test_transformer_table      # writes the page anew, and what other pages list of families
+python -m tests.models.test_transformer_table      # rewrites the page, and the families in other pages
 """
 
 import inspect
@@ -53,7 +53,7 @@ def classes() -> dict[str, type[torch.nn.Module]]:
 
 
 def outcomes_of_runs() -> dict[str, list[str]]:
-    """By class: what the reports of tiny pipelines say."""
+    """Outcomes by class, from the reports of tiny pipelines."""
     found = defaultdict(list)
     for name in TINY:
         pipe = tiny.pipeline(name)
@@ -69,7 +69,7 @@ def outcomes_of_runs() -> dict[str, list[str]]:
 
 
 def inside(cls: type) -> str:
-    """The family of a class, with what it has inside of its blocks."""
+    """The family of a class, with the modules inside its blocks."""
     family = known_family(cls.__new__(cls))
     if family is None:
         return "–"
@@ -93,7 +93,7 @@ def page() -> str:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_table_is_right():
-    """Every class of the version that the page names has its row, and outcomes are those of runs now."""
+    """Every class of the page's version has a row, and outcomes equal those of current runs."""
     text = PAGE.read_text(encoding="utf-8")
     if re.search(r"of diffusers (\S+)\. ", text).group(1) != diffusers.__version__:
         pytest.skip("the page is about another version of diffusers")
@@ -116,7 +116,7 @@ def rows() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def with_rows(text: str, cells: list[tuple[str, str, str]]) -> str:
-    """A page's text with cells of today between what stands before and behind them."""
+    """Text of a page with today's cells between the text before and after them."""
     for before, cell, behind in cells:
         pattern = f"({re.escape(before)})[^\n]*?({re.escape(behind)})"
         pattern = f"^{pattern}" if before.startswith("|") else pattern
@@ -127,7 +127,7 @@ def with_rows(text: str, cells: list[tuple[str, str, str]]) -> str:
 
 @pytest.mark.parametrize("page", rows())
 def test_pages_name_every_family(page):
-    """Pages have the table's families in the rows that say what families have."""
+    """Pages list the table's families in their rows on families."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert with_rows(text, rows()[page]) == text
 

@@ -65,7 +65,7 @@ def caching(name: str):
 
 @functools.cache
 def fresh(name: str, kind: str) -> torch.Tensor:
-    """What the first call after `accelerate_pipeline` gives."""
+    """Result of the first call after `accelerate_pipeline`."""
     with accelerated(pipeline(name), caching(name)):
         return call(name, kind)
 
@@ -98,7 +98,7 @@ def test_exact_and_restored_are_bit_identical(name, kind):
 
 @every_video
 def test_guidance_makes_a_second_branch(name):
-    """What the tests here call guided differs from unguided; else they would test one branch twice."""
+    """The guided runs here differ from unguided ones; otherwise the tests would test one branch twice."""
     assert not torch.equal(fresh(name, "guided"), fresh(name, "unguided"))
 
 

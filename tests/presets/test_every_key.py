@@ -1,4 +1,4 @@
-"""Every key of a preset acts: changed by itself it changes what a tiny pipeline makes, or what its report says."""
+"""Every key of a preset has an effect: changing it alone changes a tiny pipeline's output or its report."""
 
 import functools
 import json
@@ -62,7 +62,7 @@ BASES = {  # by section, and by form where it has several: a pipeline and a pres
 
 
 def beside(value, *, instead_of=None, **sections):
-    """A value that acts beside other keys, section by section, and takes the place of a key; None takes a key away."""
+    """A value that acts together with other keys, section by section, and replaces a key; None removes a key."""
     return value, instead_of, sections
 
 
@@ -149,7 +149,7 @@ CHANGES = {  # by key: another value
     "memory": {"budget_gib": 0.0005, "history_dtype": "float8", "offload": True},
     "stages": {"decode": False},
 }
-SAME = {"skip.static.refresh"}  # masks that no query or key changes are the same, drawn anew or kept
+SAME = {"skip.static.refresh"}  # masks that do not depend on queries or keys are the same, made again or kept
 
 
 def variable(form):
@@ -186,7 +186,7 @@ def projection(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shown(projection):
-    """What is seen of a preset: latents, bit by bit, and all of the report but times."""
+    """Observable results of a preset: latents, bit by bit, and the whole report except times."""
 
     @functools.cache
     def run(name, values):
@@ -211,14 +211,14 @@ def with_keys(values, **sections):
 
 
 def test_the_table_holds_every_key():
-    """A new key of the schema needs a line here that shows what it does."""
+    """A new key of the schema needs a line here that shows its effect."""
     assert {name: set(keys) for name, keys in CHANGES.items()} == {name: variable(form) for name, form in sections()}
     assert BASES.keys() == CHANGES.keys()
 
 
 @pytest.mark.parametrize("place", [f"{name}.{key}" for name, keys in CHANGES.items() for key in keys])
 def test_a_changed_key_shows(shown, place):
-    """In the result, or in the decisions, densities, errors, memory or notes of the report."""
+    """The result, or the decisions, densities, errors, memory or notes of the report, must differ."""
     section, key = place.rsplit(".", 1)
     (name, values), change = BASES[section], CHANGES[section][key]
     value, instead_of, needed = change if isinstance(change, tuple) else beside(change)
@@ -229,7 +229,7 @@ def test_a_changed_key_shows(shown, place):
 
 @pytest.mark.parametrize("section", FORMED)
 def test_every_form_of_a_section_shows(shown, section):
-    """Whatever a section's form is chosen by acts, too."""
+    """The key that chooses a section's form has an effect too."""
     forms = [base for name, base in BASES.items() if name.startswith(f"{section}.")]
     seen = [shown(*base) for base in forms]
     assert len(seen) == len(FORMED[section].forms)

@@ -1,4 +1,4 @@
-"""Figures of presets are what the JSON files of docs/results hold, and headers repeat those of 50 steps."""
+"""Figures of presets equal the JSON files of docs/results, and headers repeat the figures of 50 steps."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_every_preset_on_file_ships_and_every_source_exists():
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if measured(name)])
 def test_headers_repeat_the_figures_of_50_steps(name):
-    """With the models that they are of, where it is one; a preset without figures claims none."""
+    """Each header names its models where needed; a preset without figures has none in its header."""
     (run,) = (run for run in measured(name) if run.steps == 50)
     text = re.sub(r"\n# *", " ", header(name))
     assert f"50 steps: {span(run.computed, 2)} of the FLOPs, {span(run.psnr, 0)} dB" in text

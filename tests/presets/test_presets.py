@@ -1,4 +1,4 @@
-"""Presets: what ships is valid and commented, mistakes are named, and overrides and bases merge as written."""
+"""Presets: shipped ones are valid and commented, mistakes are named, and overrides and bases merge as written."""
 
 import json
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_shipped_preset_fits_the_schema(name):
 
 @pytest.mark.parametrize("name, expected", PAPERS.items(), ids=PAPERS)
 def test_paper_presets_hold_the_papers_numbers(name, expected):
-    """The presets named after papers hold the numbers of the tables that they cite."""
+    """The presets named after papers have the numbers of the tables that they cite."""
     preset = load_preset(name)
     assert {key: value_at(preset, key) for key in expected} == expected
 
@@ -158,7 +158,7 @@ def test_an_unknown_preset_is_an_error_that_suggests_a_near_one(unknown, near):
 
 
 def test_a_plain_name_means_the_video_form_for_videos():
-    """So does no name at all; other names, files and presets mean what they always mean."""
+    """A missing name too; other names, files and presets keep their meaning."""
     mine = load_preset("balanced")
     assert [default_preset(name, is_video=False) for name in (None, "turbo")] == ["balanced", "turbo"]
     assert [default_preset(name, is_video=True) for name in (None, "turbo")] == ["video-balanced", "video-turbo"]
@@ -220,7 +220,7 @@ def test_name_is_not_a_key(given, write):
     ],
 )
 def test_value_out_of_range_is_named(key, value):
-    """The error of a bad value names its dotted key and shows what came."""
+    """The error of a bad value names its dotted key and shows the value."""
     with pytest.raises(PresetError) as caught:
         load_preset("flux-flashomni-paper", **{key: value})
     assert f"{key}: " in str(caught.value)
@@ -323,13 +323,13 @@ def test_loading_a_preset_object_keeps_it():
     ids=["control-first", "interval-first", "section"],
 )
 def test_override_switches_to_the_interval_control(overrides, control):
-    """Choosing the other control drops the base's key of the first, whatever the order of the overrides."""
+    """Choosing the other control drops the base's key of the first, in any order of the overrides."""
     schedule = load_preset("balanced", **overrides).schedule
     assert (schedule.control, schedule.interval, schedule.target_error) == (control, 5, None)
 
 
 def test_override_switches_to_the_error_control():
-    """The same the other way round."""
+    """An override of the error target switches to the error control in the same way."""
     schedule = load_preset("flux-taylorseer", **{"schedule.control": "adaptive", "schedule.target_error": 0.1}).schedule
     assert (schedule.interval, schedule.target_error) == (None, 0.1)
 
@@ -383,7 +383,7 @@ def test_base_may_be_of_the_other_control(write):
 
 
 def test_base_cycle_is_named(write):
-    """Presets that start from each other are refused, with the way round."""
+    """Presets that start from each other are refused, and the error shows the cycle."""
     write("base: mine.yaml\n", "other.yaml")
     with pytest.raises(PresetError, match=r"mine\.yaml -> other\.yaml -> mine\.yaml"):
         load_preset(write("base: other.yaml\n"))
@@ -404,7 +404,7 @@ def test_base_cycle_is_named(write):
     ids=["base-file", "base-name", "base-number", "broken", "list", "empty", "no-schedule", "numeric-key"],
 )
 def test_unusable_file_is_refused(write, text, complaint):
-    """A file that can't be read as a preset says what is wrong with it."""
+    """The error says why a file can't be read as a preset."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(write(text))
 
@@ -429,14 +429,14 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     ids=["name", "yaml", "path", "folder", "number"],
 )
 def test_unknown_preset_is_an_error(preset, complaint):
-    """What is no preset is refused with what would be one."""
+    """An unknown name is refused with the valid ones."""
     with pytest.raises(PresetError, match=complaint):
         load_preset(preset)
 
 
 @every_preset
 def test_effective_values_load_again(name, tmp_path):
-    """What ``presets check`` prints is a preset that means the same."""
+    """Output of ``presets check`` loads as an equivalent preset."""
     file = tmp_path / f"{name}.yaml"
     file.write_text(yaml.safe_dump(load_preset(name).effective()), encoding="utf-8")
     assert load_preset(file).effective() == load_preset(name).effective()
@@ -445,7 +445,7 @@ def test_effective_values_load_again(name, tmp_path):
 @pytest.mark.parametrize("model", ["any", "hunyuan_video", "qwen_image", "sd3"])
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
-    """With ``skip.steps: all`` the sections of computed attention count where no DISPATCH step attends."""
+    """With ``skip.steps: all`` the sections of computed attention apply even without DISPATCH attention."""
     sections = {"skip": TILES_ON_ALL_STEPS, "blocks": {"size": 64}, "kernels": {"attention": "triton"}}
     preset = load_preset("balanced", model=model, **sections, level=level)
     values = preset.effective()
@@ -466,7 +466,7 @@ def test_tiles_on_all_steps_have_effect_at_any_level(level, model, tmp_path):
     ids=["layer", "interval", "as-it-is"],
 )
 def test_choosing_a_level_or_a_control_drops_what_the_base_said_for_others(changes, kept, tmp_path):
-    """Of a base that goes beyond, damps, corrects and looks at each prompt apart; and nothing idle is shown."""
+    """The base extrapolates, damps, corrects and decides per prompt; unused values are not shown."""
     base = {"base": "video-balanced", "schedule": {"per_prompt": True}, "forecast": {"beyond": 0.5}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
     values = load_preset(tmp_path / "base.yaml", **changes).effective()

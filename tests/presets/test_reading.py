@@ -1,4 +1,4 @@
-"""YAML from anywhere: what is odd, endless or huge is refused in one short line and at once."""
+"""YAML from any source: odd, endless or huge input is refused at once in one short line."""
 
 import os
 import time
@@ -58,7 +58,7 @@ def test_what_is_odd_is_refused_in_one_short_line(text, complaint):
 
 
 def test_aliases_and_merges_within_bounds_are_copies():
-    """What they repeat can change in one place without changing in the other; a key over a merged one wins."""
+    """Copies can change in one place without changing in the other; a key overrides a merged one."""
     values = read_yaml("a: &a {x: [1]}\nb: *a\nc: {<<: *a, y: 2}\nd: {<<: *a, x: 3}\n")
     assert values == {"a": {"x": [1]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}, "d": {"x": 3}}
     values["a"]["x"].append(2)
@@ -66,7 +66,7 @@ def test_aliases_and_merges_within_bounds_are_copies():
 
 
 def test_a_date_is_a_string():
-    """Even one that no calendar has: presets know no dates."""
+    """Presets have no dates, so even an impossible date is a string."""
     assert read_yaml("[2001-01-01, 2001-99-99]") == ["2001-01-01", "2001-99-99"]
 
 
@@ -133,7 +133,7 @@ def test_an_unusable_file_is_named_shortly(make, complaint, tmp_path):
     ids=["long-integer", "huge-integer", "dots", "long-keyword"],
 )
 def test_an_odd_override_is_named_shortly(overrides, complaint):
-    """The same for what callers write."""
+    """Long keys and values of callers' overrides are shortened in the message."""
     with pytest.raises(PresetError, match=complaint):
         load_preset("balanced", **overrides)
 

@@ -1,4 +1,4 @@
-"""Section skip: keys that belong to its policy, what single blocks change, and what kernels can't combine."""
+"""Section skip: keys of its policy, changes for single blocks, and combinations that kernels do not support."""
 
 from itertools import permutations
 
@@ -36,7 +36,7 @@ def wan(**skip):
 
 
 def test_every_key_belongs_to_a_policy_or_to_all():
-    """Each form of the section has its own keys beside those that all policies have."""
+    """Each form of the section has its own keys, in addition to those that all policies have."""
     shared = {"policy", "steps", "refresh", "residual", "probe_blocks", "layers"}
     assert set(Skip.model_fields) == shared
     assert {policy: form.model_fields.keys() - shared for policy, form in Skip.forms.items()} == {
@@ -47,7 +47,7 @@ def test_every_key_belongs_to_a_policy_or_to_all():
 
 @pytest.mark.parametrize("policy", VALUES)
 def test_keys_of_a_policy_are_taken_and_kept(policy):
-    """A preset with every key of a policy loads, and what it prints loads again."""
+    """A preset with every key of a policy loads, and its printed form loads again."""
     preset = wan(policy=policy, probe_blocks=3, **VALUES[policy])
     section = preset.effective()["skip"]
     assert VALUES[policy].items() <= section.items()
@@ -67,7 +67,7 @@ def test_key_of_another_policy_is_refused(policy, other):
 
 @pytest.mark.parametrize("section, key", [(Schedule, "control"), (Forecast, "level"), (Skip, "policy")])
 def test_a_section_called_by_its_name_makes_the_form_that_is_said(section, key):
-    """So does its validation; what is made is a section, says its form, and loads again; no form is an error."""
+    """Validation does too; the result is a section that names its form and loads again; a missing form is an error."""
     needed = {"adaptive": {"target_error": 0.1}, "interval": {"interval": 5}, "static": {"window": 64}}
     for name, form in section.forms.items():
         values = {key: name, **needed.get(name, {})}
@@ -82,7 +82,7 @@ def test_a_section_called_by_its_name_makes_the_form_that_is_said(section, key):
 
 
 def test_what_a_form_has_no_key_for_reads_as_without_effect():
-    """Whoever reads a preset need not ask for the form first, nor the policy; dumps and files do not have it."""
+    """Readers of a preset need not check the form or the policy first; dumps and files do not contain such keys."""
     dense, sla, sparge = Skip(), Skip(policy="sla"), Skip(policy="sparge")
     assert policy_of(dense).target_error(dense) is policy_of(sparge).projection(sparge) is None
     assert policy_of(sla).options(sla) == {}
@@ -96,7 +96,7 @@ def test_what_a_form_has_no_key_for_reads_as_without_effect():
 
 
 def test_choosing_a_policy_drops_the_bases_keys_and_no_others():
-    """Over a base of another policy only the keys that the caller asks for count, and those that all share."""
+    """With a base of another policy only the caller's keys and the shared keys count."""
     base = wan(policy="sparge", tau_kv=0.05, similarity=0.4, refresh=3, residual=True)
     skip = load_preset(base, **{"skip.policy": "fg_attn", "skip.key_threshold": 0.25}).skip
     assert skip.model_fields_set == {"policy", "steps", "key_threshold"}
@@ -171,7 +171,7 @@ def test_blocks_change_what_they_name():
 
 
 def test_one_block_may_skip_where_all_others_do_not():
-    """With policy none for all, a block may still have one."""
+    """With policy none for all blocks, a single block may still have a policy."""
     skip = wan(policy="none", layers={"a": {"policy": "sparge", "tau_kv": 0.1}}).skip
     assert (skip.policy, skip.at("a").policy, skip.at("a").steps) == ("none", "sparge", "all")
     assert skip.skips and not Skip().skips
@@ -206,13 +206,13 @@ def test_blocks_of_a_base_merge_and_switch_policy():
 
 
 def test_an_unknown_key_inside_layers_is_told():
-    """What single blocks change is checked like the section."""
+    """Changes for single blocks are checked like the section."""
     with pytest.raises(PresetError, match=r"layers\.a: unknown key 'prob_error' \(did you mean 'probe_error'\?\)"):
         wan(policy="sparge", probe_blocks=4, layers={"a": {"prob_error": 0.2}})
 
 
 def test_a_probe_serves_all_blocks_that_leave_something_out():
-    """Blocks of policy none have none, those of other policies measure only, and a block may have its own target."""
+    """Blocks of policy none have no probe, other policies only measure, and a block may have its own target."""
     layers = {"a": {"policy": "none"}, "b": {"probe_error": 0.2}, "c": {"policy": "fg_attn"}}
     skip = wan(policy="sparge", probe_blocks=4, probe_error=0.1, layers=layers).skip
     assert [variant.probe_blocks for variant in map(skip.at, "abcd")] == [0, 4, 4, 4]
@@ -243,7 +243,7 @@ def test_what_8_bits_can_not_be_combined_with_is_refused(skip, kernels, complain
 
 @pytest.mark.parametrize("name", ["flux-sparge", "hunyuan-sparge", "wan21-sparge"])
 def test_presets_of_spargeattn_alone_compute_every_step(name):
-    """They forecast nothing, judge blocks, and order clips along Hilbert's curve."""
+    """They forecast nothing, test the similarity of blocks, and order videos along Hilbert's curve."""
     preset = load_preset(name)
     schedule, skip = preset.schedule, preset.skip
     assert (schedule.control, schedule.interval, schedule.warmup, schedule.cooldown) == ("interval", 1, 0, 0)
@@ -253,7 +253,7 @@ def test_presets_of_spargeattn_alone_compute_every_step(name):
 
 
 def test_another_policy_takes_nothing_over_from_the_first(tmp_path):
-    """Neither what single blocks change, nor how long masks last."""
+    """Neither changes for single blocks, nor the lifetime of masks."""
     file = tmp_path / "tuned.yaml"
     file.write_text(
         "base: wan21-sparge\nskip: {refresh: 5, layers: {transformer.blocks.0: {tau_kv: 0.01}}}\n", encoding="utf-8"
@@ -263,7 +263,7 @@ def test_another_policy_takes_nothing_over_from_the_first(tmp_path):
 
 
 def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
-    """In a file; an override's is the caller's own."""
+    """In a file the path is relative to its folder; in an override it is the caller's own."""
     file = tmp_path / "mine.yaml"
     file.write_text("base: wan21-sla\nskip: {projection: sla.safetensors}\n", encoding="utf-8")
     assert load_preset(file).skip.projection == str(tmp_path / "sla.safetensors")
@@ -271,7 +271,7 @@ def test_a_projections_path_begins_at_the_presets_folder(tmp_path):
 
 
 def test_another_pattern_drops_the_window():
-    """Where an override, or a block, asks for a pattern that takes none."""
+    """An override, or a block, may ask for a pattern without a window."""
     sliding = {"policy": "static", "window": 64, "steps": "all"}
     preset = load_preset("exact", skip=sliding)
     assert load_preset(preset, **{"skip.pattern": "causal"}).skip.window is None

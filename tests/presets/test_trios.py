@@ -1,4 +1,4 @@
-"""Presets named `quality`, plainly and `turbo` hold that order in work and in quality, on a trained model."""
+"""Presets named `quality`, plainly and `turbo` are in that order in work and in quality, on a trained model."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ PROMPT = "a yellow ring over the sea"
 
 @pytest.fixture(scope="module")
 def made():
-    """Makes a picture by a preset, and tells its work."""
+    """Make an image with a preset, and return its work too."""
     pipe = FluxPipeline.from_pretrained(demo_path("demo-flux"), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     size = {"height": 256, "width": 256, "num_inference_steps": 24, "max_sequence_length": 64}
 
     def make(name):
-        finer = {"blocks.size": 64} if "flashomni" in name else {}  # the picture has 256 tokens
+        finer = {"blocks.size": 64} if "flashomni" in name else {}  # the image has 256 tokens
         accelerate_pipeline(pipe, load_preset(name, model="flux", **finer))
         picture = pipe(PROMPT, **size, generator=torch.Generator().manual_seed(0), output_type="np").images[0]
         work = pipe.dit_accel.report().computed_fraction
@@ -41,7 +41,7 @@ def test_trios_are_whole():
 
 @pytest.mark.parametrize("trio", [*TRIOS, *LOOPS], ids=lambda trio: trio[1])
 def test_a_trio_holds_its_order(trio, made):
-    """From quality to turbo there is less work, and the picture is farther from the plain one."""
+    """From quality to turbo there is less work, and the image is farther from the plain one."""
     plain, _ = made("exact")
     pictures, works = zip(*map(made, trio), strict=True)
     distances = [psnr(picture, plain) for picture in pictures]

@@ -1,4 +1,4 @@
-"""What tests of the scripts share."""
+"""Shared fixtures for the tests of scripts."""
 
 import sys
 

@@ -31,7 +31,7 @@ def run(monkeypatch, file, *options):
 
 @pytest.mark.parametrize("model", bench_models.MODELS)
 def test_every_model_runs_at_toy_size(monkeypatch, tmp_path, model):
-    """The file holds the plain run and those asked for; its folder is made."""
+    """The file has the plain run and the requested ones; its folder is created."""
     stem = tmp_path / "deep" / "speed"
     assert run(monkeypatch, stem, "--model", model, "--runs", "computed,dispatch") == 0
     rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
@@ -64,7 +64,7 @@ def test_the_other_papers_methods_run_at_their_densities(monkeypatch, tmp_path, 
 
 
 def test_layers_in_8_bits_and_compiled_whole(monkeypatch, tmp_path):
-    """What is compiled decides alike, and the transformer is left as it was."""
+    """Compiled runs decide the same way, and the transformer is restored afterwards."""
     stem = tmp_path / "speed"
     assert run(monkeypatch, stem, "--model", "flux", "--runs", "linear,compiled,kernels") == 0
     _, int8, _, float8, _, _, compiled, plain, *profiled = json.loads(stem.with_suffix(".json").read_text())["rows"]
@@ -82,7 +82,7 @@ def test_the_kernels_that_take_longest_are_listed():
 
 
 def test_unknown_runs_are_refused_before_anything_is_made(monkeypatch, tmp_path, capsys):
-    """The message names the run and those that there are."""
+    """The message names the unknown run and the valid ones."""
     stem = tmp_path / "deep" / "speed"
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, stem, "--runs", "computed,fity")

@@ -1,4 +1,4 @@
-"""The demo clips' grammar, motions, renderer and reader."""
+"""Grammar, motions, renderer and reader of the demo videos."""
 
 import random
 
@@ -43,13 +43,13 @@ def crossing(layout: str) -> ClipScene:
 
 
 def drawn(*scenes: ClipScene, frames: int = 9, size: int = 80) -> torch.Tensor:
-    """One clip of each scene in 0..1."""
+    """One video of each scene in 0..1."""
     rng = random.Random(11)
     return (render_clips(pack([draw_clip(rng, scene) for scene in scenes]), frames=frames, size=size) + 1) / 2
 
 
 def test_one_seed_draws_the_same_clips():
-    """The grammar is a pure function of the generator it is given, and every clip has as many numbers."""
+    """The grammar is a pure function of its random generator, and every video has equally many numbers."""
     first, again, other = ([draw_clip(random.Random(seed + i)) for i in range(20)] for seed in (0, 0, 100))
     assert first == again
     assert first != other
@@ -57,7 +57,7 @@ def test_one_seed_draws_the_same_clips():
 
 
 def test_a_prompt_says_all_of_its_scene_in_known_words():
-    """No two scenes share a prompt, and the vocabulary holds just the words that prompts use."""
+    """No two scenes share a prompt, and the vocabulary has exactly the words of the prompts."""
     rng = random.Random(2)
     scenes = {}
     for _ in range(4000):
@@ -76,7 +76,7 @@ def test_something_moves_in_every_scene():
 
 
 def test_held_out_lists_are_stable_disjoint_and_never_trained_on():
-    """A longer list starts with the shorter one, the splits share no prompt, and training draws of neither's class."""
+    """A longer list starts with the shorter one, the splits share no prompt, and training has no scene of either."""
     rng = random.Random(1)
     trained = {hash_class(draw_clip(rng).scene) for _ in range(300)}
     assert trained.isdisjoint(RESERVED_CLASSES.values())
@@ -89,7 +89,7 @@ def test_held_out_lists_are_stable_disjoint_and_never_trained_on():
 
 @pytest.mark.parametrize("motion", MOTIONS)
 def test_a_motion_goes_where_its_name_says(motion):
-    """Straight walks go the named way by their span, bounces touch both edges and return, the others stay."""
+    """Straight walks go the named way by their span, bounces touch both edges and return, the other motions stay."""
     path = choose_path(motion, (0.5, 0.4), span=0.5, radius=0.1, tilt=0.3)
     x, y, angle = follow(torch.tensor(path.numbers()), torch.linspace(0, 1, 5))
     edges = torch.tensor([0.1 + EDGE_MARGIN, 0.5, 0.9 - EDGE_MARGIN, 0.5, 0.1 + EDGE_MARGIN])
@@ -103,7 +103,7 @@ def test_a_motion_goes_where_its_name_says(motion):
 
 
 def test_every_clip_stays_in_the_picture():
-    """Along the border of the picture no pixel is as vivid as a sticker, in any frame."""
+    """Along the border of the frame no pixel is as vivid as a sticker, in any frame."""
     rng = random.Random(6)
     pictures = (render_clips(pack([draw_clip(rng) for _ in range(24)]), frames=5, size=48) + 1) / 2
     pixels = torch.cat((pictures[..., 0, :], pictures[..., -1, :], pictures[..., 0], pictures[..., -1]), dim=-1)
@@ -113,7 +113,7 @@ def test_every_clip_stays_in_the_picture():
 
 @pytest.mark.parametrize(("camera", "sign"), [("left", -1), ("right", 1)])
 def test_a_pan_slides_the_background_alone(camera, sign):
-    """What the last frame shows lies PAN picture widths beside where the first shows it; the heart stays."""
+    """The background of the last frame is shifted by PAN frame widths against the first; the heart stays."""
     clip = drawn(single("rests", camera))[0]
     moved = round(PAN * 80)
     first, last = clip[:, 0], clip[:, -1]
@@ -130,13 +130,13 @@ def test_a_pan_slides_the_background_alone(camera, sign):
 
 @pytest.mark.parametrize(("layout", "on_top"), [("front", "red"), ("behind", "blue")])
 def test_who_passes_in_front_hides_the_other(layout, on_top):
-    """Where the objects meet, the middle of the picture has the colour of the one in front."""
+    """Where the objects meet, the middle of the frame has the colour of the one in front."""
     centre = drawn(crossing(layout))[0, :, 4, 40, 40]
     assert (centre - torch.tensor(palette.STICKER[on_top])).abs().max() < 0.15
 
 
 def test_chunks_and_windows_draw_the_same_pixels(monkeypatch):
-    """Few frames at a time give what all at once give, and a window what the whole picture has there."""
+    """A few frames at a time equal all frames at once, and a window equals that part of the whole frame."""
     rng = random.Random(8)
     numbers = pack([draw_clip(rng) for _ in range(3)])
     whole = render_clips(numbers, frames=3, size=64)
@@ -148,13 +148,13 @@ def test_chunks_and_windows_draw_the_same_pixels(monkeypatch):
 
 
 def test_more_frames_show_the_same_clip():
-    """Seventeen frames hold those of nine: time runs over the clip whatever its length."""
+    """Seventeen frames contain those of nine: time runs over the video whatever its length."""
     few, many = (drawn(single("up right", "left"), frames=frames, size=32) for frames in (9, 17))
     torch.testing.assert_close(many[:, :, ::2], few, atol=1e-4, rtol=0)
 
 
 def test_the_reader_reads_drawn_clips():
-    """All attributes of drawn clips of every motion and layout are read right, and those of other scenes are not."""
+    """All attributes of rendered videos of every motion and layout are read correctly; other scenes do not match."""
     scenes = [single(motion, colour=colour) for motion, colour in zip(MOTIONS, ["red", "green"] * 6, strict=True)]
     rng = random.Random(9)
     held_out = [item.scene for item in held_out_prompts(40)]
@@ -175,7 +175,7 @@ def test_the_reader_tells_the_direction_of_time():
 
 
 def test_the_reader_sees_nothing_in_a_bare_landscape():
-    """A clip without stickers, or with noise in their colours, has no object and agrees with no prompt."""
+    """A video without stickers, or with noise in their colours, has no object and agrees with no prompt."""
     bare = pack([draw_clip(random.Random(1), single("rests", "left"))])
     bare[:, -20:] = 0
     clip = (render_clips(bare, frames=5, size=64) + 1) / 2

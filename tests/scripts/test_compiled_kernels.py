@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not at hand: what a small run of the script says of one that once did not fit."""
+"""Kernels compiled for GPUs that are not available: a small run of the script with a kernel that once did not fit."""
 
 import json
 import os

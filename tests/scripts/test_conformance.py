@@ -1,4 +1,4 @@
-"""The run of other people's tests, on a checkout of one file, and what is told of it."""
+"""Run of other projects' tests, on a checkout of one file, and its report."""
 
 import os
 import subprocess
@@ -99,7 +99,7 @@ def test_a_process_that_ends_early_loses_its_tests(tmp_path):
 
 
 def test_stand_ins_are_loaded_by_their_names_on_the_hub(tmp_path, monkeypatch):
-    """From the working directory, as tests that run there do."""
+    """The working directory has them, as for tests that run there."""
     from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer
 
     stand_ins.write(tmp_path)

@@ -33,7 +33,7 @@ from scripts.demo_training.training import orthogonalise
 
 @pytest.fixture(scope="module")
 def pictures():
-    """Pictures of the first held-out scenes."""
+    """Images of the first held-out scenes."""
     rng = random.Random(4)
     return [draw_picture(rng, item.scene) for item in held_out_prompts(12, "tuning")]
 
@@ -46,7 +46,7 @@ def test_one_seed_draws_the_same_pictures():
 
 
 def test_training_never_sees_a_reserved_scene():
-    """No training scene is of a reserved class, and every held-out scene is of its own split's."""
+    """No training scene is in a reserved class, and every held-out scene is in its own split's class."""
     rng = random.Random(1)
     trained = {hash_class(draw_picture(rng).scene) for _ in range(300)}
     assert trained.isdisjoint(RESERVED_CLASSES.values())
@@ -82,7 +82,7 @@ def test_prompts_use_the_vocabulary_alone():
     ids=["all", "but time", "but place", "but position"],
 )
 def test_a_short_prompt_leaves_out_what_goes_without_saying(changes, prompt):
-    """Green hills, noon and the middle are what a picture shows unless its prompt says otherwise."""
+    """An image shows green hills, noon and the middle unless its prompt says otherwise."""
     scene = Scene("hills", "noon", "single", "centre", (Group("ring", "yellow", "medium", "plain", 1),))
     prompts = {describe(replace(scene, **changes), random.Random(seed), short=True) for seed in range(60)}
     assert prompt in prompts
@@ -105,7 +105,7 @@ def test_a_sticker_has_its_colour_at_its_place(colour, size):
 
 
 def test_a_window_is_a_part_of_the_whole_picture(pictures):
-    """Drawing the lower right quarter alone gives the pixels that the whole picture has there."""
+    """Rendering only the lower right quarter gives the pixels of the whole image there."""
     numbers = pack_pictures(pictures[:3])
     whole = render(numbers, 96)
     quarter = render(numbers, 48, corner=torch.full((3, 2), 0.5), extent=0.5)
@@ -113,7 +113,7 @@ def test_a_window_is_a_part_of_the_whole_picture(pictures):
 
 
 def test_the_reader_reads_drawn_pictures(pictures):
-    """All attributes of drawn pictures are read right, and those of other scenes are not."""
+    """All attributes of rendered images are read correctly; other scenes do not match."""
     readings = read_pictures((render(pack_pictures(pictures), 256) + 1) / 2)
     scenes = [picture.scene for picture in pictures]
     assert agreement(readings, scenes)["all"] == 1.0
@@ -134,7 +134,7 @@ def test_tokenizers_round_trip(make, tmp_path):
 
 
 def test_t5_holds_each_word_whole():
-    """Each word of the grammar, in lower case and capitalised, is one known token of its own."""
+    """Each word of the grammar, in lower case and capitalised, is one known token."""
     tokenizer = make_t5_tokenizer()
     words = vocabulary() + [word.capitalize() for word in vocabulary()]
     tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
@@ -171,7 +171,7 @@ def test_orthogonalised_steps_keep_directions_and_level_their_sizes(shape):
 
 
 def test_a_toy_training_run_yields_a_pipeline(tmp_path, train):
-    """Two steps of everything leave a folder that FluxPipeline loads and paints with, and a state to go on from."""
+    """Two steps of everything leave a folder that FluxPipeline loads and runs, and a state to resume from."""
     folder, state, results = tmp_path / "demo", tmp_path / "state", tmp_path / "results"
     train("--model", "demo-flux", "--output", folder, "--state", state, "--results", results)
     assert json.loads((results / "prompt_following.json").read_text())["drawn 32px"]["pictures"] == 1

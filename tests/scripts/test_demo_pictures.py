@@ -1,4 +1,4 @@
-"""What the demo model makes of the README's prompts, as pixel readers see it."""
+"""Pixel readers' results on the demo model's images of the README's prompts."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("prompt", SHOWN)
 def test_short_prompts_show_what_they_say(prompt):
-    """And what they leave unsaid as it always is, forecast steps included."""
+    """Values that they leave out have their defaults, forecast steps included."""
     pipe = accelerate_pipeline(load_demo("demo-flux", "float32", "cpu"), "turbo")
     generator = torch.Generator().manual_seed(0)
     sizes = {"height": SIZE, "width": SIZE, "num_inference_steps": STEPS}

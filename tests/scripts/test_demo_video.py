@@ -24,7 +24,7 @@ FRAMES = 17  # from here on HunyuanVideo's autoencoder decodes in overlapping pi
 
 @pytest.fixture
 def drawn():
-    """Two clips [2, 3, FRAMES, 32, 32] in -1..1."""
+    """Two videos [2, 3, FRAMES, 32, 32] in -1..1."""
     rng = random.Random(0)
     return clips.render_clips(clips.pack([clips.draw_clip(rng) for _ in range(2)]), frames=FRAMES, size=32)
 
@@ -40,7 +40,7 @@ def make_vae(family):
 
 
 def gradients(family, vae, drawn, latents):
-    """Of all weights and the latents, under a loss that tells places and frames apart."""
+    """Gradients of all weights and the latents, with a loss that depends on place and frame."""
     latents = latents.clone().requires_grad_()
     loss = 0
     for values in (family.encode(vae, drawn), family.decode(vae, latents)):
@@ -50,7 +50,7 @@ def gradients(family, vae, drawn, latents):
 
 @FAMILIES
 def test_training_runs_the_autoencoder_as_the_pipeline_does(family, drawn):
-    """What training encodes and decodes in one go is what the pipeline's own calls give, piece by piece."""
+    """Encoding and decoding in one pass, as in training, equals the pipeline's own calls piece by piece."""
     vae = make_vae(family).requires_grad_(False)
     latents = torch.randn(2, LATENT_CHANNELS, 1 + FRAMES // 4, 4, 4, generator=torch.Generator().manual_seed(0))
     encoded, decoded = vae.encode(drawn).latent_dist.parameters, vae.decode(latents).sample
@@ -74,7 +74,7 @@ def test_quicker_operations_have_the_same_gradients(family, drawn):
 
 @FAMILIES
 def test_statistics_whiten_latents_and_change_no_picture(family, drawn):
-    """With statistics set, normalised latents are (x - mean) / deviation, and decoding gives the same clips."""
+    """With statistics set, normalised latents are (x - mean) / deviation, and decoding gives the same videos."""
     vae = make_vae(family).requires_grad_(False)
     mean, deviation = latent_statistics(family, vae, drawn)
     plain = vae.encode(drawn).latent_dist.mode()
@@ -131,7 +131,7 @@ def test_wan_reads_long_padding_too():
 
 @FAMILIES
 def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
-    """On a bank of two constant clips the loss falls and prompts matter; only what is zero by design stays so."""
+    """On a bank of two constant videos the loss falls and prompts matter; only weights zero by design stay zero."""
     torch.manual_seed(0)
     tokenizers = family.make_tokenizers(vocabulary())
     flow = family.make_flow(tokenizers, small=True)
@@ -157,7 +157,7 @@ def test_a_flow_learns_which_clip_a_prompt_asks_for(family):
 
 @FAMILIES
 def test_a_toy_training_run_yields_a_pipeline(family, tmp_path, train):
-    """Two steps of everything leave a folder that diffusers loads and paints with, and a state to go on from."""
+    """Two steps of everything leave a folder that diffusers loads and runs, and a state to resume from."""
     from diffusers import DiffusionPipeline
 
     arguments = ("--model", f"demo-{family.name}", "--output")

@@ -1,4 +1,4 @@
-"""Fine-tuning with SLA: what is recorded, that training learns and resumes, and the table's way through all of it."""
+"""Fine-tuning with SLA: recorded calls, training that learns and resumes, and all steps of the table."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def error_of(transformer, calls):
 
 @FAMILIES
 def test_recorded_calls_can_be_made_again(name):
-    """Called with what was recorded, in any order, the transformer gives the velocities that were recorded."""
+    """Called with the recorded arguments, in any order, the transformer returns the recorded velocities."""
     pipe = tiny_pipeline(name)
     calls = record(pipe, name)
     assert len(calls) % 4 == 0  # two prompts, two steps, and branches
@@ -60,7 +60,7 @@ def test_recorded_calls_can_be_made_again(name):
 
 
 def test_a_share_of_each_batch_is_kept(tmp_path):
-    """Of two samples one is kept, not always the same, and a file brings all of it back."""
+    """One of two samples is kept, not always the same, and a file restores everything."""
     pipe = tiny_pipeline("flux")
     everything, half = record(pipe, "flux"), record(pipe, "flux", share=0.5)
     assert 2 * len(half) == len(everything)
@@ -73,7 +73,7 @@ def test_a_share_of_each_batch_is_kept(tmp_path):
 
 
 def test_flow_matching_asks_for_the_way_from_clip_to_noise():
-    """A student that knows the clip has no error: its velocity is (x_s − x) / s, with s as its timestep says."""
+    """A student that knows the video has no error: its velocity is (x_s − x) / s, with s as its timestep says."""
     clean = torch.randn(6, 4, 2, 3, 3)
 
     def student(hidden_states, timestep, return_dict):
@@ -88,7 +88,7 @@ def test_flow_matching_asks_for_the_way_from_clip_to_noise():
 
 @FAMILIES
 def test_training_comes_closer_to_the_teacher(name, tmp_path):
-    """A few steps lower the error on the calls, and the log tells of them."""
+    """A few steps lower the error on the calls, and the log shows it."""
     pipe = tiny_pipeline(name)
     calls = record(pipe, name)
     attentions = swap_attention(pipe, critical=0.3, negligible=0.2)
@@ -101,7 +101,7 @@ def test_training_comes_closer_to_the_teacher(name, tmp_path):
 
 
 def test_projections_can_be_all_that_learns(student, tmp_path):
-    """What requires no gradient stays as it is."""
+    """Weights that require no gradient stay as they are."""
     transformer, calls = student
     before = {name: weight.clone() for name, weight in transformer.named_parameters()}
     transformer.requires_grad_(False)
@@ -143,7 +143,7 @@ def test_an_interrupted_training_goes_on(student, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("train", ["all", "lora", "projections"])
 def test_the_script_fine_tunes_a_pipeline_folder(tmp_path, monkeypatch, train):
-    """From a folder and a file of prompts to a transformer, or a LoRA of it, and its projections."""
+    """A folder and a file of prompts give a transformer, or a LoRA of it, and its projections."""
     tiny_pipeline("wan").save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a fox\n\na red fox\n")
     call = {"height": 64, "width": 48, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 16}
@@ -211,7 +211,7 @@ def test_a_variant_that_fails_is_left_out(experiment, monkeypatch, capsys):
 
 
 def test_variants_differ_in_one_part_each():
-    """Which projections learn, and what linear attention goes through before they do."""
+    """Trained projections, and the initial projection of linear attention."""
     for name, variant in VARIANTS.items():
         transformer = tiny_pipeline("wan").transformer
         variant.swap_in(transformer)

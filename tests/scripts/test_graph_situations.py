@@ -16,7 +16,7 @@ from tests.models.fake_graph import RecordedGraph
 
 @pytest.fixture(autouse=True)
 def graph(monkeypatch):
-    """A class of recorded graphs with counts of its own."""
+    """A class of recorded graphs with separate counts."""
     counted = type("Counted", (RecordedGraph,), {})
     monkeypatch.setattr(transformer, "StepGraphs", partial(StepGraphs, graph=counted))
     with attention_backend("native"):
@@ -25,7 +25,7 @@ def graph(monkeypatch):
 
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_replayed_steps_follow_every_change(name):
-    """Outputs, symbols, errors and fallbacks are those of steps that were never captured, and the last run replays."""
+    """Outputs, symbols, errors and fallbacks equal those of steps without capture, and the last run replays."""
     assert situations.differences(situations.SITUATIONS[name], "cpu", torch.float32) == []
 
 
@@ -34,7 +34,7 @@ def test_runs_on_several_streams_give_what_they_give_alone():
 
 
 def test_a_capture_that_fails_at_its_end_leaves_nothing_behind(graph):
-    """All that it has made holds nothing, and neither plans nor weights in 8 bits may be kept."""
+    """Its results are undefined, so neither plans nor weights in 8 bits may be kept."""
     graph.fails = torch.OutOfMemoryError("CUDA out of memory")
     for name in ("guided, then not", "layers in 8 bits", "lengths of prompts"):
         wrong = situations.differences(situations.SITUATIONS[name], "cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""The check of CUDA graphs at toy size: every row, and what becomes of one that fails."""
+"""The check of CUDA graphs at toy size: every row, and a row that fails."""
 
 import json
 import sys

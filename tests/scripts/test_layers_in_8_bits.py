@@ -7,7 +7,7 @@ from scripts.research import layers_in_8_bits
 
 
 def test_presets_run_in_each_kind_of_8_bits(monkeypatch, tmp_path):
-    """As it is `exact` gives the plain picture; int8 is nearer to it than float8."""
+    """Without 8 bits `exact` gives the plain image; int8 is nearer to it than float8."""
     stem = tmp_path / "layers"
     options = ["--models", "demo-flux", "--prompts", "1", "--steps", "4", "--device", "cpu", "--output", str(stem)]
     monkeypatch.setattr(sys, "argv", ["layers_in_8_bits", *options])

@@ -1,4 +1,4 @@
-"""The study of little work: what is judged, which settings count for a fraction, and a run at toy size."""
+"""The study of little work: figures, settings for a fraction, and a run at toy size."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from scripts.research.low_work_study.runs import near
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (2, 9, 3, 32, 32)], ids=["pictures", "clips"])
 def test_equal_pictures_do_not_differ(shape):
-    """Against themselves: the PSNR of equal pictures, ratios of 1, distances of 0, for each prompt."""
+    """Compared with themselves: the PSNR of equal images, ratios of 1, distances of 0, for each prompt."""
     made = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     found = differences(made, made)
     assert found["psnr"] == [100.0] * 2
@@ -26,7 +26,7 @@ def test_equal_pictures_do_not_differ(shape):
 
 
 def test_colours_sharpness_and_contrast_tell_what_changed():
-    """Brighter by 0.1 is a shift of 25.5 grey levels and no more; a paler picture has less contrast and sharpness."""
+    """Brighter by 0.1 is a shift of exactly 25.5 grey levels; a paler image has less contrast and sharpness."""
     plain = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)) / 2
     brighter, paler = differences(plain + 0.1, plain), differences(0.25 + (plain - 0.25) / 2, plain)
     assert brighter["colour"] == brighter["histogram"] == [pytest.approx(25.5, abs=0.01)]
@@ -42,7 +42,7 @@ def test_pictures_are_moved_as_a_whole():
 
 
 def test_attributes_are_read_by_what_a_prompt_shows():
-    """Pictures by their reader, clips by theirs, and textures by none."""
+    """Images and videos have their own readers, and textures have none."""
     assert {"shape", "all"} <= attributes(torch.rand(1, 3, 64, 64), prompts.held_out_prompts(1)).keys()
     assert {"motion", "all"} <= attributes(torch.rand(1, 5, 3, 64, 64), clips.held_out_prompts(1)).keys()
     textures = prompts.held_out_prompts(1, draw=draw_texture_scene, write=lambda scene, rng: "")
@@ -56,7 +56,7 @@ def test_a_setting_counts_for_a_fraction_that_it_is_near_to(computed, wanted):
 
 
 def test_tables_name_what_failed_and_what_was_left_out():
-    """Beside the settings, in which every row has the share of prompts that are right."""
+    """They follow the settings, in which every row has the share of correct prompts."""
     common = {"model": "m", "steps": 50, "prompts": 2, "right": {"all": 0.5}, "psnr": [30.0, 20.0], "ssim": [0.9, 0.8]}
     rows = [
         {**common, "series": "plain", "name": "plain", "computed": 1.0},

@@ -1,4 +1,4 @@
-"""The table of changes that tests must notice stays true, and the script that tries them tells what they notice."""
+"""The table of changes that tests must notice is up to date, and the script reports the noticed ones."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import pytest
 
 from scripts.checks import mutants
 
-TINY = "response-points-away"  # whose nearest tests take a second
+TINY = "response-points-away"  # its nearest tests take a second
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_change_can_be_made(mutant):
-    """Its old text is in the file once, what comes of it is Python, and its test files are there."""
+    """Its old text is in the file once, the new file is valid Python, and its test files exist."""
     source = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
     compile(mutant.of(source), mutant.file, "exec")
     assert mutant.of(source) != source and mutant.breaks
@@ -34,7 +34,7 @@ def test_a_change_that_a_test_notices_is_told(capfd):
 
 
 def test_a_change_that_makes_no_difference_is_not_noticed(tmp_path):
-    """A copy is whole again after each change, so that the next one is tried by itself."""
+    """A copy is restored after each change, so that the next one is tried alone."""
     (mutant,) = (mutant for mutant in mutants.MUTANTS if mutant.name == TINY)
     mutants.copy_checkout(tmp_path)
     same = replace(mutant, new=mutant.old + "  # as before")
@@ -50,7 +50,7 @@ def test_tests_that_are_not_there_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("passed, code", [(1, 0), (2, 1)])
 def test_nine_of_ten_must_be_noticed(monkeypatch, capsys, passed, code):
-    """What ran out of time is not noticed; the table has the share of each folder."""
+    """A timeout is not noticed; the table has the share of each folder."""
     names = [mutant.name for mutant in mutants.MUTANTS[:10]]
     outcomes = [mutants.TIMED_OUT, mutants.PASSED][:passed] + [mutants.NOTICED] * (10 - passed)
     monkeypatch.setattr(mutants, "try_all", lambda chosen, jobs: outcomes)

@@ -14,7 +14,7 @@ from scripts.research.paper_study.settings import MODELS, rows
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_row_is_a_preset(model):
-    """With the values that the paper's name of it has."""
+    """The preset has the values in the paper's name for the row."""
     listed = rows(model)
     assert len({(row.source, row.name) for row in listed}) == len(listed)
     for row in listed:
@@ -27,7 +27,7 @@ def test_every_row_is_a_preset(model):
 
 
 def test_keys_that_come_to_matter_are_counted():
-    """Of three keys that no query wants at first one is wanted by all of them five steps later."""
+    """All queries need one of three keys five steps later; no query needs any of them at first."""
     flips, keys = Flips(), torch.eye(4).repeat(32, 1)[None, :, None]  # [1, 128, 1, 4]
     for step, wanted in ((0, 0), (3, 2), (5, 1)):
         queries = 40 * torch.eye(4)[wanted].expand(1, 128, 1, 4)

@@ -1,4 +1,4 @@
-"""The sweep over the demo models: what belongs to it, how shards divide it, and that it ends in one document."""
+"""The sweep over the demo models: its methods, its shards, and its single final document."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def test_rows_of_an_edited_preset_are_not_timed(tmp_path, capsys):
 
 
 def test_a_comparison_on_file_goes_on(tmp_path):
-    """A name has one row, and what was edited is measured again."""
+    """A name has one row, and edited methods are measured again."""
     file = tmp_path / "all.json"
     for model, measured in (("demo-flux", "balanced"), ("demo-wan", "video-balanced")):
         document = json.loads((ROOT / "docs" / "results" / f"pareto-{model}.json").read_text())
@@ -82,7 +82,7 @@ def test_stored_documents_have_a_line_for_each_setting(model):
 
 
 def test_a_sweep_in_shards_becomes_one_document(tmp_path, monkeypatch):
-    """Two shards, their merging, and times measured anew: one JSON file with tables and plots beside it."""
+    """Two shards, their merging, and times measured again: one JSON file with its tables and plots."""
     small = ["--steps", "4", "--height", "64", "--width", "64", "--prompts", "1", "--device", "cpu"]
     few = ["--peers", "fewer-steps", "--only", "turbo", "2 steps"]
 

@@ -51,7 +51,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("block", [64, 16])
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
 def test_tiles_are_measured_by_the_definition(layout, lengths, block):
-    """Masks of whole tiles, of any size, give the sparsity and error of the pairs they stand for."""
+    """Masks of whole tiles, of any size, give the sparsity and error of their pairs."""
     q, k, v = attention(layout)
     kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     blocks = -(-layout.tokens // block)
@@ -65,7 +65,7 @@ def test_tiles_are_measured_by_the_definition(layout, lengths, block):
 
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
 def test_means_are_measured_as_the_kernel_makes_them(layout, lengths):
-    """With the means of what is left out, an error is that of ``attention(tile_means=True)``."""
+    """With the means of skipped tiles, the error equals that of ``attention(tile_means=True)``."""
     q, k, v = attention(layout)
     kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     symbols = draw(q, k, layout, Skip(policy="sparge", top_k=0.5), kv_len=kv_len)
@@ -80,7 +80,7 @@ def test_means_are_measured_as_the_kernel_makes_them(layout, lengths):
 
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
 def test_slices_are_measured_by_the_definition(layout, lengths):
-    """Masks of single keys likewise; a row-block that keeps no key counts as zeros."""
+    """Masks of single keys give the sparsity and error of their pairs; a row-block without a key counts as zeros."""
     q, k, v = attention(layout)
     kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     kept = torch.rand(2, 3, layout.blocks, layout.tokens, generator=torch.Generator().manual_seed(1)) > 0.6
@@ -91,7 +91,7 @@ def test_slices_are_measured_by_the_definition(layout, lengths):
 
 
 def test_maxima_and_masses_are_those_of_the_tiles():
-    """Two kinds of tokens that attend to their own alone: half the tiles hold nothing, the others 1 / 64 everywhere."""
+    """Two kinds of tokens attend only to their own: half the tiles have mass 0, in the others weights are 1 / 64."""
     kinds = torch.eye(2).repeat_interleave(64, 0) @ torch.eye(2, 16) * 40
     q = kinds.view(1, 128, 1, 16)
     dense = DenseAttention(q, q, q, TokenLayout(0, 128, 64))
@@ -132,7 +132,7 @@ def test_the_level_read_off_the_curve_gives_the_error_that_was_asked_for():
 
 @pytest.mark.parametrize("name, orders, attentions", [("hunyuan", ["raster", "tiles"], 4), ("flux", ["raster"], 4)])
 def test_measuring_leaves_a_run_as_it_is_and_every_curve_is_in_order(name, orders, attentions):
-    """Each attention of each measured step counts once, in each order of a clip; what leaves out more errs by more."""
+    """Each attention of each measured step counts once, in each order of a video; more skipping raises the error."""
     pipe = tiny_pipeline(name)
     call = {"steps": 2, "height": 96, "width": 80}
     plain = tiny_output(pipe, name, **call)
@@ -157,7 +157,7 @@ def test_measuring_leaves_a_run_as_it_is_and_every_curve_is_in_order(name, order
 
 @pytest.mark.parametrize("layout, lengths", LAYOUTS)
 def test_slices_above_a_level_are_those_of_the_policy(layout, lengths):
-    """In vision's rows, FG-Attn's exact mask, drawn by its policy, keeps what the largest probabilities say."""
+    """In vision's rows, the policy's version of FG-Attn's exact mask keeps the keys of the largest probabilities."""
     q, k, v = attention(layout)
     kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     levels = curves.levels(DenseAttention(q, k, v, layout, kv_len), 64, 1)

@@ -23,7 +23,7 @@ GOOD = {"prompt": "a yellow ring", "steps": 2, "height": 64, "width": 64}
 
 
 class Replica:
-    """In the place of the deployment that makes images."""
+    """Replaces the deployment that makes images."""
 
     def __init__(self, error=None):
         self.error = error
@@ -78,7 +78,7 @@ def test_a_server_that_closes_accepts_no_more():
 
 
 def test_a_call_holds_one_shape(monkeypatch):
-    """Images of two shapes come back in the order of their requests, those of a shape by one call."""
+    """Images of two shapes come back in the order of their requests, and each shape is one call."""
     images = serve_ray.Images.func_or_class("demo-flux", "cpu")
     calls, call = [], worker.timed_call
 

@@ -9,7 +9,7 @@ from scripts.checks import soak
 
 
 def test_nothing_of_an_accident_stays_behind(tmp_path, capsys, monkeypatch):
-    """The plain result is the first one bit for bit, and as many tensors live as before."""
+    """The plain result equals the first one bit for bit, and the number of live tensors is the same."""
     monkeypatch.setattr(
         soak, "preset_names", lambda: ["exact", "turbo", "flux-taylorseer", "flux-flashomni-paper", "wan21-sla"]
     )
@@ -34,7 +34,7 @@ def test_what_stays_behind_is_told():
 
 @pytest.mark.parametrize("accident", soak.ACCIDENTS)
 def test_accidents_happen(accident):
-    """At the step or call that was drawn."""
+    """The failure happens at the randomly chosen step or call."""
     pipe = soak.tiny_pipeline("flux")
     with soak._arranged(pipe, accident, 1, random.Random(0)) as callback:
         if accident == soak.STOP:

@@ -1,4 +1,4 @@
-"""The script that measures what tiles left out cost: its presets, one run of it, its interpolation and its tables."""
+"""The script that measures the cost of skipped tiles: its presets, one run, its interpolation and its tables."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def results():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_setting_is_a_preset_of_its_own(model):
-    """All load, on both schedules, measure with a probe, and have names that tell them apart."""
+    """All load, on both schedules, measure with a probe, and have distinct names."""
     listed = list(settings(model))
     assert len({(each.series, each.label) for each in listed}) == len(listed)
     for each in listed:
@@ -49,7 +49,7 @@ def test_every_setting_is_a_preset_of_its_own(model):
 
 
 def test_a_setting_is_measured_against_the_plain_run():
-    """Tiles that all stay give the plain clip; fewer give another, and what was left out is counted."""
+    """With all tiles the video equals the plain one; with fewer it differs, and skipped tiles are counted."""
     pipe = tiny_pipeline("wan")
     arguments = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 5, "guidance_scale": 1.0}
     study = Study(pipe, arguments, [SimpleNamespace(prompt="a red fox", seed=1)])
@@ -90,7 +90,7 @@ def test_an_earlier_run_must_have_the_same_settings(tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_stored_results_are_read_under_the_names_of_today(model):
-    """Series of the results that the repository holds have their places among the settings."""
+    """Series of the stored results are among the settings."""
     file = ROOT / "docs" / "results" / f"tile-sparsity-{model}.json"
     stored = earlier(file, json.loads(file.read_text(encoding="utf-8"))["settings"])["results"]
     assert stored == sorted(stored, key=lambda r: place_of(model, r))

@@ -1,4 +1,4 @@
-"""The script that measures token orders: what it counts, on which attentions, and that it leaves a pipeline alone."""
+"""The script that measures token orders: its figures, the measured attentions, and an unchanged pipeline."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.tiny import tiny_output, tiny_pipeline
     "name, sites", [("wan", 2), ("hunyuan", 4), ("hunyuan-i2v", 4)], ids=["wan", "hunyuan", "hunyuan-i2v"]
 )
 def test_every_attention_over_the_clip_is_measured(name, sites):
-    """Each site of each branch of each measured step counts once, and the run gives what it gives without."""
+    """Each site of each branch of each measured step counts once, and the run's result stays the same."""
     pipe = tiny_pipeline(name)
     call = {"steps": 4, "height": 96, "width": 80, **({} if name.startswith("hunyuan") else {"guidance_scale": 5.0})}
     plain = tiny_output(pipe, name, **call)
@@ -35,7 +35,7 @@ def test_every_attention_over_the_clip_is_measured(name, sites):
 
 
 def test_heads_are_measured_in_turn():
-    """Of three heads, two are measured at each attention, and the next attention goes on with the third."""
+    """Two of three heads are measured at each attention, and the next attention continues with the third."""
     pipe, seen = tiny_pipeline("wan"), []
     measurement = OrderMeasurement([64], [0.0], heads=2)
 
@@ -55,7 +55,7 @@ def test_heads_are_measured_in_turn():
 
 
 def test_blocks_of_like_tokens_are_similar_and_sparse():
-    """Two kinds of tokens that attend to their own: sorted, blocks are alike and half the tiles go; mixed, neither."""
+    """Two kinds of tokens that attend to their own: sorted, blocks are similar and half the tiles skipped; else not."""
     generator = torch.Generator().manual_seed(0)
     kinds = torch.eye(2).repeat_interleave(128, 0) @ torch.eye(2, 16) * 12  # [256, 16]
     layout = TokenLayout(0, 256, 64)

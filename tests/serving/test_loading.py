@@ -1,4 +1,4 @@
-"""How commands load a pipeline: quantised by torchao where asked, and what can't be is told before any work."""
+"""Loading of pipelines by commands: quantised by torchao on request; unsupported cases raise before any work."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def is_quantised(layer):
 
 
 def test_int8_is_of_all_linear_layers_in_blocks(folder, console):
-    """What lies around the blocks stays as it was, and the picture is nearly that of before."""
+    """Layers outside the blocks stay as they were, and the image changes little."""
     pipe = load_pipeline(str(folder), Loading(quantize="int8"), console)
     layers = {name: each for name, each in pipe.transformer.named_modules() if type(each) is torch.nn.Linear}
     assert {name for name, layer in layers.items() if is_quantised(layer)} == {
@@ -90,7 +90,7 @@ def test_layers_that_are_quantised_already_are_told(folder, console, monkeypatch
 
 
 class Pipe:
-    """Notes what is done with it, in order."""
+    """Records its calls, in order."""
 
     def __init__(self):
         self.done = []
@@ -101,7 +101,7 @@ class Pipe:
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Loads a pipeline that notes what is done with it, on a GPU unless another device is named."""
+    """Load a pipeline that records its calls, on a GPU unless another device is named."""
     import diffusers
     from rich.console import Console
 
@@ -143,7 +143,7 @@ def test_weights_have_the_type_of_the_device_unless_another_is_asked_for(loaded,
     [("none", "to"), ("model", "enable_model_cpu_offload"), ("sequential", "enable_sequential_cpu_offload")],
 )
 def test_a_pipeline_goes_where_it_is_asked_to(loaded, offload, done):
-    """In place, or in host memory in one of two ways; elsewhere than on a GPU the latter has no sense."""
+    """The pipeline moves to the device, or stays in host memory in one of two ways, which need a GPU."""
     assert (done, torch.device("cuda")) in loaded(Loading(offload=offload))
     if offload != "none":
         with pytest.raises(OptionError, match="--offload: needs a CUDA device, got mps"):
@@ -176,7 +176,7 @@ def test_what_is_no_id_and_no_folder_is_not_looked_for_on_the_hub(loaded, name):
 
 @pytest.mark.parametrize("capability, runs", [((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_float8_runs_from_a_capability_on(monkeypatch, capability, runs):
-    """That of an RTX 4090."""
+    """The required compute capability is that of an RTX 4090."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
     if runs:
         loading._require_float8(torch.device("cuda"), torch.bfloat16)

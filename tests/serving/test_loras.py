@@ -1,4 +1,4 @@
-"""LoRAs on the command line: loaded with their weights, told of what is wrong, and SLA's file beside them used."""
+"""LoRAs on the command line: loaded with their weights, errors reported, and SLA's file in their folder used."""
 
 import warnings
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SMALL = ("-p", "a fox", "--steps", "4", "--height", "64", "--width", "64", "--qu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A pipeline, and beside it two LoRAs: a folder and a file."""
+    """A pipeline and two LoRAs: a folder and a file."""
     root = tmp_path_factory.mktemp("loras")
     pipe = tiny_pipeline("flux")
     pipe.save_pretrained(root / "model")
@@ -39,7 +39,7 @@ def made(run, folder, tmp_path, *loras):
 
 
 def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
-    """Each changes the picture, a weight of zero does not, and two add up."""
+    """Each changes the image, a weight of zero does not, and two add up."""
     plain = made(run, folder, tmp_path)
     style = made(run, folder, tmp_path, "style")
     both = made(run, folder, tmp_path, "style", "other.safetensors:0.5")
@@ -49,7 +49,7 @@ def test_loras_are_loaded_with_their_weights(run, folder, tmp_path):
 
 
 def test_loras_are_part_of_the_weights(folder):
-    """What works inside of blocks runs with them as it would without: no layer of peft is left."""
+    """Code inside the blocks runs with them as without: no layer of peft is left."""
     pipe = tiny_pipeline("flux")
     before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
     load_loras(pipe, parse_loras([str(folder / "style")]))
@@ -64,7 +64,7 @@ def test_a_pipeline_that_takes_none_is_told():
 
 
 def test_prompts_of_a_file_take_the_lora_too(run, folder, tmp_path):
-    """The manifest says so: what was made with others is made again."""
+    """The manifest has the LoRA: outputs with another LoRA are made again."""
     (tmp_path / "prompts.txt").write_text("a fox\n")
     command = ("generate", "-m", folder / "model", *SMALL[2:], "--prompts", "prompts.txt", "--output-dir", "out")
     for options in ((), ("--lora", folder / "style")):
@@ -115,14 +115,14 @@ def test_ids_on_the_hub_are_taken_as_they_are():
 
 
 def test_a_file_that_is_no_lora_is_told(run, folder, tmp_path):
-    """Of a file of other tensors, and of a pipeline that takes none."""
+    """A file of other tensors, and a pipeline that takes no LoRA, raise an error."""
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     result = run("generate", "-m", folder / "model", *SMALL, "--lora", "./other.safetensors")
     assert result.exit_code == 2 and "--lora: other.safetensors can't be loaded: " in result.output
 
 
 def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path):
-    """Shares and projections come from the file, those that were set stay, and other presets take nothing of it."""
+    """Shares and projections come from the file, explicit settings stay, and other presets use nothing of it."""
     metadata = {"critical": "0.1", "negligible": "0.2", "feature_map": "elu", "block": "128"}
     save_file({"transformer.blocks.0": torch.zeros(2, 2)}, tmp_path / "sla.safetensors", metadata=metadata)
     loras = parse_loras([f"{tmp_path}:0.5"])
@@ -171,7 +171,7 @@ def test_each_lora_is_loaded_from_its_place_with_its_weight(monkeypatch, tmp_pat
 
 
 def test_a_lora_is_found_in_the_home_folder(folder, monkeypatch):
-    """And what is not there is no repository of that name."""
+    """A missing path is not treated as a repository of that name."""
     monkeypatch.setenv("HOME", str(folder))
     assert parse_loras(["~/style:0.5"]) == {f"{folder}/style": 0.5}
     with pytest.raises(OptionError, match="is not a folder"):

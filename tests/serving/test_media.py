@@ -1,4 +1,4 @@
-"""Names of what commands write, and frame rates, without a pipeline."""
+"""File names and frame rates of commands, without a pipeline."""
 
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +12,7 @@ from dit_accel.serving.media import Clips, Pictures, numbered, unused
 @pytest.mark.parametrize("compare", [False, True], ids=["alone", "compared"])
 @pytest.mark.parametrize("medium", [Pictures(), Clips(16.0)], ids=["pictures", "clips"])
 def test_a_run_without_output_replaces_no_file(medium, compare, pictures, tmp_path):
-    """Whichever file of an earlier run is there, of any of its pictures: the name that is taken has none of them."""
+    """The chosen name has no file of an earlier run, for any of its images."""
     first = tmp_path / medium.default_output
 
     def files(path):

@@ -16,7 +16,7 @@ from tests.tiny import tiny_pipeline
 
 @pytest.mark.parametrize("link", ["file", "dangling", "folder"])
 def test_two_names_of_one_file_are_one_file(tmp_path, link):
-    """Through links too, also where the file is not there yet."""
+    """Links count too, even before the file exists."""
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "a.png"
     if link == "file":
@@ -73,7 +73,7 @@ def test_a_pipe_is_written_without_a_look(tmp_path):
 
 
 def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
-    """Neither a picture nor what lies beside it, of any of several."""
+    """Neither an image nor a file derived from it exists under that name, for any of several images."""
 
     def names(pictures, compare):
         files = lambda path: Pictures().files(path, compare=compare)  # noqa: E731
@@ -91,7 +91,7 @@ def test_no_file_of_a_run_is_there_under_an_unused_name(tmp_path):
     "there", ["o.mp4", "o-plain.mp4", "o-compare.mp4", "o-strip.png", "f/0000.png", "f-plain/0000.png"]
 )
 def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, there):
-    """Those of a comparison too, and frames in folders."""
+    """Files of a comparison too, and frames in folders."""
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).touch()
     path = tmp_path / ("o.mp4" if there.startswith("o") else "f")
@@ -104,7 +104,7 @@ def test_clips_that_are_there_stay_unless_they_are_to_be_replaced(tmp_path, ther
 
 @pytest.mark.parametrize(("model", "fps"), [("wan", 16), ("cogvideox", 8), ("mochi", 30), ("hunyuan", 24), ("ltx", 24)])
 def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fps):
-    """Plain, accelerated and side by side: that of the family, where nothing else says it."""
+    """Plain, accelerated and side by side: the family's rate unless another is given."""
     rates = []
     monkeypatch.setattr(video, "write_clip", lambda clip, path, rate, folder=None: rates.append(rate))
     clip, medium = np.zeros((5, 16, 16, 3), dtype=np.uint8), medium_of(tiny_pipeline(model))
@@ -115,7 +115,7 @@ def test_clips_of_a_run_are_written_at_one_rate(monkeypatch, tmp_path, model, fp
 
 @pytest.mark.parametrize("medium", [Pictures(), Clips(8.0)], ids=["pictures", "clips"])
 def test_quality_is_that_of_everything_made(medium):
-    """Not of the first one alone: one that differs among several lowers both figures."""
+    """Figures cover all outputs: one that differs among several lowers both."""
     generator = np.random.default_rng(0)
     plain = generator.integers(0, 200, (2, 16, 16, 3), dtype=np.uint8)
     fast = np.stack([plain[0], plain[1] + 40])

@@ -1,4 +1,4 @@
-"""``generate --prompts --engine ray``: the same files as in one process, whatever becomes of an actor."""
+"""``generate --prompts --engine ray``: the same files as in one process, whatever happens to an actor."""
 
 import io
 import json
@@ -104,7 +104,7 @@ def simple(monkeypatch):
 
 
 def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, tmp_path, monkeypatch):
-    """Every line has its file once, pixel for pixel that of one process, which then has nothing left to do."""
+    """Every line has its file once, equal to one process pixel for pixel, and a further run has nothing to do."""
     tiny_pipeline("flux").save_pretrained(tmp_path / "flux")
     monkeypatch.setattr(ray_engine, "_Actor", Dying)
     prompts = [f"picture {number}" for number in range(8)]
@@ -123,7 +123,7 @@ def test_an_actor_that_dies_costs_nothing_but_what_it_was_at(cluster, generate, 
 
 
 def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp_path, monkeypatch):
-    """After so many attempts, or one that was refused; the rest is made, and the next run tries them again."""
+    """A line is given up after some attempts, or one refusal; the rest is made, and the next run tries it again."""
     prompts = ["a", "die", "refuse", "raise", "b", "c"]
     result = generate(prompts, *RAY)
     assert result.exit_code == 1
@@ -141,7 +141,7 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
 
 
 def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, tmp_path):
-    """Whatever it was that one of them did; the others are made, and all batches without it."""
+    """Whatever error one of them causes, the others are made, and all batches without it."""
     result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
     assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
     assert "note: lines 3, 4 run one at a time, because one call failed: not with me" in result.output
@@ -157,7 +157,7 @@ def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, t
 def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
     cluster, generate, tmp_path, monkeypatch, size
 ):
-    """What fills it may stay there; a batch was too large as such, and its lines are made by the same one."""
+    """Its memory may stay full; if only the batch was too large, the same actor makes its lines."""
     monkeypatch.setattr(ray_engine, "_Actor", Large)
     monkeypatch.setattr(ray_engine, "ATTEMPTS", 1)
     lines = ["large", "b"] if size == 1 else ["a", "large", "b", "c"]  # of which the first two share a call
@@ -170,7 +170,7 @@ def test_an_actor_whose_memory_does_not_suffice_for_one_line_is_replaced(
 
 
 def test_errors_that_come_of_every_attempt_are_tried_once():
-    """What was asked for can't be; memory and devices may do another time."""
+    """Invalid requests always fail; memory and device errors may not repeat."""
     refused = [UnsupportedError("no"), OptionError("--steps", "no")]
     assert all(map(ray_engine._refuses, refused))
     assert not any(map(ray_engine._refuses, [OutOfMemoryError("full"), RuntimeError("CUDA"), ValueError("no")]))
@@ -186,7 +186,7 @@ def test_errors_that_come_of_every_attempt_are_tried_once():
     ids=["more GPUs than lines", "fewer", "CPUs"],
 )
 def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, device, needs, count):
-    """As many as there is work for, each with what it loads the pipeline on; a cluster of one's own stays up."""
+    """Actors number at most the jobs, each with its pipeline's devices; the user's cluster stays up."""
     made = []
 
     class Engine:
@@ -212,7 +212,7 @@ def test_actors_take_the_devices_that_there_are(monkeypatch, place, asked, devic
     ids=["defect", "refusal"],
 )
 def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
-    """What is refused once is refused always; anything else may go well another time."""
+    """A refused pipeline is always refused; any other error may not repeat."""
     engine = object.__new__(ray_engine.RayEngine)
     engine._opening, engine._busy, engine._idle, engine._console, engine._told = {}, {}, [], Console(quiet=True), set()
     opened, killed = [], []
@@ -228,7 +228,7 @@ def test_a_pipeline_is_loaded_so_often_and_no_more(monkeypatch, error, loads):
 
 
 def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(monkeypatch):
-    """So that it waits for no disk; and what all actors say is told once."""
+    """So an actor does not wait for the disk; messages that all actors share are shown once."""
     engine = object.__new__(ray_engine.RayEngine)
     told, handed = io.StringIO(), []
     actor = SimpleNamespace(make=SimpleNamespace(remote=lambda batch: handed.append(batch) or len(handed)))
@@ -245,7 +245,7 @@ def test_an_actor_has_its_next_line_before_the_files_of_the_last_are_written(mon
 
 
 def test_an_actor_works_where_the_command_runs(tmp_path, monkeypatch):
-    """So that paths of models and pictures mean the same; elsewhere it stays where it is."""
+    """So paths of models and images mean the same; elsewhere the actor stays where it is."""
     monkeypatch.setattr(ray_engine, "Worker", lambda *what: type("Worker", (), {"suffix": ".png", "preset": None}))
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -328,6 +328,6 @@ def test_without_ray_its_extra_is_named(generate, monkeypatch):
 
 
 def test_what_an_actor_raises_arrives_whole():
-    """Errors of the command line survive the way between processes."""
+    """Errors of the command line keep their content between processes."""
     error = ray.cloudpickle.loads(ray.cloudpickle.dumps(OptionError("--model", "is not there")))
     assert isinstance(error, DitAccelError) and str(error) == "--model: is not there"

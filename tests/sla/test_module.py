@@ -1,4 +1,4 @@
-"""The trainable module: its value, its gradients in all their corners, and what it refuses."""
+"""The trainable module: its value, its gradients in all special cases, and its errors."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -35,7 +35,7 @@ def features(seed: int, tokens: int = 330, dtype: torch.dtype = torch.float32) -
 
 
 def make_module(critical=0.2, negligible=0.3, feature_map="softmax", block=64) -> SparseLinearAttention:
-    """With a random projection."""
+    """A module with a random projection."""
     module = SparseLinearAttention(16, critical, negligible, feature_map, block).to(DEVICE)
     torch.nn.init.normal_(module.projection.weight, generator=torch.Generator(DEVICE).manual_seed(9))
     return module
@@ -68,7 +68,7 @@ def dense(q, k, v, weight, plan, feature_map, kv_len=None):
 @every_case
 @pytest.mark.parametrize("kv_len", [None, (300, 65)], ids=["every-key", "padding"])
 def test_value_and_gradients_are_those_of_the_definition(case, kv_len):
-    """In float64, for q, k, v and the projection, none through the classes; the value is the same without gradients."""
+    """Gradients are compared in float64 for q, k, v and the projection; the value is the same without gradients."""
     module = make_module(*case)
     kv_len = None if kv_len is None else torch.tensor(kv_len, dtype=torch.int32, device=DEVICE)
     leaves = [features(seed).requires_grad_() for seed in range(3)]
@@ -99,7 +99,7 @@ def test_a_fresh_module_is_sparse_attention_alone():
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
 def test_text_attends_and_is_attended_to(text_first):
-    """With a layout, text rows are dense attention's, and text columns are critical everywhere."""
+    """With a layout, text rows equal dense attention's, and text columns are critical everywhere."""
     module, layout = make_module(), TokenLayout(64, 266, 64, text_first)
     q, k, v = (features(seed) for seed in range(3))
     out = module(q, k, v, layout=layout)
@@ -198,7 +198,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_a_compiled_model_is_one_graph(training):
-    """It gives what it gives eagerly, bit for bit, with its gradients; another length compiles nothing anew."""
+    """The compiled result equals the eager one bit for bit, with its gradients; another length compiles nothing new."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block, graphs = Block(), CompileCounterWithBackend("aot_eager")

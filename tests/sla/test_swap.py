@@ -1,4 +1,4 @@
-"""SLA swapped into tiny pipelines: what it computes, what it leaves behind, and that it is saved whole."""
+"""SLA swapped into tiny pipelines: its outputs, complete removal, and complete saving."""
 
 import warnings
 
@@ -35,7 +35,7 @@ def swapped(name, settings=SETTINGS):
 
 @FAMILIES
 def test_a_swap_attends_with_sla_in_every_block(name):
-    """The pipeline gives what it gives where a tap puts the same attentions in, layouts and padding included."""
+    """The pipeline equals one with the same attention set by a tap, layouts and padding included."""
     pipe = swapped(name)
     attentions = swapped_attention(pipe)
     painted = paint(pipe, name)
@@ -55,7 +55,7 @@ def test_a_swap_attends_with_sla_in_every_block(name):
 
 @FAMILIES
 def test_everything_critical_is_dense(name):
-    """Where all tiles attend, swapping changes nothing but rounding."""
+    """With all tiles critical, swapping changes only rounding."""
     pipe = tiny_pipeline(name)
     plain = paint(pipe, name)
     swap_attention(pipe, critical=1.0, negligible=0.0)
@@ -64,7 +64,7 @@ def test_everything_critical_is_dense(name):
 
 @FAMILIES
 def test_restoring_leaves_nothing_behind(name):
-    """The pipeline, its weights and its processors are those of before, after two swaps as after one."""
+    """The pipeline, its weights and its processors are as before, after one swap or two."""
     pipe = tiny_pipeline(name)
     plain, processors, weights = paint(pipe, name), pipe.transformer.attn_processors, pipe.transformer.state_dict()
     for settings in (SETTINGS, {}):
@@ -83,7 +83,7 @@ def test_restoring_leaves_nothing_behind(name):
 
 @FAMILIES
 def test_what_is_saved_comes_back(name, tmp_path):
-    """Another pipeline that loads it paints the same; the transformer's own file holds no projection."""
+    """Another pipeline that loads the files gives the same output; the transformer's own file has no projection."""
     pipe = swapped(name)
     painted = paint(pipe, name)
     save_swapped(pipe, tmp_path)
@@ -104,7 +104,7 @@ def test_what_is_saved_comes_back(name, tmp_path):
 
 
 def test_projections_of_other_blocks_are_not_loaded(tmp_path):
-    """A folder whose projections are not those of its transformer is refused."""
+    """A folder is refused if its projections do not fit its transformer."""
     pipe = swapped("wan")
     save_swapped(pipe, tmp_path)
     file = tmp_path / "sla.safetensors"
@@ -116,7 +116,7 @@ def test_projections_of_other_blocks_are_not_loaded(tmp_path):
 
 
 def test_both_transformers_of_wan22_are_swapped_and_saved(tmp_path):
-    """Blocks carry the name of their transformer, and one file holds all of them."""
+    """Block names include the name of their transformer, and one file has all of them."""
     pipe = swapped("wan22")
     save_swapped(pipe, tmp_path)
     keys = load_file(tmp_path / "sla.safetensors").keys()
@@ -126,7 +126,7 @@ def test_both_transformers_of_wan22_are_swapped_and_saved(tmp_path):
 
 @FAMILIES
 def test_a_lora_is_saved_alone_and_comes_back(name, tmp_path):
-    """Beside the projections the folder holds a LoRA and no transformer; diffusers loads it, and so does a swap."""
+    """The folder holds the projections and a LoRA, but no transformer; diffusers loads it, and so does a swap."""
     pipe = swapped(name)
     layers = [key for key, layer in pipe.transformer.named_modules() if key.endswith("to_q")]
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=layers, init_lora_weights=False))
@@ -190,7 +190,7 @@ def test_only_plain_pipelines_are_swapped():
 
 
 def test_swapped_attentions_take_the_settings():
-    """Every block gets what was asked for."""
+    """Every block gets the requested settings."""
     attentions = swap_attention(tiny_pipeline("wan"), **SETTINGS)
     assert list(attentions) == ["transformer.blocks.0", "transformer.blocks.1"]
     for attention in attentions.values():
@@ -203,7 +203,7 @@ MODELS = {"wan": "wan", "flux": "flux", "hunyuan": "hunyuan_video", "wan22": "wa
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_runs_what_was_trained(name, tmp_path):
-    """With the saved projections a preset paints what the swapped pipeline paints, and without them something else."""
+    """With the saved projections a preset gives the swapped pipeline's output, and without them another one."""
     pipe = swapped(name)
     painted = paint(pipe, name)
     save_swapped(pipe, tmp_path)
@@ -232,7 +232,7 @@ def test_the_shipped_preset_needs_nothing_but_the_file(tmp_path):
 
 
 def test_a_preset_with_other_settings_than_the_training_is_told(tmp_path):
-    """It runs, and the warning names what differs."""
+    """It runs, and the warning names the differences."""
     pipe = swapped("wan", {"critical": 0.3})
     save_swapped(pipe, tmp_path)
     restore_attention(pipe)
@@ -297,7 +297,7 @@ def test_half_precision_comes_from_autocast():
 
 
 def test_a_compiled_transformer_attends_with_sla():
-    """Compiled after the swap it gives the same; its attentions run beside the graphs."""
+    """Compiled after the swap it gives the same result; its attention layers run outside the graphs."""
     pipe = swapped("wan")
     expected = paint(pipe, "wan")
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("count", [1, 3, 4, 100])
 def test_every_row_without_text_has_its_turn(layout, count):
-    """Within as many turns as it takes, each block of the picture is measured, the ragged tail exactly, text never."""
+    """After enough turns each block of the image has been measured, the ragged tail exactly, text never."""
     blocks = range(layout.blocks)[layout.vision_blocks]
     expected = {block: min((block + 1) * layout.block, layout.tokens) for block in blocks}
     seen = {}
@@ -36,7 +36,7 @@ def test_rows_are_spread_over_the_sequence():
 
 
 def test_a_sequence_of_text_blocks_has_no_rows():
-    """There every tile computes, and the error is 0."""
+    """All tiles of such a sequence are computed, and the error is 0."""
     layout = TokenLayout(50, 20, 64, text_first=False)
     o = torch.randn(1, 70, 2, 16)
     assert probed_rows(layout, 4, 1) == []
@@ -74,7 +74,7 @@ def test_error_is_that_of_the_rows_against_dense_attention(kv_len):
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.0, 3.8])
 @pytest.mark.parametrize("start", [1.0, 0.01])
 def test_growth_converges_to_the_target(power, start):
-    """Where e = c · g^p, the error comes to the target from either side, for every power below 4."""
+    """With e = c · g^p, the error converges to the target from either side, for every power below 4."""
     growth, target, scale = start, 0.02, 0.5
     for _ in range(40):
         growth = adjusted(growth, scale * growth**power, target)
@@ -82,7 +82,7 @@ def test_growth_converges_to_the_target(power, start):
 
 
 def test_growth_never_passes_the_preset():
-    """A site that errs less than it may is left what the preset says, and no more."""
+    """A site with less than the allowed error keeps the preset's growth."""
     assert adjusted(1.0, 0.001, 0.1) == 1.0
     assert adjusted(0.9, 0.001, 0.1) == 1.0
     assert adjusted(0.4, 0.0, 0.1) == 0.5

@@ -1,4 +1,4 @@
-"""Attention sites of all families: when masks are drawn and how long they stay, blocks of their own, kernel options."""
+"""Attention layers of all families: time and lifetime of masks, block sizes, kernel options."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ def call(name, **arguments):
 
 
 class Spy:
-    """Notes what the sites draw, and every plan that they attend under, with the options."""
+    """Records the masks that sites compute, and every plan and its options in their attention."""
 
     def __init__(self, monkeypatch):
         self.drawn, self.attended = [], []
@@ -87,7 +87,7 @@ def run(name, wanted, **arguments):
 @every_level
 @every_pipeline
 def test_masks_stay_until_they_are_due(name, level, spy):
-    """Each block draws when as many steps as `refresh` says have passed since it last did, and not in between."""
+    """Each block computes masks `refresh` steps after the last time, and not in between."""
     _, report = run(name, preset(name, level, **{"skip.refresh": 4}))
     blocks = len(report.layers)
     drawn_at = []
@@ -100,7 +100,7 @@ def test_masks_stay_until_they_are_due(name, level, spy):
 
 @every_pipeline
 def test_kept_masks_are_those_that_were_drawn(name, spy):
-    """Steps between two draws attend to the tiles of the first one; the second draws others."""
+    """Steps between two mask computations use the tiles of the first one; the second computes others."""
     run(name, preset(name, "output", every_step=True, **{"skip.refresh": 4}), height=96, width=96)
     by_step = {}
     blocks = len(spy.attended) // (STEPS - 1)
@@ -115,7 +115,7 @@ def test_kept_masks_are_those_that_were_drawn(name, spy):
 @every_level
 @every_pipeline
 def test_memory_of_kept_masks_is_accounted(name, level):
-    """What is expected before the run is what caches take, kept masks included."""
+    """Expected memory equals the caches' memory, kept masks included."""
     _, report = run(name, preset(name, level, **{"skip.refresh": 4}))
     assert 0 < report.cache_bytes <= report.estimated_bytes
 
@@ -123,7 +123,7 @@ def test_memory_of_kept_masks_is_accounted(name, level):
 @every_level
 @pytest.mark.parametrize("policy", ["sparge", "sla", "fg_attn"])
 def test_memory_of_every_plane_is_expected_to_the_byte(policy, level):
-    """Tiles, tiles for linear attention and single keys take what is said before the first block runs."""
+    """Tiles, tiles for linear attention and single keys use exactly the memory expected before the first block runs."""
     skip = load_preset("video-balanced", model="wan", skip={"policy": policy, "steps": "all"}).skip
     wanted = preset("wan", level)
     _, report = run("wan", wanted.model_copy(update={"skip": skip}))
@@ -143,7 +143,7 @@ def test_a_run_after_another_draws_afresh(name, level):
 
 @every_pipeline
 def test_dense_blocks_run_as_plain_ones(name):
-    """Where every block has policy none of its own, computed steps are the plain pipeline's, bit for bit."""
+    """If every block has policy none, computed steps equal the plain pipeline's bit for bit."""
     plain = call(name)
     with accelerated(pipeline(name), preset(name, "output", every_step=True)) as pipe:
         sparse = call(name)
@@ -161,7 +161,7 @@ def test_dense_blocks_run_as_plain_ones(name):
 @every_level
 @every_pipeline
 def test_blocks_draw_by_their_own_settings(name, level, spy):
-    """A block's changes reach its own draws, on computed steps and for DISPATCH steps alike."""
+    """A block's own settings affect its masks, on computed steps and for DISPATCH steps alike."""
     with accelerated(pipeline(name), preset(name, level)) as pipe:
         last = pipe.dit_accel.report().layers[-1]
     layers = {last: {"policy": "fg_attn", "mask": "average_query"}}
@@ -184,7 +184,7 @@ def test_blocks_draw_by_their_own_settings(name, level, spy):
 )
 @every_pipeline
 def test_kernel_options_reach_every_step(name, overrides, options, spy):
-    """Computed steps and DISPATCH steps attend with them, and the result differs by what they leave out or round."""
+    """Computed steps and DISPATCH steps use them, and the result changes by what they skip or round."""
     exact, _ = run(name, preset(name, "head"))
     plain_options = len(spy.attended)
     result, report = run(name, preset(name, "head", **overrides))
@@ -197,7 +197,7 @@ def test_kernel_options_reach_every_step(name, overrides, options, spy):
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_blocks_forecast_by_the_degree_that_the_loop_chose(level, monkeypatch):
-    """A loop that stays at degree 1 makes of two records what it makes of three; a higher degree is another result."""
+    """A loop that stays at degree 1 gives the same with two records as with three; a higher degree differs."""
     adaptive = {"control": "adaptive", "warmup": 3, "target_error": 10.0, "max_interval": 2}
 
     def made(order, chosen):
@@ -218,7 +218,7 @@ def test_blocks_forecast_by_the_degree_that_the_loop_chose(level, monkeypatch):
 @every_level
 @every_pipeline
 def test_residual_stands_for_what_kept_masks_leave_out(name, level):
-    """Steps that draw are dense, and counted beside their sparse attention; the others come closer to a plain run."""
+    """Steps that compute masks are dense, in addition to sparse attention; the others are nearer to a plain run."""
     plain, kept = call(name), {"skip.refresh": 3}
     without, _ = run(name, preset(name, level, every_step=True, **kept))
     result, report = run(name, preset(name, level, every_step=True, **kept, **{"skip.residual": True}))
@@ -229,7 +229,7 @@ def test_residual_stands_for_what_kept_masks_leave_out(name, level):
 
 
 def test_a_step_that_draws_under_a_residual_is_dense():
-    """Where masks are drawn once, at the last step, the result is the plain pipeline's."""
+    """If masks are computed only once, at the last step, the result is the plain pipeline's."""
     plain = call("wan")
     drawn_last = {"schedule.warmup": STEPS - 1, "skip.refresh": 4, "skip.residual": True}
     result, report = run("wan", preset("wan", "output", every_step=True, **drawn_last))
@@ -249,7 +249,7 @@ def test_single_keys_attend_in_full_where_they_are_drawn_from_all_scores():
 
 
 def test_single_keys_of_a_ragged_sequence_come_to_less_than_all():
-    """A ragged tile counts as a whole one, and so do the keys beside it: 130 of 132 keys are not more than all."""
+    """A ragged tile counts as a whole one, and so do single keys: 130 of 132 keys are not more than all."""
     tokens, block = 132, 64
     keys = torch.ones(1, 1, 3, 3 * block, dtype=torch.bool)
     keys[..., 0] = keys[..., block] = keys[..., tokens:] = False  # one key of each whole tile is left out
@@ -261,7 +261,7 @@ def test_single_keys_of_a_ragged_sequence_come_to_less_than_all():
 
 
 def test_residuals_are_kept_as_float8():
-    """`memory.history_dtype` is theirs too, and what is expected is what they take."""
+    """`memory.history_dtype` applies to them too, and the expected memory is correct."""
     sections = {"skip.refresh": 3, "skip.residual": True, "memory.history_dtype": "float8"}
     _, report = run("wan", preset("wan", "output", every_step=True, **sections))
     _, whole = run("wan", preset("wan", "output", every_step=True, **sections | {"memory.history_dtype": None}))
@@ -279,7 +279,7 @@ PROBE_POLICIES = {
 
 
 def probed(level, policy="sparge", **skip):
-    """Wan, whose tokens hold no text: with enough probe blocks the probe sees all of them."""
+    """Wan, whose sequence has no text: with enough probe blocks the probe sees all tokens."""
     section = {"policy": policy, "steps": "all", "probe_blocks": 100, **PROBE_POLICIES[policy], **skip}
     wanted = preset("wan", level, every_step=level == "output")
     return wanted.model_copy(update={"skip": load_preset("video-balanced", model="wan", skip=section).skip})
@@ -307,7 +307,7 @@ def true_errors(monkeypatch):
 
 @pytest.mark.parametrize("policy", PROBE_POLICIES)
 def test_probe_measures_against_dense_attention(policy, true_errors):
-    """Over all rows its error is that of every computed call against float64; the result is as without a probe."""
+    """Over all rows the probe's error equals every computed call's error in float64; the result does not change."""
     plain, without = run("wan", probed("output", policy, probe_blocks=0), height=96, width=96)
     count = len(true_errors)
     result, report = run("wan", probed("output", policy), height=96, width=96)
@@ -395,7 +395,7 @@ def test_what_a_site_keeps_has_its_coordinates(left):
 
 
 def test_probe_ends_masks_that_pass_its_target():
-    """Under a residual, masks and residual are drawn anew after the first step whose error is too large."""
+    """With a residual, masks and residual are computed again after the first step whose error is too large."""
     wanted = probed("output", refresh=100, residual=True)
     _, kept = run("wan", wanted, height=96, width=96)
     target = 0.2 * max(each.error for each in kept.attentions if each.error is not None)
@@ -412,7 +412,7 @@ def test_probe_ends_masks_that_pass_its_target():
 
 @every_pipeline
 def test_unknown_block_is_an_error_before_anything_changes(name):
-    """The message lists the pipeline's blocks, and what was accelerated before stays so."""
+    """The message lists the pipeline's blocks, and an earlier acceleration stays."""
     wanted = preset(name, "output", **{"skip.layers": {"blocks.99": {"policy": "none"}}})
     pipe = accelerate_pipeline(pipeline(name), preset(name, "output"))
     before, block = pipe.dit_accel, pipe.dit_accel.report().layers[0]
@@ -426,7 +426,7 @@ def test_unknown_block_is_an_error_before_anything_changes(name):
 
 
 def test_the_probes_errors_reach_report_and_site():
-    """One record a branch and step; the site that passes its target tightens, and draws its masks anew."""
+    """One record per branch and step; a site above its target tightens, and computes its masks again."""
     preset = load_preset("wan21-sparge-balanced", **{"skip.probe_blocks": 2, "skip.probe_error": 0.04})
     controller = controller_of(preset)
     for context, error in (("cond", 0.16), ("uncond", 0.01)):

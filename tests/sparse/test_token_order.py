@@ -61,7 +61,7 @@ def test_every_token_comes_once(name, block, grid, first_frame_apart):
 
 @pytest.mark.parametrize("name", TOKEN_ORDERS)
 def test_the_first_frame_stays_first(name):
-    """Apart, the first frame comes as if it were a clip, and the others behind it as if they were one."""
+    """The first frame is ordered like a video of its own, and the others after it like another video."""
     first, rest = token_order(name, (1, 6, 8), 64), token_order(name, (3, 6, 8), 64)
     assert torch.equal(token_order(name, (4, 6, 8), 64, first_frame_apart=True), torch.cat([first, rest + 48]))
 
@@ -112,7 +112,7 @@ def test_tiles_fit_the_grid(block, sides):
 
 @every_order
 def test_a_single_frame_is_cut_into_squares(name):
-    """The first frame by itself gets compact blocks as well."""
+    """A single first frame gets compact blocks as well."""
     grid = (1, 30, 52)
     square = 128 / 6  # two axes of s²/12
     assert spreads(whole_blocks(grid, token_order(name, grid, 128), 128)).mean() < 1.4 * square
@@ -129,12 +129,12 @@ def test_bad_orders_are_refused(name, grid, complaint):
 
 
 def test_presets_know_every_order():
-    """What a preset may name is what there is."""
+    """Presets may name exactly the existing orders."""
     assert get_args(Blocks.model_fields["token_order"].annotation) == TOKEN_ORDERS
 
 
 def test_presets_of_pictures_refuse_it():
-    """FLUX has no clips, and shows no such key among those that count."""
+    """FLUX has no videos, and does not list the key among its effective ones."""
     with pytest.raises(PresetError, match="'tiles' orders the tokens of videos, and model is 'flux'"):
         load_preset("flux-flashomni-paper", **{"blocks.token_order": "tiles"})
     assert "token_order" not in load_preset("flux-flashomni-paper").effective()["blocks"]
@@ -143,6 +143,6 @@ def test_presets_of_pictures_refuse_it():
 
 
 def test_presets_refuse_it_where_nothing_is_skipped():
-    """Without tiles or rows that are chosen, an order changes nothing."""
+    """An order has no effect unless tiles or rows are chosen."""
     with pytest.raises(PresetError, match="section 'blocks' has no effect at level 'output'"):
         load_preset("balanced", model="wan", **{"blocks.token_order": "tiles"})

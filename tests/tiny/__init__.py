@@ -60,7 +60,7 @@ _PIPELINES = {
 
 TINY_PIPELINES = tuple(_PIPELINES)
 VIDEO_PIPELINES = tuple(name for name in TINY_PIPELINES if name.startswith(("wan", "hunyuan", "framepack")))
-PICTURE_A_PROMPT = ("hunyuan-i2v", "hunyuan-i2v-concat", "framepack")  # a batch of these wants a list of pictures
+PICTURE_A_PROMPT = ("hunyuan-i2v", "hunyuan-i2v-concat", "framepack")  # a batch of these wants a list of images
 PROMPT = "a red fox in the winter snow"
 
 
@@ -90,16 +90,16 @@ def tiny_inputs(
 ) -> dict:
     """Keyword arguments for one call of `tiny_pipeline(name)`; the result is latents unless `output_type` is given.
 
-    Make them anew for each call: the random generator among them has moved on after one.
+    Make them again for each call, because a call advances their random generator.
 
     Args:
         name: one of `TINY_PIPELINES`.
         steps: `num_inference_steps`.
-        seed: of the initial noise and of any conditioning picture.
+        seed: seed of the initial noise and of any conditioning image.
         prompt: one prompt, or a list for a batch.
-        overrides: further arguments of the pipeline's call, in place of or beside the ones chosen here. Conditioning
-            pictures follow `height` and `width` (pixels), and HunyuanVideo 1.5's image-to-video, which takes neither,
-            follows its picture's proportions.
+        overrides: more arguments of the pipeline's call, which replace or extend the defaults. Conditioning images
+            follow `height` and `width` (pixels), and HunyuanVideo 1.5's image-to-video, which takes neither, follows
+            its image's proportions.
 
     Raises:
         ValueError: the name is unknown.
@@ -123,7 +123,7 @@ def tiny_inputs(
 
 
 def tiny_output(pipe: "DiffusionPipeline", name: str, **arguments: object) -> torch.Tensor:
-    """What one call of ``pipe`` with `tiny_inputs(name, **arguments)` gives: by default latents `[B, …]`."""
+    """Return the result of one call of ``pipe`` with `tiny_inputs(name, **arguments)`: by default latents `[B, …]`."""
     output = pipe(**tiny_inputs(name, **arguments), return_dict=False)[0]
     return output[-1] if isinstance(output, list) else output  # Framepack's latents after each section
 
@@ -136,7 +136,7 @@ def _named(name: str):
 
 @torch.no_grad()
 def _redraw(module: torch.nn.Module) -> None:
-    """Draw matrices from N(0, 1/fan_in), which keeps activations' size, and add N(0, 0.1²) to vectors."""
+    """Randomise matrices from N(0, 1/fan_in), which keeps activations' size, and add N(0, 0.1²) to vectors."""
     from diffusers.models.embeddings import TimestepEmbedding
 
     for parameter in module.parameters():

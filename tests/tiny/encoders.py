@@ -8,7 +8,7 @@ import string
 FEATURES = 32  # of every encoder here, and so the transformers' `joint_attention_dim`, `text_dim`, …
 IMAGE_MARK, HEADER_END = "<image>", "<|end_header_id|>"  # in the prompt of HunyuanVideo's image-to-video
 VOCABULARY = 320  # rows of every embedding: 256 bytes and the special tokens fit
-SIDE, PATCH = 16, 8  # pixels of what image encoders see: 4 patches
+SIDE, PATCH = 16, 8  # pixels of an image encoder's input: 4 patches
 PICTURE_TOKENS = (SIDE // PATCH) ** 2
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 _LAYERS = {"hidden_size": FEATURES, "intermediate_size": 2 * FEATURES, "num_attention_heads": 2}
@@ -91,12 +91,12 @@ def llama() -> dict:
 
 
 def qwen(*, language_model: bool = False) -> dict:
-    """`Qwen2_5_VLForConditionalGeneration`, whose vision tower is there for the class and sees no picture.
+    """`Qwen2_5_VLForConditionalGeneration`, whose vision tower exists for the class and sees no image.
 
-    The tokenizer is one over the 256 bytes, and its chat template is the last message itself.
+    The tokenizer has the 256 bytes, and its chat template is the last message itself.
 
     Args:
-        language_model: `Qwen2_5_VLTextModel` alone, as HunyuanVideo 1.5 wants it.
+        language_model: return only `Qwen2_5_VLTextModel`, for HunyuanVideo 1.5.
     """
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
@@ -119,7 +119,7 @@ def qwen(*, language_model: bool = False) -> dict:
 
 
 def clip_vision_config():
-    """Of a model whose hidden states are `[B, PICTURE_TOKENS + 1, FEATURES]`, the class token first."""
+    """Config of a model with hidden states `[B, PICTURE_TOKENS + 1, FEATURES]`, the class token first."""
     from transformers import CLIPVisionConfig
 
     return CLIPVisionConfig(**_VISION, projection_dim=FEATURES)

@@ -1,7 +1,7 @@
-"""Tiny pipelines of the other families, and what to call them with.
+"""Tiny pipelines of the other families, and the arguments of their calls.
 
-Two blocks each and three heads of 32 features. Pictures have 132 tokens and clips 126 to 168, all ragged for blocks
-of 64 and of 128 tokens. Every one runs with classifier-free guidance.
+Two blocks each and three heads of 32 features. Images have 132 tokens and videos 126 to 168, all ragged for blocks of
+64 and of 128 tokens. Every one runs with classifier-free guidance.
 """
 
 from tests.tiny import encoders, flux

@@ -1,8 +1,8 @@
-"""Tiny pipelines of the FLUX family, and what to call them with.
+"""Tiny pipelines of the FLUX family, and the arguments of their calls.
 
 Two double-stream and two single-stream blocks, three heads of 32 features. A token covers 8×8 pixels, so the default
-picture of 96×88 pixels has 132 tokens; with 37 text tokens that is 169: ragged for blocks of 64 and of 128 tokens,
-and the first block holds text and picture.
+image of 96×88 pixels has 132 tokens; with 37 text tokens that is 169: ragged for blocks of 64 and of 128 tokens, and
+the first block holds text and image.
 """
 
 import torch
@@ -15,11 +15,11 @@ LATENT_CHANNELS = 4
 VAE_FACTOR = 4  # pixels along a side of one latent; a token packs 2×2 latents
 TOKEN_CHANNELS = 4 * LATENT_CHANNELS
 MASK_CHANNELS = 4 * VAE_FACTOR**2  # FLUX Fill packs the mask at pixel resolution
-IMAGE_EMBEDDING = 24  # features of one IP-Adapter picture embedding
+IMAGE_EMBEDDING = 24  # features of one IP-Adapter image embedding
 
 
 def image_vae():
-    """`AutoencoderKL` with `LATENT_CHANNELS` channels at a `VAE_FACTOR`-th of the picture's sides."""
+    """`AutoencoderKL` with `LATENT_CHANNELS` channels at a `VAE_FACTOR`-th of the image's sides."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -86,7 +86,7 @@ def build_ip_adapter():
 
 
 def add_ip_adapter(pipe) -> None:
-    """Loads an IP-Adapter of zeros; the pipeline then takes picture embeddings, as it has no image encoder."""
+    """Load an IP-Adapter of zeros; the pipeline then takes image embeddings, as it has no image encoder."""
     inner, tokens = pipe.transformer.inner_dim, 4
     projection = {
         "proj.weight": torch.zeros(tokens * encoders.FEATURES, IMAGE_EMBEDDING),
@@ -116,7 +116,7 @@ kontext_inputs = call_with(
     WIDTH,
     image=lambda generator, *_: random_tensor(generator, 48, 64),  # smaller than the result
     max_area=lambda _, height, width: height * width,
-    _auto_resize=False,  # it would blow the picture up to about a megapixel
+    _auto_resize=False,  # it would scale the image to about a megapixel
 )
 
 
@@ -130,11 +130,11 @@ def ip_adapter_inputs(generator: torch.Generator, **size: int) -> dict:
 def tiny_flux_lora(pipe, *, rank: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random LoRA weights for a FLUX pipeline, to pass to `pipe.load_lora_weights` (which needs `peft`).
 
-    They touch every attention projection of the double blocks, and the queries, the MLP and `proj_out` of the single
-    blocks, strongly enough to change the picture.
+    They affect every attention projection of the double blocks, and the queries, the MLP and `proj_out` of the single
+    blocks, strongly enough to change the image.
 
     Returns:
-        state dict of `transformer.<module>.lora_A.weight` `[rank, in]` and `….lora_B.weight` `[out, rank]`, float32.
+        State dict of `transformer.<module>.lora_A.weight` `[rank, in]` and `….lora_B.weight` `[out, rank]`, float32.
     """
     generator = torch.Generator().manual_seed(seed)
     double = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")

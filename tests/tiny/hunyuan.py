@@ -1,7 +1,7 @@
-"""Tiny pipelines of the HunyuanVideo family, and what to call them with.
+"""Tiny pipelines of the HunyuanVideo family, and the arguments of their calls.
 
 Two double-stream and two single-stream blocks (HunyuanVideo 1.5: double only), a text refiner of one, three heads of 32
-features. Clips have 3 latent frames of 48 tokens and up to 37 text tokens, of which a prompt fills a part.
+features. Videos have 3 latent frames of 48 tokens and up to 37 text tokens, of which a prompt fills a part.
 """
 
 import torch
@@ -15,7 +15,7 @@ HEIGHT, WIDTH = 64, 48  # pixels
 TEMPLATE = {"template": "{}", "crop_start": 0}
 PICTURE_TEMPLATE = {
     "template": f"{encoders.IMAGE_MARK}{encoders.HEADER_END}{{}}{encoders.HEADER_END}ok{encoders.HEADER_END}",
-    "crop_start": 3,  # the beginning of the sequence, the picture's mark, and the end of the first header
+    "crop_start": 3,  # the beginning of the sequence, the image's mark, and the end of the first header
     "image_emb_start": 1,
     "image_emb_end": 1 + encoders.PICTURE_TOKENS,
     "image_emb_len": encoders.PICTURE_TOKENS,
@@ -65,8 +65,8 @@ def build_picture(condition: str):
     """HunyuanVideo image-to-video.
 
     Args:
-        condition: "token_replace", where the picture is the first latent frame and has gates of its own, or
-            "latent_concat", where it lies beside the noise with a mask.
+        condition: "token_replace", where the image is the first latent frame with its own gates, or "latent_concat",
+            where it is concatenated to the noise with a mask.
     """
     from diffusers import HunyuanVideoImageToVideoPipeline
     from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -90,7 +90,7 @@ def build_picture(condition: str):
 
 
 def build_framepack():
-    """Framepack, which makes a clip in sections, the last first, from a picture and what it made before."""
+    """Framepack, which makes a video in sections, the last first, from an image and its previous sections."""
     import diffusers
 
     components = _components(
@@ -132,7 +132,7 @@ def build_15(*, picture: bool = False):
         pipe = diffusers.HunyuanVideo15ImageToVideoPipeline(**components, **encoders.siglip())
     else:
         pipe = diffusers.HunyuanVideo15Pipeline(**components)
-    pipe.vae.enable_slicing()  # its decoder's mask serves one clip at a time
+    pipe.vae.enable_slicing()  # its decoder's mask serves one video at a time
     # These are fixed in the pipeline's constructor and not in its configuration.
     pipe.system_message, pipe.prompt_template_encode_start_idx = "", 0
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = TEXT_TOKENS, 9
@@ -143,7 +143,7 @@ def build_15(*, picture: bool = False):
 # Guidance by a second branch needs `negative_prompt` and `true_cfg_scale`.
 inputs = call_with(HEIGHT, WIDTH, num_frames=9, prompt_template=TEMPLATE)
 picture_inputs = call_with(HEIGHT, WIDTH, num_frames=9, image=random_picture, prompt_template=PICTURE_TEMPLATE)
-# Two sections of three latent frames; the result's latents are a list, whose last entry is the whole clip.
+# Two sections of three latent frames; the result's latents are a list, whose last entry is the whole video.
 framepack_inputs = call_with(
     HEIGHT, WIDTH, num_frames=13, latent_window_size=3, image=random_picture, prompt_template=TEMPLATE
 )
@@ -152,5 +152,5 @@ inputs_15 = call_with(HEIGHT, WIDTH, num_frames=9, max_sequence_length=None)
 
 
 def picture_inputs_15(generator: torch.Generator, *, height: int = HEIGHT, width: int = WIDTH) -> dict:
-    """A first frame, whose proportions choose the clip's size."""
+    """A first frame, whose proportions choose the video's size."""
     return {"num_frames": 9, "image": random_picture(generator, height, width)}

@@ -1,4 +1,4 @@
-"""What tiny pipelines are called with."""
+"""Inputs of tiny pipelines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +27,12 @@ def call_with(height: int, width: int, **arguments: Any) -> Callable[..., dict]:
 
 
 def random_tensor(generator: torch.Generator, height: int, width: int) -> torch.Tensor:
-    """A picture `[1, 3, height, width]` in [0, 1]."""
+    """A random image `[1, 3, height, width]` in [0, 1]."""
     return torch.rand(1, 3, height, width, generator=generator)
 
 
 def random_picture(generator: torch.Generator, height: int, width: int):
-    """A PIL picture of patches of 8×8 pixels in random colours, which an encoder's coarse view can tell apart."""
+    """A PIL image of patches of 8×8 pixels in random colours, which stay distinct in an encoder's coarse view."""
     from PIL import Image
 
     patches = torch.randint(256, (-(-height // 8), -(-width // 8), 3), generator=generator, dtype=torch.uint8)
@@ -41,7 +41,7 @@ def random_picture(generator: torch.Generator, height: int, width: int):
 
 
 def left_half(generator: torch.Generator, height: int, width: int) -> torch.Tensor:
-    """A mask `[1, 1, height, width]` of ones in the left half of the picture, which is to be painted anew."""
+    """A mask `[1, 1, height, width]` of ones in the left half of the image, the part to inpaint."""
     mask = torch.zeros(1, 1, height, width)
     mask[..., : width // 2] = 1.0
     return mask

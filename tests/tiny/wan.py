@@ -1,6 +1,6 @@
-"""Tiny pipelines of the Wan family, and what to call them with.
+"""Tiny pipelines of the Wan family, and the arguments of their calls.
 
-Each clip has 3 latent frames of 48 tokens, ragged for blocks of 64 and of 128; sides must divide by 16.
+Each video has 3 latent frames of 48 tokens, ragged for blocks of 64 and of 128; sides must divide by 16.
 """
 
 from functools import partial
@@ -17,14 +17,14 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
 
     Args:
         picture: image-to-video.
-        image_encoder: the picture also speaks to the cross-attention, through CLIP (2.1).
+        image_encoder: the image also enters cross-attention, through CLIP (2.1).
         experts: 2 gives one transformer for high noise and another below `boundary_ratio` (2.2 A14B).
-        expand_timesteps: one timestep a token, which keeps the first frame of a picture clean (2.2 TI2V 5B).
+        expand_timesteps: one timestep per token, which keeps the first frame of an image clean (2.2 TI2V 5B).
     """
     import diffusers
     from transformers import CLIPVisionModel
 
-    # A picture's latents and mask lie beside the noise, unless they replace the first frame.
+    # The image's latents and mask are concatenated to the noise, unless they replace the first frame.
     beside = LATENT_CHANNELS + TEMPORAL_FACTOR if picture and not expand_timesteps else 0
     transformer = partial(
         diffusers.WanTransformer3DModel,
@@ -63,5 +63,5 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
 
 inputs = call_with(64, 48, num_frames=5)
 picture_inputs = call_with(64, 48, num_frames=5, image=random_picture)
-# The transformer takes the last 512 tokens for text and those before them for the picture's.
+# The transformer uses the last 512 tokens as text and the ones before as image.
 encoded_picture_inputs = call_with(64, 48, num_frames=5, image=random_picture, max_sequence_length=512)

@@ -1,4 +1,4 @@
-"""The attention tap: which attentions it visits, with what, and that it leaves nothing behind."""
+"""The attention tap: the attention layers that it visits, its arguments, and its complete removal."""
 
 import functools
 from collections import Counter
@@ -34,7 +34,7 @@ def call(name: str, **changes) -> torch.Tensor:
 
 
 def attend(site, q, k, v):
-    """The attention that is tapped, written anew in float64."""
+    """The tapped attention, computed independently in float64."""
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / q.shape[-1] ** 0.5
     if site.kv_len is not None:
         padding = torch.arange(k.shape[1]) >= site.kv_len[:, None]
@@ -130,7 +130,7 @@ def test_gradients_flow_through_what_is_put_in_place():
 
 
 def test_a_visitor_that_fails_leaves_no_hooks():
-    """What visit raises comes out as it is, and the pipeline is as before."""
+    """An error of the visitor reaches the caller, and the pipeline is as before."""
     plain = call("flux")
 
     def visit(site, q, k, v):
@@ -144,7 +144,7 @@ def test_a_visitor_that_fails_leaves_no_hooks():
 
 
 def test_what_can_not_be_tapped_is_refused():
-    """Unknown blocks, accelerated pipelines and attentions that bypass torch's are errors that say what to do."""
+    """Unknown blocks, accelerated pipelines and attention that bypasses torch's give errors with a solution."""
     with pytest.raises(UnsupportedError, match="blocks of HunyuanVideoFramepackTransformer3DModel are not known"):
         AttentionTap(pipeline("framepack"), attend)
     with (

@@ -17,11 +17,11 @@ from dit_accel.tools.comfyui import KEY, AccelerateNode, ReportNode, accelerate_
 ROOT = Path(__file__).parents[2]
 STEPS = 24
 FLOW, NOISE = 1.0, 14.6  # largest noise level of a flow, and of a model that predicts noise
-pytestmark = pytest.mark.filterwarnings("ignore:dit-accel")  # what runs plainly warns
+pytestmark = pytest.mark.filterwarnings("ignore:dit-accel")  # plain runs warn
 
 
 class Model:
-    """A smooth denoiser: a mixture of two pictures, each as likely as the latents are near to it.
+    """A smooth denoiser: a mixture of two images, weighted by the latents' distance from each.
 
     Args:
         sigma_max: largest noise level.
@@ -48,7 +48,7 @@ class Model:
 
 
 class Patcher:
-    """What the nodes ask of ComfyUI's ModelPatcher: copies share the model, and copy its options deeply."""
+    """Replaces ComfyUI's ModelPatcher for the nodes: copies share the model, and copy its options deeply."""
 
     def __init__(self, model):
         self.model, self.model_options, self.wrappers, self.attachments = model, {"transformer_options": {}}, {}, {}
@@ -164,7 +164,7 @@ def ancestral(model, x, sigmas, extra_args, callback, disable):
 
 
 def halfway(model, x, sigmas, extra_args, callback, disable):
-    """Wants pictures, which a trial has not, and calls its model between the steps."""
+    """Needs images, which a trial does not have, and calls its model between the steps."""
     if x.ndim != 4:
         raise ValueError
     for sigma, following in pairwise(sigmas):
@@ -273,7 +273,7 @@ def test_branches_of_guidance(flow, batched):
     [pytest.param(heun, "more than once a step", id="heun"), pytest.param(ancestral, "draws noise", id="ancestral")],
 )
 def test_other_samplers_run_plainly(patcher, sampler, reason):
-    """A sampler of more than one call a step, or one that draws noise, gives what it would without us, told so."""
+    """A sampler with more than one call per step, or with noise, gives the plain result, and a note says so."""
     plain, calls = run(patcher, sampler), len(patcher.model.calls)
     accelerated = accelerate_model(patcher)
     with pytest.warns(UserWarning, match=reason):
@@ -283,7 +283,7 @@ def test_other_samplers_run_plainly(patcher, sampler, reason):
 
 
 def test_an_untried_sampler_is_known_by_its_calls(flow):
-    """A sampler that fails in the trial and calls between the steps runs plainly from what its calls tell."""
+    """A sampler that fails in the trial and calls between the steps runs plainly, recognised by its calls."""
     plain = run(flow, halfway)
     accelerated = accelerate_model(flow)
     assert torch.equal(run(accelerated, halfway), plain)
@@ -291,7 +291,7 @@ def test_an_untried_sampler_is_known_by_its_calls(flow):
 
 
 def test_runs_that_begin_in_the_middle(patcher):
-    """From image to image the run has a part of the noise levels, and is taken for what its model is."""
+    """An image-to-image run has a part of the noise levels, and is classified by its model."""
     sigmas = schedule(float(patcher.model.model_sampling.sigma_max), first=STEPS // 2)
     plain, accelerated = run(patcher, sigmas=sigmas), accelerate_model(patcher, "quality")
     assert off(run(accelerated, sigmas=sigmas), plain) < 0.02
@@ -299,7 +299,7 @@ def test_runs_that_begin_in_the_middle(patcher):
 
 
 def test_a_run_after_an_interrupt_is_a_fresh_one(flow):
-    """What a run that was broken off has left changes nothing of the next, and no caches stay."""
+    """An interrupted run does not affect the next one, and no caches stay."""
 
     def interrupted(model, x, sigmas, *others):
         euler(model, x, sigmas[: STEPS // 2], *others)
@@ -330,7 +330,7 @@ def test_copies_of_the_model_and_wrappers_that_it_had(flow):
 
 
 def test_outside_of_a_sampler_the_model_runs_plainly(flow):
-    """A node that calls the model by itself gets what it computes."""
+    """A node that calls the model itself gets the model's own output."""
     accelerated = accelerate_model(flow)
     latents, sigma = torch.randn(1, 4, 6, 6), torch.tensor([0.5])
     arguments = {"input": latents, "timestep": sigma, "c": {"prompt": 1.0}, "cond_or_uncond": [0]}
@@ -339,7 +339,7 @@ def test_outside_of_a_sampler_the_model_runs_plainly(flow):
 
 
 def test_the_folder_for_custom_nodes(flow):
-    """What ComfyUI loads: classes with the names that it reads, from inputs to outputs."""
+    """Objects that ComfyUI loads: classes with the attributes that it reads, from inputs to outputs."""
     spec = importlib.util.spec_from_file_location("nodes", ROOT / "integrations" / "comfyui" / "__init__.py")
     nodes = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nodes)
@@ -360,7 +360,7 @@ def another_prompt(model, conditions, sigma):
 
 
 def control_that_ends(model, conditions, sigma):
-    """As ComfyUI hands it over: other residuals at each step, and None outside of its range."""
+    """Control in ComfyUI's form: other residuals at each step, and None outside of its range."""
     conditions["control"] = {"input": [], "output": [torch.full((4,), 1 + sigma / 10)]} if sigma > 0.7 else None
 
 
@@ -375,7 +375,7 @@ HOOK = SimpleNamespace(strength=1.0)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("change", [another_prompt, control_that_ends, hook_with_keyframes])
 def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance):
-    """The step of the change is computed, forecasts begin anew, and the result stays near the plain one."""
+    """The step of the change is computed, forecasts start again, and the result stays near the plain one."""
     changed = partial(Guider, guidance=guidance, change=change)
     plain = run(flow, guider=changed(flow))
     accelerated = accelerate_model(flow, "quality")
@@ -389,7 +389,7 @@ def test_a_change_of_conditions_under_one_uuid_is_noticed(flow, change, guidance
 
 
 def test_errors(flow):
-    """Each names the argument, what came, and what to do."""
+    """Each error names the argument, its value, and the solution."""
     with pytest.raises(
         UnsupportedError, match=r"preset must forecast the output of any model.*'flux-flashomni-paper'.*balanced"
     ):

@@ -1,4 +1,4 @@
-"""Without matplotlib, imageio-ffmpeg and gradio all else works; what needs them says so before anything is computed."""
+"""Without matplotlib, imageio-ffmpeg and gradio the rest works; features that need them fail before any computation."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ CLIP = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An installation without extras, but for those that diffusers imports wherever their metadata are."""
+    """An installation without extras, except those that diffusers imports whenever their metadata exist."""
     for package in EXTRAS.keys() - {"peft", "torchao"}:
         monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
 
@@ -46,7 +46,7 @@ def test_an_extra_that_is_there_is_no_error(package):
 
 
 def test_figures_name_their_extra(bare, tmp_path):
-    """A figure says what is missing and how to get it, and writes nothing."""
+    """The error names the missing package and how to install it, and nothing is written."""
     with pytest.raises(UnsupportedError, match=f"a figure {MATPLOTLIB}"):
         frontier_plot([("ours", 0.3, 50.0)], tmp_path / "plot.png")
     assert list(tmp_path.iterdir()) == []
@@ -61,7 +61,7 @@ def test_mp4_names_its_extra(bare, tmp_path):
 
 
 def test_gif_frames_and_comparisons_need_no_extra(bare, tmp_path):
-    """Frames keep every bit, a gif its shape, and captions are drawn with Pillow's own font."""
+    """Frames keep every bit, a gif its shape, and captions use Pillow's own font."""
     write_clip(CLIP, tmp_path / "frames", 8)
     np.testing.assert_array_equal(read_clip(tmp_path / "frames"), CLIP)
     write_clip(CLIP, tmp_path / "clip.gif", 8)
@@ -89,7 +89,7 @@ def test_commands_ask_for_matplotlib_before_they_load_a_model(bare, run, argumen
 
 
 def test_generate_asks_for_ffmpeg_before_it_loads_a_model(bare, run, tmp_path):
-    """Where --output names an mp4 nothing else need be known."""
+    """The name of an mp4 in --output is enough to raise the error."""
     result = run("generate", "-p", "a", "--model", "no/such/model", "--output", "clip.mp4")
     assert result.exit_code == 2
     assert "--output clip.mp4 needs imageio-ffmpeg" in result.stderr and "dit-accel[video]" in result.stderr
@@ -114,7 +114,7 @@ def wan(tmp_path_factory):
 
 @pytest.mark.parametrize("command", [("generate",), ("inspect", "-o", "inspection")], ids=["generate", "inspect"])
 def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, monkeypatch):
-    """Both write an mp4 unless told otherwise, and say what that needs before the pipeline is called."""
+    """Both write an mp4 by default, and say what that needs before the pipeline is called."""
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     for module in ("generate", "inspect"):
         monkeypatch.setattr(f"dit_accel.cli.{module}.timed_call", lambda *_: pytest.fail("the pipeline ran"))
@@ -124,7 +124,7 @@ def test_a_clip_of_no_name_asks_for_ffmpeg_before_it_runs(command, run, wan, mon
 
 
 def test_generate_compares_clips_in_folders_of_frames_without_extras(bare, run, wan, tmp_path):
-    """Frames, the plain ones, both beside each other and the strip."""
+    """Frames, the plain ones, both side by side and the strip."""
     small = ("--steps", "4", "--height", "32", "--width", "32", "--num-frames", "5")
     result = run("generate", "-p", "a", "--model", wan, *small, "--compare", "--output", "frames")
     assert result.exit_code == 0, result.output

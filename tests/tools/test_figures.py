@@ -1,4 +1,4 @@
-"""Figures: the numbers behind them, their geometry, and that every kind of run can be drawn."""
+"""Figures: the numbers behind them, their geometry, and every kind of run."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_heads_computed_is_the_mean_over_heads_and_batch():
     ids=["square", "portrait", "landscape"],
 )
 def test_token_grid_has_the_pictures_shape(vision, width, height, grid):
-    """Rows × columns equals the vision tokens, in the picture's proportions."""
+    """Rows × columns equals the vision tokens, in the image's proportions."""
     assert token_grid(TokenLayout(64, vision), width, height) == grid
 
 
@@ -65,13 +65,13 @@ def test_token_grid_has_the_pictures_shape(vision, width, height, grid):
     ("vision", "frames"), [(1000, 1), (2048, 1), (2048, 3)], ids=["no-grid", "reference-tokens", "frames"]
 )
 def test_token_grid_refuses_tokens_that_do_not_fill_the_picture(vision, frames):
-    """Reference tokens, and clips of another length, fill no grids of the picture's shape."""
+    """Reference tokens, and videos of another length, fill no grids of the image's shape."""
     with pytest.raises(ShapeError, match=f"{vision} vision tokens don't fill"):
         token_grid(TokenLayout(64, vision), 512, 512, frames)
 
 
 def test_symbol_map_of_a_clip_paints_the_frame_asked_for(tmp_path):
-    """Of two latent frames, the first reused and the second computed, each map has its own frame's brightness."""
+    """With the first of two latent frames reused and the second computed, each map has its own frame's brightness."""
     layout = TokenLayout(0, 512, 64)  # 2 frames of 16 × 16 tokens, 4 blocks each
     symbols = _symbols(np.repeat(np.arange(8)[None, :, None] >= 4, 12, axis=2))
     brightness = []
@@ -85,7 +85,7 @@ def test_symbol_map_of_a_clip_paints_the_frame_asked_for(tmp_path):
 
 @pytest.mark.parametrize("text_first", [True, False], ids=["text-first", "text-last"])
 def test_symbol_map_paints_the_blocks_where_their_tokens_are(tmp_path, text_first):
-    """With the picture's upper half reused and its lower half computed, the map is dark above and bright below."""
+    """With the image's upper half reused and its lower half computed, the map is dark above and bright below."""
     layout = TokenLayout(64, 256, 64, text_first)  # 1 text block, 4 vision blocks of 4 token rows each
     vision = np.array([False, False, True, True])
     rows = np.concatenate([[True], vision] if text_first else [vision, [True]])
@@ -116,7 +116,7 @@ def test_symbol_map_paints_tokens_of_another_order_where_they_are(tmp_path, fram
 @pytest.mark.parametrize("layers", [1, 4, 57])
 @pytest.mark.parametrize("errors", [[None], [0.0], [None, 0.1, 0.02]], ids=["unjudged", "exact", "judged"])
 def test_every_run_can_be_drawn(tmp_path, layers, errors):
-    """Runs with no judged step, with no error at all, with one layer or many all give pictures with content."""
+    """Runs without a checked step, without any error, with one layer or many all give figures with content."""
     report = _report(12, layers, errors)
     for draw, name in ((timeline_figure, "timeline.png"), (density_figure, "density.png")):
         draw(report, tmp_path / name)
@@ -134,7 +134,7 @@ def test_timeline_shows_the_probes_errors(tmp_path):
 
 
 def test_frontier_takes_points_and_plain_tuples(tmp_path):
-    """One line a method, whatever kind of tuple a point is; no points is an error."""
+    """One line per method, for any kind of tuple; an empty list is an error."""
     points = [FrontierPoint("closed loop", 0.23, 43.2), ("closed loop", 0.36, 55.2), ("fewer steps", 0.26, 31.2)]
     frontier_plot(points, tmp_path / "frontier.png")
     assert np.asarray(Image.open(tmp_path / "frontier.png")).std() > 5
@@ -149,14 +149,14 @@ def test_best_settings_leave_out_what_a_faster_setting_reaches():
 
 
 def test_import_loads_no_matplotlib():
-    """Matplotlib is imported by the functions that draw with it."""
+    """Matplotlib is imported only by the plotting functions."""
     code = "import sys, dit_accel.tools.figures; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("layers", [0, 3, 40], ids=["no-layers", "few", "many"])
 def test_tuning_figure_draws_settings_and_layers(tmp_path, layers):
-    """Layers stand beside the settings, also where some have no curve or leave nothing out."""
+    """Layers appear with the settings, also if some have no curve or skip nothing."""
     curves = [
         LayerCurve(f"blocks.{number}", [(0.1, 0.01), (0.5, 0.1)][: number % 3], None if number else (0.1, 0.01))
         for number in range(layers)

@@ -28,7 +28,7 @@ def test_what_fails_leaves_the_file_of_before(tmp_path, monkeypatch):
 
 
 def test_a_pipe_is_written_to(tmp_path):
-    """As /dev/stdout is, which no file may replace."""
+    """For example /dev/stdout, which no file may replace."""
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))

@@ -18,7 +18,7 @@ def test_without_package_or_weights_the_reason_is_told(monkeypatch, tmp_path):
 
 
 def test_with_both_frames_are_judged(monkeypatch, tmp_path):
-    """The network gets both clips, in 0..1, and its mean over frames comes back."""
+    """The network gets both videos, in 0..1, and its mean over frames comes back."""
 
     class Network(torch.nn.Module):
         def forward(self, a, b, normalize):

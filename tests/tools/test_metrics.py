@@ -48,7 +48,7 @@ def test_psnr_does_not_wrap_around():
 
 
 def test_equal_pictures_are_perfect():
-    """Equal pictures have infinite PSNR, SSIM 1 and latent error 0."""
+    """Equal images have infinite PSNR, SSIM 1 and latent error 0."""
     picture = _noise(16, 16, 3)
     assert psnr(picture, picture.copy()) == math.inf
     assert ssim(picture, picture.copy()) == pytest.approx(1.0, abs=1e-12)
@@ -77,7 +77,7 @@ def test_ssim_of_colour_is_that_of_its_luma():
 
 
 def test_a_clip_counts_by_all_of_its_frames():
-    """PSNR is that of the mean square over frames, and SSIM the mean of the frames': one bad frame of three counts."""
+    """PSNR uses the mean square over frames, and SSIM the mean of the frames': one bad frame of three counts."""
     clip = (255 * _noise(3, 16, 16, 3)).astype(np.uint8)
     other = clip.copy()
     other[1] = 255 - other[1]
@@ -92,7 +92,7 @@ def test_a_clip_counts_by_all_of_its_frames():
 
 @pytest.mark.parametrize("metric", [psnr, clip_ssim], ids=["psnr", "clip_ssim"])
 def test_long_clips_are_compared_frame_by_frame(metric):
-    """What is allocated meanwhile is less than one of the clips, though float64 takes eight times its space."""
+    """Memory allocated meanwhile is less than one of the videos, though float64 takes eight times its space."""
     clips = [np.full((256, 32, 32, 3), level, np.uint8) for level in (10, 90)]
     tracemalloc.start()
     try:
@@ -148,6 +148,6 @@ def test_different_shapes_are_refused(metric):
     ids=["integers", "too-small", "batch", "empty"],
 )
 def test_what_cannot_be_compared_is_refused(metric, picture, message):
-    """Each error says what is needed and what came."""
+    """Each error names the requirement and the given value."""
     with pytest.raises(ShapeError, match=message):
         metric(picture, picture)

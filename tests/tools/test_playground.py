@@ -18,7 +18,7 @@ WISH = Wish("a red fox", "flux", "balanced", target_error=0.9, steps=STEPS)  # r
 
 
 def arguments(pipe, model, options):
-    """Of a tiny pipeline's call."""
+    """Arguments of a tiny pipeline's call."""
     made = tiny_inputs(model, prompt=options["prompt"], steps=options["steps"])
     return {name: value for name, value in made.items() if name not in ("generator", "output_type")}
 
@@ -61,13 +61,13 @@ def last(events, kind):
 
 
 def picture(events, side):
-    """The picture of one side, as an array."""
+    """Image of one side, as an array."""
     (made,) = (event for event in events if isinstance(event, Made) and event.side == side)
     return np.asarray(made.output.results[0])
 
 
 def test_events_tell_both_sides_step_by_step(kitchen):
-    """Pictures are those of the pipeline's own calls; modes and errors of the steps are those of the report."""
+    """Images equal the pipeline's own calls; modes and errors of the steps are those of the report."""
     events = list(kitchen.playground.start(WISH))
     assert [event.what for event in events if isinstance(event, Began)] == [
         *("loading flux", "warm-up", "plain", "accelerated")
@@ -93,7 +93,7 @@ def expected(pipe):
 
 
 def test_another_target_runs_the_accelerated_side_alone(kitchen):
-    """The plain one is kept by prompt, seed and size; another seed makes it anew."""
+    """The plain output is cached by prompt, seed and size; another seed makes a new one."""
     first = list(kitchen.playground.start(WISH))
     assert kitchen.calls == 2
     second = list(kitchen.playground.start(Wish(**{**vars(WISH), "target_error": 0.01})))
@@ -108,7 +108,7 @@ def test_another_target_runs_the_accelerated_side_alone(kitchen):
 
 @pytest.mark.parametrize("side", ["plain", "accelerated"])
 def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, side):
-    """No step follows but the one that is being computed; the next run is that of a fresh process."""
+    """No step follows the current one; the next run equals that of a fresh process."""
     run, seen = kitchen.playground.start(WISH), []
     for event in run:
         seen.append(event)
@@ -126,7 +126,7 @@ def test_a_cancelled_run_stops_between_steps_and_leaves_nothing(kitchen, side):
 
 
 def test_two_at_once_come_one_after_the_other(kitchen):
-    """The second is told how many come first, and each gets its own."""
+    """The second gets its place in the queue, and each gets its own result."""
     kitchen.gate.clear()
     runs = [kitchen.playground.start(wish) for wish in (WISH, Wish("two whales", *list(vars(WISH).values())[1:]))]
     kitchen.gate.set()

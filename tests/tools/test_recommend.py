@@ -115,7 +115,7 @@ def test_families_are_told_by_ids(name):
 
 
 def test_every_family_has_an_id_and_a_recommendation():
-    """Each family of the registry is told by some id, and gets a preset that fits it."""
+    """Each family of the registry is identified by some id, and gets a preset that fits it."""
     assert {family.name for family in FAMILIES} <= {family for family, _ in IDS.values()}
     for family in FAMILIES:
         frames = None if identify(family.name).makes_images_alone else 81
@@ -125,7 +125,7 @@ def test_every_family_has_an_id_and_a_recommendation():
 
 @pytest.mark.parametrize("name", ["flux", "wan", "framepack"])
 def test_folders_are_told_by_their_index(name, tmp_path):
-    """A pipeline's folder tells its family by the class of its transformer."""
+    """A pipeline's folder is assigned to a family by the class of its transformer."""
     index = {"_class_name": "P", "transformer": ["diffusers", type(tiny.pipeline(name).transformer).__name__]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     assert identify(str(tmp_path)).family == (name if name != "framepack" else "any")
@@ -140,7 +140,7 @@ def test_peaks_are_those_of_the_speed_files():
 
 @pytest.mark.parametrize("run", TIMED, ids=lambda run: f"{run.model}-{run.gpus}")
 def test_timed_runs_are_rows_of_their_file(run):
-    """Speed-up, steps, GPUs, card and size of a timed run are those of a row in its file."""
+    """Speed-up, steps, GPUs, card and size of a timed run equal a row in its file."""
     document = json.loads((DOCS / "results" / f"{run.source}.json").read_text(encoding="utf-8"))
     assert document["device"].endswith(CARDS[run.card].title)
     name = f"{'two branches, ' if 'branches' in run.way else ''}14 of {run.steps} steps"
@@ -241,7 +241,7 @@ def test_what_was_not_measured_is_said():
 
 
 def test_tiles_are_for_long_clips_alone():
-    """The preset that leaves out tiles is offered from the length on that it was measured at, and last."""
+    """The preset that skips tiles is offered only from its measured length on, and last."""
     names = [[c.preset for c in recommend("wan", height=480, width=832, frames=f).choices] for f in (17, 81)]
     assert names == [["balanced", "quality", "turbo"], ["balanced", "quality", "turbo", "wan21-sparge-balanced"]]
 
@@ -278,7 +278,7 @@ def test_two_transformers_count_twice():
 
 
 def test_distilled_models_run_few_steps():
-    """Without a number of steps a distilled model has its own where the name tells, and no other."""
+    """A distilled model gets its own number of steps if its name determines it, else a note."""
     assert "--steps 4" in recommend("black-forest-labs/FLUX.1-schnell").shell
     turbo = recommend("Tongyi-MAI/Z-Image-Turbo")
     assert "--steps" not in turbo.shell and "add --steps" in " ".join(turbo.notes)
@@ -286,7 +286,7 @@ def test_distilled_models_run_few_steps():
 
 
 def test_several_gpus_are_in_both_lines():
-    """The line of Python shares the work as that of shell does; a model with few steps has no second branch."""
+    """The Python line shares the work like the shell line; a model with few steps has no second branch."""
     for options, way in (({}, "branches=2"), ({"distilled": True}, "ulysses=2")):
         found = recommend("wan", gpus=2, **options)
         assert f"parallelize_pipeline(pipe, {way})" in found.python and f"--parallel {way} " in found.shell

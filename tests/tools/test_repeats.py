@@ -1,4 +1,4 @@
-"""What several times of one run say."""
+"""Summary of several times of one run."""
 
 import pytest
 
@@ -23,6 +23,6 @@ def test_a_spread_is_shown_where_there_is_one(values, text):
 
 
 def test_the_remark_says_what_helps():
-    """It names what was disturbed and by how much."""
+    """It names the disturbed times and the size of the disturbance."""
     remark = disturbed("Times of turbo", Spread.of([1.0, 1.5]).width)
     assert remark.startswith("Times of turbo were disturbed") and "50%" in remark and "raise --repeats" in remark

@@ -1,4 +1,4 @@
-"""Strips and clips that show plain beside accelerated: their pixels, captions and geometry."""
+"""Strips and videos that compare plain and accelerated outputs: their pixels, captions and geometry."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def _picture(width: int = 320, height: int = 320, level: int = 100) -> Image.Ima
 
 
 def _clip(levels, width: int = 320, height: int = 160) -> np.ndarray:
-    """A clip whose frames are plain grey at those levels."""
+    """A video with plain grey frames of those levels."""
     return np.stack([np.asarray(_picture(width, height, level)) for level in levels])
 
 
@@ -28,7 +28,7 @@ def test_amplification_is_the_largest_that_does_not_saturate(difference, factor)
 
 
 def test_strip_holds_both_pictures_and_the_amplified_difference():
-    """The panels are the pictures' own pixels and |a − b| times the factor, with room for captions above."""
+    """The panels are the images' own pixels and |a − b| times the factor, with room for captions above."""
     plain, fast = _picture(), _picture(level=106)
     strip = np.asarray(comparison_strip(plain, fast, factor=8))
     assert strip.shape[1] == 3 * 320 + 2 * 8 and strip.shape[0] > 320
@@ -39,7 +39,7 @@ def test_strip_holds_both_pictures_and_the_amplified_difference():
 
 
 def test_strip_enlarges_small_pictures_by_whole_pixels():
-    """A 32-pixel picture becomes 320 pixels wide with every pixel a square of ten."""
+    """A 32-pixel image becomes 320 pixels wide with every pixel a square of ten."""
     plain = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8))
     strip = np.asarray(comparison_strip(plain, plain))
     np.testing.assert_array_equal(strip[-320::10, :320:10], np.asarray(plain))
@@ -66,7 +66,7 @@ def test_comparison_clip_holds_both_clips_below_their_labels():
     ("frames", "shown"), [(17, [0, 3, 6, 10, 13, 16]), (6, [0, 1, 2, 3, 4, 5]), (2, [0, 1]), (1, [0])], ids=str
 )
 def test_frame_strip_shows_frames_from_the_first_to_the_last(frames, shown):
-    """Six frames at most, evenly spaced, the plain clip's in the upper row and the other's in the lower."""
+    """Six frames at most, evenly spaced, the plain video's in the upper row and the other's in the lower."""
     plain, fast = _clip(range(100, 100 + frames)), _clip(range(200, 200 + frames))
     strip = np.asarray(frame_strip(plain, fast, LABELS))
     middles = [column * (320 + 8) + 160 for column in range(len(shown))]

@@ -16,7 +16,7 @@ def parts(svg, name):
 
 @pytest.mark.parametrize("done", range(5))
 def test_each_step_has_a_column_of_its_modes_colour(done):
-    """Columns keep their places while the run goes on, and the legend counts them."""
+    """Columns keep their places during the run, and the legend counts them."""
     svg = timeline_svg(STEPS[:done], total=8)
     columns = [each for each in parts(svg, "rect") if len(each)]
     assert [each.get("fill") for each in columns] == [MODE_COLOURS[mode] for mode, _ in STEPS[:done]]
@@ -26,7 +26,7 @@ def test_each_step_has_a_column_of_its_modes_colour(done):
 
 
 def test_larger_errors_lie_higher():
-    """On a logarithmic axis; those beyond it, and a forecast that missed nothing, lie on its ends."""
+    """The axis is logarithmic; errors outside of it, and errors of 0, are at its ends."""
     svg = timeline_svg([("update", error) for error in (0.0, 1e-9, 0.02, 0.2, 5.0, float("inf"))], total=6)
     heights = [float(each.get("cy")) for each in parts(svg, "circle")]
     assert heights[0] == heights[1] > heights[2] > heights[3] > heights[4] == heights[5]

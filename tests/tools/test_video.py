@@ -1,4 +1,4 @@
-"""Clips on disk: what was written is what is read, and the files are what players expect."""
+"""Videos on disk: reading returns the written frames, and the files are what players expect."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_a_folder_of_frames_keeps_every_bit(tmp_path):
 
 
 def test_a_shorter_clip_replaces_a_longer_one(tmp_path):
-    """No frame of an earlier clip stays in its folder."""
+    """No frame of an earlier video stays in its folder."""
     write_clip(moving_square(5), tmp_path / "frames", fps=8)
     write_clip(moving_square(3), tmp_path / "frames", fps=8)
     assert len(read_clip(tmp_path / "frames")) == 3
@@ -40,7 +40,7 @@ def test_a_shorter_clip_replaces_a_longer_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["clip.mp4", "CLIP.MP4", "clip.gif"])
 def test_a_file_holds_every_frame_nearly_unchanged(tmp_path, name):
-    """Number, size and order of the frames are kept; what the format loses stays above 30 dB."""
+    """Number, size and order of the frames are kept; the compression loss stays above 30 dB PSNR."""
     clip = moving_square()
     write_clip(clip, tmp_path / name, fps=8)
     assert psnr(read_clip(tmp_path / name), clip) > 30
@@ -57,7 +57,7 @@ def test_mp4_has_the_frame_rate_asked_for_and_plays_anywhere(tmp_path, fps):
 
 @pytest.mark.parametrize(("fps", "duration"), [(8, 120), (15, 70), (24, 40), (30, 30), (60, 20), (100, 20)])
 def test_gif_loops_at_nearly_the_frame_rate_asked_for(tmp_path, fps, duration):
-    """A frame lasts the whole hundredths of a second nearest to 1 / fps, two at least; the clip starts again."""
+    """A frame lasts the whole hundredths of a second nearest to 1 / fps, two at least; the video repeats."""
     write_clip(moving_square(), tmp_path / "clip.gif", fps=fps)
     with Image.open(tmp_path / "clip.gif") as gif:
         assert (gif.info["duration"], gif.info["loop"], gif.n_frames) == (duration, 0, 5)
@@ -78,7 +78,7 @@ def test_as_clip_rounds_and_saturates():
 
 
 def test_which_names_are_folders(tmp_path):
-    """A name without suffix is a folder to be made; an existing folder is one whatever its name, or when told so."""
+    """A name without suffix is a new folder; an existing folder, or an explicit request, is one with any name."""
     (tmp_path / "run.1").mkdir()
     paths = ("frames", "run.1", "clip.mp4", "clip.png")
     assert [is_folder_of_frames(tmp_path / name) for name in paths] == [True, True, False, False]
@@ -87,7 +87,7 @@ def test_which_names_are_folders(tmp_path):
 
 
 def test_files_that_are_no_frames_are_named(tmp_path):
-    """Pictures numbered from 0000 to the first gap are frames; whatever else lies there is not, and is left alone."""
+    """Images numbered from 0000 to the first gap are frames; other files in the folder are not, and stay."""
     write_clip(moving_square(3), tmp_path, fps=8)
     others = ["0007.png", "1.png", "12345.png", "notes.txt"]
     for name in others:
@@ -109,7 +109,7 @@ def test_files_that_are_no_frames_are_named(tmp_path):
     ids=["floats", "a-picture", "no-frames", "suffix"],
 )
 def test_what_is_no_clip_is_refused(tmp_path, clip, name, message):
-    """Each error says what is needed and what came, and nothing is written."""
+    """Each error names the requirement and the given value, and nothing is written."""
     with pytest.raises(ShapeError, match=message):
         write_clip(clip, tmp_path / name, fps=8)
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
-"""Benchmarks that check before they time: every op against float64, then beside what a user could run instead.
+"""Kernel benchmarks: each op is checked against float64, then timed and compared with existing alternatives.
 
-``python -m scripts.bench.kernels`` needs torch, and Triton and matplotlib where there are any; diffusers and presets it
-does without.
+``python -m scripts.bench.kernels`` needs torch, and uses Triton and matplotlib if installed. It needs neither
+diffusers nor presets.
 """

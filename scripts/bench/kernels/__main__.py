@@ -1,4 +1,4 @@
-"""``python -m scripts.bench.kernels``, from a checkout."""
+"""Run ``python -m scripts.bench.kernels`` from a checkout."""
 
 import sys
 

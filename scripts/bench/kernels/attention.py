@@ -1,4 +1,4 @@
-"""Attention: rows, tiles and both left out; int8 and fp8 products."""
+"""Time attention that skips rows, tiles or both, and attention with int8 and fp8 products."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scripts.bench.kernels.sizes import Sizes, sparse_cases
 from scripts.bench.kernels.verify import Verdict
 from scripts.bench.kernels.verify_attention import verify_attention
 
-SAMPLES = 8  # rows that are compared with float64
-LONG_MS = 50.0  # where dense attention takes longer, it is timed once a shape instead of beside each mask
+SAMPLES = 8  # rows compared with float64
+LONG_MS = 50.0  # dense attention that takes longer is timed once per shape instead of with each mask
 QUANTISED_BOUNDS = {"int8": 0.02, "int8+fp8": 0.05}  # relative L2 error
-QUANTISED_TILES = 0.2  # share that computes in the sparse half of that group
+QUANTISED_TILES = 0.2  # share of tiles computed in the sparse half of the quantised group
 
 
 def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
-    """Every backend over every mask of the shape, beside dense and block-sparse baselines."""
+    """Time every backend with every mask of the shape, together with dense and block-sparse baselines."""
     whole = make_inputs(dense, recorder.device)
     qkv = whole.qkv()
     dense_ms = time_baselines(recorder, DENSE[recorder.device], f"attention {dense.name}", qkv, whole)
@@ -34,7 +34,7 @@ def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
     for kind, case in sparse_cases(dense, sizes):
         inputs = make_inputs(case, recorder.device)
         place = f"attention {kind} {case.name}"
-        if first and kind != "dense" and dense_ms[first] < LONG_MS:  # clocks drift: beside each mask
+        if first and kind != "dense" and dense_ms[first] < LONG_MS:  # clocks drift: time it again with each mask
             dense_ms |= time_baselines(recorder, [first], place, qkv, whole)
         baselines = dense_ms | time_baselines(recorder, SPARSE[recorder.device], place, qkv, inputs)
         for backend in recorder.backends:
@@ -45,7 +45,7 @@ def bench_attention(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
 
 
 def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
-    """int8 and fp8 products beside the same backend's own precision, on normal inputs and on outliers."""
+    """Compare int8 and fp8 products with the backend's own precision, on normal inputs and on outliers."""
     dtype = str(dense.dtype).removeprefix("torch.")
     for case in (dense, replace(dense, tiles=QUANTISED_TILES)):
         inputs = make_inputs(case, recorder.device)
@@ -68,9 +68,9 @@ def bench_quantised(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
 
 
 def with_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
-    """A few channels of k stand 10 to 50 standard deviations off, alike for all tokens, as keys of trained models do.
+    """Shift a few channels of k by 10 to 50 standard deviations for all tokens, like keys of trained models.
 
-    The same channels of v are as many times as large.
+    The same channels of v are scaled up by the same factors.
     """
     channels = torch.linspace(0, q.shape[-1] - 1, 6, device=q.device).long()[1:5]
     size = torch.tensor([10.0, 20.0, 30.0, 50.0], device=q.device, dtype=q.dtype)
@@ -81,7 +81,7 @@ def with_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
 
 
 def attention_flops(case: Case) -> float:
-    """Of the dense attention: two products of 2 S² D a head."""
+    """FLOPs of dense attention: two products of 2 S² D per head."""
     return 4.0 * case.batch * case.heads * case.tokens**2 * case.head_dim
 
 
@@ -99,12 +99,12 @@ def time_attention(
     timer: Timer = median_ms,
     **options: Any,
 ) -> float | None:
-    """Our attention over the tiles of ``inputs``, as :meth:`Recorder.time` takes and returns it.
+    """Time our attention over the tiles of ``inputs``; arguments and result are those of :meth:`Recorder.time`.
 
     Args:
-        density: share of the pairs that attend; None = the tiles' own.
-        bound: of the relative error; None = that of the inputs' precision.
-        options: those of :func:`dit_accel.kernels.attention`.
+        density: share of attended pairs; None = that of the tiles.
+        bound: limit of the relative error; None = the default of the inputs' precision.
+        options: passed to :func:`dit_accel.kernels.attention`.
     """
     density = inputs.density if density is None else density
     call = partial(kernels.attention, *qkv, inputs.plan, backend=backend, **options)
@@ -118,11 +118,11 @@ def time_attention(
 def time_baselines(
     recorder: Recorder, names: Iterable[str], place: str, qkv: QKV, inputs: Inputs, timer: Timer = median_ms
 ) -> dict[str, float]:
-    """Milliseconds of those attentions of others that run here and are right, over the tiles of ``inputs``."""
+    """Milliseconds of the baselines that run here and pass verification, over the tiles of ``inputs``."""
     makes = {name: partial(baseline, name, *qkv, inputs) for name in names}
     return recorder.baselines(place, makes, partial(_verify, qkv, inputs, None), timer)
 
 
 def _verify(qkv: QKV, inputs: Inputs, bound: float | None, out: torch.Tensor) -> Verdict:
-    """``out`` against float64 at a few rows."""
+    """Compare a few rows of ``out`` with float64."""
     return verify_attention(out, qkv, inputs, samples=SAMPLES, relative_bound=bound)

@@ -1,6 +1,6 @@
-"""What a user could run instead: dense attention of cuDNN, FlashAttention 2 and 4, sparse FlexAttention, ``F.linear``.
+"""Baselines: dense attention of cuDNN and FlashAttention 2 and 4, block-sparse FlexAttention, and ``F.linear``.
 
-A baseline that isn't installed, doesn't run on this GPU or gives wrong results is left out, and the report says why.
+A baseline that is not installed, does not run on this GPU or gives wrong results is left out; the report says why.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dit_accel.kernels.backends import hopper_limit
 from scripts.bench.kernels.cases import Inputs, every_pair
 
 Attention = Callable[[], torch.Tensor]  # -> [B, S, H, D]
-DENSE = {"cpu": ("sdpa",), "cuda": ("cudnn", "fa2", "fa4")}  # by device; the first is what speed-ups are over
+DENSE = {"cpu": ("sdpa",), "cuda": ("cudnn", "fa2", "fa4")}  # by device; speed-ups are over the first
 SPARSE = {"cpu": (), "cuda": ("flex",)}
-FLEX_TILE = 128  # its kernels take no smaller blocks
+FLEX_TILE = 128  # smallest block size of FlexAttention's kernels
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
 def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> Attention:
-    """The attention of that name over q, k, v ``[B, S, H, D]``.
+    """Return the named attention over q, k, v ``[B, S, H, D]``.
 
-    Sparse ones take the tiles of ``inputs``, and "sdpa mask", dense attention under any mask, all pairs. Other dense
-    ones know no mask but the causal one: where ``inputs`` have masks, they are causal.
+    Sparse baselines use the tiles of ``inputs``; "sdpa mask" is dense attention with any mask over all pairs. The
+    other dense baselines support only the causal mask: where ``inputs`` have masks, these are causal.
     """
     is_causal = inputs.attends is not None
     if name == "flex":
@@ -45,7 +45,7 @@ def baseline(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input
 
 
 def sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
-    """torch's attention over ``[B, S, H, D]``, by the backend of that name or, for "sdpa", by whichever it takes."""
+    """Run torch's attention over ``[B, S, H, D]`` with the named backend; for "sdpa" torch chooses the backend."""
     arguments = [x.transpose(1, 2) for x in (q, k, v)]
     with sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext():
         return F.scaled_dot_product_attention(*arguments, is_causal=is_causal).transpose(1, 2)
@@ -80,7 +80,7 @@ def _every_pair(batch, head, query, key):
 def _compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Each shape is compiled for itself, as fast as FlexAttention gets; torch would stop after 8 and run it uncompiled.
+    # Each shape is compiled separately for best speed; by default torch stops after 8 shapes and runs uncompiled.
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=False)
 

@@ -1,4 +1,4 @@
-"""What is checked and timed: sizes, shares that compute, and the random tensors and symbols drawn for them."""
+"""Cases to check and time: sizes, computed shares, random tensors and random symbols."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One size and sparsity; ``rows`` and ``tiles`` are the shares that compute."""
+    """One size and sparsity; ``rows`` and ``tiles`` are the computed shares."""
 
     tokens: int
     heads: int = 24
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that results name, and their lengths."""
+        """Axes that results name, with their lengths."""
         return {name: getattr(self, name) for name in self.AXES}
 
     @property
@@ -53,9 +53,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Projection(Case):
-    """GEMM-Q from ``width`` to the heads, and GEMM-O from the heads to ``width``; every tile computes.
+    """GEMM-Q from ``width`` to the heads, and GEMM-O from the heads to ``width``; every tile is computed.
 
-    ``is_slice``: GEMM-O's weight is the attention slice of a wider, fused matrix. ``windows``: time whole windows too.
+    ``is_slice``: GEMM-O's weight is the attention part of a wider, fused matrix. ``windows``: time whole windows too.
     """
 
     width: int = 3072
@@ -71,13 +71,13 @@ class Projection(Case):
 
     @property
     def flops(self) -> float:
-        """Of the dense product."""
+        """FLOPs of the dense product."""
         return 2.0 * self.tokens * self.width * self.features
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Symbols of a case, their plan, and the generator of its tensors."""
+    """Symbols and plan of a case, with the random generator of its tensors."""
 
     case: Case
     rows: torch.Tensor  # bool [B, H, T]
@@ -85,26 +85,26 @@ class Inputs:
     symbols: SparseSymbols
     plan: AttentionPlan
     generator: torch.Generator
-    attends: Attends | None = None  # with masks: which pairs of a tile that computes attend
+    attends: Attends | None = None  # with masks: attended pairs within computed tiles
 
     @cached_property
     def computed(self) -> torch.Tensor:
-        """Which (token, head) pairs compute, bool ``[B, S, H]``."""
+        """Mask of computed (token, head) pairs, bool ``[B, S, H]``."""
         return self.rows.repeat_interleave(self.case.block, 2)[:, :, : self.case.tokens].transpose(1, 2)
 
     @cached_property
     def row_density(self) -> float:
-        """Share of rows that compute, as drawn."""
+        """Share of computed rows among the random ones."""
         return self.rows.double().mean().item()
 
     @cached_property
     def density(self) -> float:
-        """Share of tiles that compute, as drawn."""
+        """Share of computed tiles among the random ones."""
         return self.tiles.double().mean().item()
 
     @property
     def kv_len(self) -> torch.Tensor | None:
-        """The case's valid keys, int32 ``[B]``."""
+        """Number of valid keys of the case, int32 ``[B]``."""
         case = self.case
         if case.valid_keys is None:
             return None
@@ -132,14 +132,14 @@ class Inputs:
         return self.features(), self.features(), self.features()
 
     def norm_and_rope(self) -> dict[str, Any]:
-        """The arguments of GEMM-Q with norm and rotation fused."""
+        """Arguments of GEMM-Q with fused norm and rotation."""
         half = self.normal(self.case.tokens, self.case.head_dim // 2, dtype=torch.float32)
         angle = half.repeat_interleave(2, -1)
         return {"norm_weight": self.normal(self.case.head_dim), "rope": (angle.cos(), angle.sin())}
 
 
 def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inputs:
-    """Random symbols: the case's share of all rows compute, and each tile of theirs with its probability."""
+    """Choose random symbols: an exact share of rows is computed, and each of their tiles with a fixed probability."""
     generator = torch.Generator(device).manual_seed(seed)
     blocks = block_count(case.tokens, case.block)
     shape = (case.batch, case.heads, blocks)
@@ -153,7 +153,7 @@ def make_inputs(case: Case, device: str | torch.device, *, seed: int = 0) -> Inp
 
 
 def inputs_of(case: Case, symbols: SparseSymbols, attends: Attends | None = None) -> Inputs:
-    """Inputs with those symbols, in which every row computes; ``attends``: the pairs of their masks, if any."""
+    """Inputs with the given symbols, in which every row is computed; ``attends``: attended pairs of masks, if any."""
     device = symbols.skip_bits.device
     rows = torch.ones(case.batch, case.heads, symbols.blocks, dtype=torch.bool, device=device)
     tiles = kernels.unpack_bits(symbols.skip_bits, symbols.blocks, backend="reference")
@@ -162,25 +162,25 @@ def inputs_of(case: Case, symbols: SparseSymbols, attends: Attends | None = None
 
 
 def every_pair(attends: Attends, tokens: int, device: str | torch.device) -> torch.Tensor:
-    """The mask ``[S, S]`` over all pairs of positions."""
+    """Mask ``[S, S]`` over all pairs of positions."""
     position = torch.arange(tokens, device=device)
     return attends(position[:, None], position[None])
 
 
 def masked_inputs(case: Case, attends: Attends, device: str | torch.device) -> Inputs:
-    """The inputs of a mask, made from all its pairs, the same for all samples and heads."""
+    """Inputs for a mask given pair by pair, the same for all samples and heads."""
     pairs = every_pair(attends, case.tokens, device)[None, None]
     symbols = symbols_from_mask(pairs, block=case.block, batch=case.batch, heads=case.heads)
     return inputs_of(case, symbols, attends)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A query attends to itself and to earlier keys."""
+    """Let a query attend to itself and to earlier keys."""
     return key <= query
 
 
 def documents(tokens: int, mean_length: int, device: str | torch.device) -> Attends:
-    """A query attends to the keys of its own segment; segments are of random lengths, not aligned to blocks."""
+    """Let a query attend to the keys of its own segment; segments have random lengths, not aligned to blocks."""
     generator = torch.Generator().manual_seed(0)
     is_first = torch.rand(tokens, generator=generator) < 1 / mean_length
     document = is_first.cumsum(0).to(device)

@@ -1,4 +1,4 @@
-"""Milliseconds of a call: alone after a cleared cache, back to back in a CUDA graph, or called again and again."""
+"""Time a call in ms: alone after clearing the cache, back to back in a CUDA graph, or in a Python loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 Timer = Callable[[Callable[[], object], str], float]  # (call, device) -> milliseconds
 
-BUDGET_MS = 50.0  # filled with repetitions of a short call
-LONG_BUDGET_MS = 600.0  # not exceeded by those of a long call, but for the fewest
+BUDGET_MS = 50.0  # total time of the repetitions of a short call
+LONG_BUDGET_MS = 600.0  # limit for a long call, except for the minimum number of repetitions
 FEWEST, FEW, MOST = 3, 7, 50
-# Zeroing so much clears the L2 cache and keeps a GPU busy for 0.2 ms and more, so that Python has launched the op
-# before its turn comes, as in a step that the GPU bounds. (triton.testing.do_bench zeroes 256 MiB, in 0.06 ms.)
+# Zeroing this buffer clears the L2 cache and keeps the GPU busy for at least 0.2 ms. Python launches the op meanwhile,
+# as in a GPU-bound step. (triton.testing.do_bench zeroes 256 MiB, in 0.06 ms.)
 CLEARED_BYTES = 2**30
 CALLS_IN_GRAPH = 10
 CALLS_IN_A_ROW, ROWS_OF_CALLS = 100, 5
 
 
 def median_ms(call: Callable[[], object], device: str) -> float:
-    """Median milliseconds of ``call`` on a GPU's own clock, every time after the L2 cache was cleared.
+    """Median GPU time of ``call`` in ms; the L2 cache is cleared before each repetition.
 
-    Takes a call that has run before. Runs it once, then 7 to 50 times, or 3 to 7 where one takes 86 ms and more.
+    ``call`` must have run before. It runs once more, then 7 to 50 times, or 3 to 7 times if it takes 86 ms or longer.
     """
     (first,) = _times(call, device, 1)
     few = min(max(LONG_BUDGET_MS / first, FEWEST), FEW)
@@ -32,9 +32,9 @@ def median_ms(call: Callable[[], object], device: str) -> float:
 
 
 def replayed_ms(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of ``call`` within a CUDA graph of ten: the work of the GPU, without any launch by Python.
+    """GPU time of ``call`` in ms within a CUDA graph of ten calls, without launches by Python.
 
-    For chains of small kernels. What they read stays in the cache, as far as it fits.
+    Meant for chains of small kernels. Their inputs stay in the cache if they fit.
 
     Raises:
         RuntimeError: the call can't be captured, because it makes the host wait.
@@ -54,9 +54,9 @@ def replayed_ms(call: Callable[[], object], device: str) -> float:
 
 
 def called_ms(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of ``call`` in a Python loop that nothing else delays: of a short call, what its launch costs.
+    """Time of ``call`` in ms in a plain Python loop; for a short call this is the launch overhead.
 
-    The best of 5 rows of 100.
+    Returns the best of 5 series of 100 calls.
     """
     if device == "cpu":
         return median_ms(call, device)

@@ -1,7 +1,7 @@
-"""The gate: every op on every backend against float64, on sizes small enough to look at every token.
+"""Check every op on every backend against float64, on sizes small enough to compare every token.
 
-Ragged tails, single-row lengths, both block sizes, both head dimensions, three dtypes, ``kv_len``; outputs are poisoned
-with NaN first. And a DISPATCH step's ops must never make the host wait for the GPU.
+Cases cover ragged tails, lengths of a single row, both block sizes, both head dimensions, three dtypes and ``kv_len``.
+Outputs are filled with NaN first. A DISPATCH step's ops must never make the host wait for the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CASES = [
     Case(4500, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
     Case(1000, heads=5, head_dim=64, block=64, batch=2, tiles=0.5, dtype=torch.float32),
 ]
-SMALL_CASES = [  # for compute-sanitizer, under which a kernel takes a hundred times as long
+SMALL_CASES = [  # for compute-sanitizer, which makes a kernel about 100× slower
     Case(700, heads=3, batch=2, rows=0.6, tiles=0.4, valid_keys=500),
     Case(300, heads=5, head_dim=64, rows=0.5, tiles=0.5, dtype=torch.float16),
 ]
@@ -50,24 +50,24 @@ TINY_CASES = [
     Case(300, heads=3, head_dim=32, block=64, batch=2, rows=0.5, tiles=0.5, dtype=torch.float32, valid_keys=200),
     Case(300, heads=2, head_dim=64, block=128, tiles=0.5, dtype=torch.float16),
 ]
-MASKED_TOKENS = 1100  # at most, where masks inside tiles are checked: nine blocks, the last one ragged
-LINEAR_ROWS = 40  # of linear attention that are compared with float64
+MASKED_TOKENS = 1100  # limit where masks inside tiles are checked: nine blocks, the last one ragged
+LINEAR_ROWS = 40  # rows of linear attention compared with float64
 WEIGHTS = (1.5, -0.5)
 Checks = Iterator[tuple[str, Verdict]]
-Check = Callable[[Inputs, str], Checks]  # of a backend
+Check = Callable[[Inputs, str], Checks]  # (inputs, backend) -> checks
 
 
 def available_backends() -> list[str]:
-    """The backends that run on this machine, without the reference."""
+    """Names of the backends that run on this machine, except the reference."""
     return [name for name, status in kernels.backend_status().items() if status == "ok" and name != "reference"]
 
 
 def check_kernels(
     device: str, cases: Sequence[Case], backends: Sequence[str], checks: Iterable[Check] | None = None
 ) -> list[dict[str, Any]]:
-    """Ops over all cases and backends: one dict a check, with error, bound and ``passed``.
+    """Check ops on all cases and backends; each check gives a dict with error, bound and ``passed``.
 
-    ``checks``: None = all. What a backend doesn't offer, or refuses for a case, is left out.
+    ``checks``: None = all. Ops that a backend lacks, and cases that it refuses, are left out.
     """
     chosen = dict.fromkeys(ALL_CHECKS if checks is None else checks)
     results = []
@@ -92,8 +92,8 @@ def _rows(check: partial[Checks], backend: str, case: str) -> list[dict[str, Any
         for op, verdict in check():
             rows.append({"op": op, "backend": backend, "case": case} | verdict.fields())
     except (BackendError, UnsupportedError):
-        pass  # the op has no such backend, or the backend doesn't take such a case: nothing to check
-    except Exception as error:  # a kernel that does not run has failed its check, whatever it raises
+        pass  # the op has no such backend, or the backend refuses the case: nothing to check
+    except Exception as error:  # a kernel that raises any exception fails its check
         op = check.func.__name__.removeprefix("check_")
         rows.append(outcome(op, backend, case, f"{type(error).__name__}: {error}"))
     return rows
@@ -119,7 +119,7 @@ def check_attention(inputs: Inputs, backend: str) -> Checks:
 
 
 def check_linear_attention(inputs: Inputs, backend: str) -> Checks:
-    """Every second of the tiles that don't compute is marginal."""
+    """Check linear attention; every second skipped tile is marginal."""
     marginal = ~inputs.tiles
     marginal[..., ::2] = False
     symbols = replace(inputs.symbols, linear_bits=kernels.pack_bits(marginal, backend="reference"))
@@ -155,7 +155,7 @@ def check_gemm_o(inputs: Inputs, backend: str) -> Checks:
     verdicts = verify.verify_gemm_o_update(out, stack, (o, old), weight, bias, inputs)
     for name, verdict in verdicts.items():
         yield f"gemm_o_update {name}", verdict
-    before = make_inputs(inputs.case, o.device, seed=1).plan  # other symbols, from which the stack is rebased
+    before = make_inputs(inputs.case, o.device, seed=1).plan  # other symbols, for rebasing the stack
     _, stack_before = kernels.gemm_o_update(old, weight, bias, before, backend=backend)
     previous = stack_before, before.mask64
     _, rebased = kernels.gemm_o_update(o, weight, bias, inputs.plan, history=[old], previous=previous, backend=backend)
@@ -183,7 +183,7 @@ def check_forecast(inputs: Inputs, backend: str) -> Checks:
 
 
 def check_quantized_linear(inputs: Inputs, backend: str) -> Checks:
-    """Rounded rows beside the reference's, and their product, also that of ``auto``, beside float64."""
+    """Compare rounded rows with the reference's, and their product (also that of ``auto``) with float64."""
     case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
     x, hidden = (inputs.normal(case.batch, case.tokens, features) for features in (width, 4 * width))
     weight, bias = inputs.normal(2 * width, 5 * width, scale=width**-0.5), inputs.normal(2 * width)
@@ -191,7 +191,7 @@ def check_quantized_linear(inputs: Inputs, backend: str) -> Checks:
         (values, scales), expected = (
             kernels.quantize_rows(x, hidden, dtype=dtype, backend=name) for name in (backend, "reference")
         )
-        differing = (values.float() != expected[0].float()).double().mean().item()  # where rounding was close
+        differing = (values.float() != expected[0].float()).double().mean().item()  # near a rounding boundary
         yield f"quantize_rows {dtype}", Verdict(differing, 0.01)
         weights = kernels.quantize_rows(weight, dtype=dtype)
         rows, columns = (each.double() * by[..., None].double() for each, by in ((values, scales), weights))
@@ -211,7 +211,7 @@ def check_selection(inputs: Inputs, backend: str) -> Checks:
     rows, expected = (
         select_rows(probabilities, 0.5, text=text, vision=vision, backend=name) for name in (backend, "reference")
     )
-    # A row at the threshold may go either way, by the rounding of an exponential.
+    # Rounding of an exponential may decide either way at the threshold.
     yield "select_rows", Verdict((rows != expected).double().mean().item(), 0.01)
 
 
@@ -229,9 +229,9 @@ ALL_CHECKS = (
 
 
 def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str, Any]]:
-    """A DISPATCH step on a GPU with the host forbidden to wait: attention by each backend, the other ops by ``auto``.
+    """Run a DISPATCH step on a GPU and fail if the host waits: attention by each backend, the other ops by ``auto``.
 
-    The step that has attention in Triton has everything in it.
+    The step with attention in Triton runs every op in Triton.
     """
     case, width = inputs.case, inputs.case.heads * inputs.case.head_dim
     x, weight = inputs.normal(case.batch, case.tokens, width), inputs.normal(width, width, scale=width**-0.5)
@@ -265,14 +265,14 @@ def check_no_host_wait(inputs: Inputs, backends: Sequence[str]) -> list[dict[str
 
 
 def outcome(op: str, backend: str, case: str, reason: str | None) -> dict[str, Any]:
-    """A row of what has no error but passes, or fails for a reason."""
+    """Row of a check without an error value: passed, or failed for a reason."""
     verdict = verify.exactly(reason is None)
     return {"op": op, "backend": backend, "case": case, **verdict.fields(), "reason": reason}
 
 
 @contextmanager
 def host_must_not_wait() -> Iterator[None]:
-    """Inside, whatever makes the host wait for the GPU raises RuntimeError."""
+    """Raise RuntimeError if the host waits for the GPU within the ``with`` block."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""GEMM-Q and GEMM-O with rows left out, beside ``F.linear``: single calls, and windows of UPDATE and DISPATCH."""
+"""Time GEMM-Q and GEMM-O with skipped rows against ``F.linear``: single calls, and windows of UPDATE and DISPATCH."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scripts.bench.kernels.recorder import Recorder
 from scripts.bench.kernels.sizes import Sizes
 from scripts.bench.kernels.verify import Verdict
 
-SAMPLES = 4  # row-blocks that are compared with float64
+SAMPLES = 4  # row-blocks compared with float64
 FORECAST_WEIGHTS = {0: (1.0,), 1: (1.5, -0.5), 2: (1.875, -1.25, 0.375)}  # by order, half a window ahead
 
 
 def bench_gemm_q(recorder: Recorder, projection: Projection, sizes: Sizes) -> None:
-    """The query projection of rows that compute, plain and with norm and rotation fused."""
+    """Time the query projection of computed rows, plain and with fused norm and rotation."""
     for sparsity in sizes.sparsities:
         inputs = make_inputs(replace(projection, rows=1 - sparsity), recorder.device)
         width, features = projection.width, projection.features
@@ -46,7 +46,7 @@ def bench_gemm_q(recorder: Recorder, projection: Projection, sizes: Sizes) -> No
 
 
 def bench_gemm_o(recorder: Recorder, projection: Projection, sizes: Sizes) -> None:
-    """UPDATE and DISPATCH alone, then windows of them for every N and D."""
+    """Time UPDATE and DISPATCH alone, then whole windows for every N and D."""
     for sparsity in sizes.sparsities:
         operands = _Operands(make_inputs(replace(projection, rows=1 - sparsity), recorder.device), projection)
         for backend, order in product(recorder.backends, sizes.orders if projection.windows else (0,)):
@@ -54,7 +54,7 @@ def bench_gemm_o(recorder: Recorder, projection: Projection, sizes: Sizes) -> No
 
 
 class _Operands:
-    """Tensors of one GEMM-O, and the time of ``F.linear`` over them."""
+    """Tensors of one GEMM-O, and the time of ``F.linear`` with them."""
 
     def __init__(self, inputs: Inputs, projection: Projection) -> None:
         features, width = projection.features, projection.width
@@ -64,13 +64,13 @@ class _Operands:
         self.weight, self.bias = fused[:, :features], inputs.normal(width)
         self.stack = inputs.normal(3, 1, projection.tokens, width)
         device = inputs.rows.device
-        before = make_inputs(inputs.case, device, seed=1)  # the symbols of the update before
+        before = make_inputs(inputs.case, device, seed=1)  # symbols of the previous UPDATE
         self.plan_before = before.plan
         self.changed = (before.rows != inputs.rows).double().mean().item()  # share of rows whose symbol has changed
         self.linear_ms = median_ms(partial(F.linear, self.history[0].flatten(2), self.weight, self.bias), device.type)
 
     def time(self, recorder: Recorder, backend: str, order: int, window_lengths: Sequence[int]) -> None:
-        """UPDATE, DISPATCH, and windows, whose time is that of one UPDATE and N − 1 DISPATCH steps."""
+        """Time UPDATE, DISPATCH and windows; a window takes one UPDATE and N − 1 DISPATCH steps."""
         inputs, weight, bias = self.inputs, self.weight, self.bias
         features, stack, weights = self.history[: order + 1], self.stack[: order + 1], FORECAST_WEIGHTS[order]
         update_of = partial(kernels.gemm_o_update, weight=weight, bias=bias, backend=backend)
@@ -90,14 +90,14 @@ class _Operands:
             return {"density": inputs.row_density, "ideal": steps / work, "work": flops, "baselines": baselines}
 
         judge_dispatch = partial(verify.verify_gemm_o_dispatch, o=features[0], stack=stack, weights=weights, **common)
-        # Shares of a dense product: an UPDATE also takes B_1 .. B_D over, from the heads that changed.
+        # Shares of a dense product: an UPDATE also rebases B_1 .. B_D, for the heads that changed.
         update_work, dispatch_work = 1 + order * self.changed, inputs.row_density
         row = backend, f"D={order}" + (", slice" if self.projection.is_slice else ""), self.projection
         update_ms = recorder.time("gemm_o_update", *row, update, judge_update, **figures(update_work))
         dispatch_ms = recorder.time("gemm_o_dispatch", *row, dispatch, judge_dispatch, **figures(dispatch_work))
         if update_ms is None or dispatch_ms is None or not self.projection.windows:
             return
-        judged = Verdict(0.0, 0.0)  # its parts have been
+        judged = Verdict(0.0, 0.0)  # its parts are verified already
         for length in window_lengths:
             work, ms = update_work + (length - 1) * dispatch_work, update_ms + (length - 1) * dispatch_ms
             kind = f"N={length} {row[1]}"

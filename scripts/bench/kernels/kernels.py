@@ -1,8 +1,7 @@
-"""Benchmark of the sparse kernels: each op is checked against float64, then timed beside what else a user could run.
+"""Benchmark the sparse kernels: check each op against float64, then time it and its alternatives.
 
 Writes NAME.json, NAME.md (tables) and NAME.png (speed-up against sparsity with the ideal line). A backend that fails a
-check is not timed, and the run exits 1 without tables or a plot: a speed-up of wrong results is none. Ratios compare
-figures of one run only.
+check is not timed: the run writes no tables and no plot, and exits with 1. Ratios compare figures of the same run only.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from scripts.bench.kernels.slices import bench_slices
 from scripts.bench.kernels.sparge import bench_sparge
 from scripts.bench.kernels.symbol_path import bench_forecast, bench_lowering, bench_pooling, bench_symbols
 
-Bench = Callable[[Recorder, Case, Sizes], None]  # one size
+Bench = Callable[[Recorder, Case, Sizes], None]  # benchmark of one size
 
 _ATTENTION = gate.check_symbols, gate.check_attention
-OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (what measures it, what it stands on)
+OPS: dict[str, tuple[Bench, tuple[gate.Check, ...]]] = {  # name: (benchmark, checks of the gate)
     "attention": (bench_attention, _ATTENTION),
     "masks": (bench_masks, _ATTENTION),
     "quantised": (bench_quantised, _ATTENTION),
@@ -58,11 +57,11 @@ DEFAULT_OUTPUT = Path("kernels")
 
 
 class OptionError(DitAccelError, ValueError):
-    """An option can't be used as it was given."""
+    """Invalid option."""
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Runs the command and returns its exit code: 0 success, 1 a check failed, 2 a mistake in what was asked for."""
+    """Run the command and return its exit code: 0 success, 1 a check failed, 2 an invalid option."""
     options = _parser(program).parse_args(arguments)
     try:
         if not options.force:
@@ -75,10 +74,10 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
 
 
 def run(options: argparse.Namespace) -> Document:
-    """Checks and measures.
+    """Check and measure.
 
     Raises:
-        OptionError: the device, or what was chosen, can't be had here.
+        OptionError: the device or a chosen backend is not available.
     """
     device, started = options.device, time.perf_counter()
     sizes, lengths, cases = _sizes(options)
@@ -106,16 +105,16 @@ def run(options: argparse.Namespace) -> Document:
         try:
             for case in of_op:
                 OPS[op][0](recorder, case, sizes)
-        except Exception as error:  # what was measured until then is worth keeping; the run has failed all the same
+        except Exception as error:  # keep the rows measured so far; the run still fails
             traceback.print_exc()
             checks.append(gate.outcome(op, "", f"while it was timed at {tokens}", f"{type(error).__name__}: {error}"))
         print(f"{time.perf_counter() - started:.0f} s: {op} at {tokens} tokens done", flush=True)
-        write_json(document(), options.output)  # a run that is cut off leaves what it has measured
+        write_json(document(), options.output)  # an interrupted run keeps its rows
     return document()
 
 
 def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[int], Sequence[Case]]:
-    """What is timed, at which sequence lengths, and the cases of the gate."""
+    """Sizes to time, their sequence lengths, and the cases of the gate."""
     sizes, cases = (QUICK if options.quick else FULL), gate.QUICK_CASES
     if options.device == "cpu":
         if not options.quick:
@@ -131,7 +130,7 @@ def _sizes(options: argparse.Namespace) -> tuple[Sizes, list[int], Sequence[Case
 
 
 def write_json(document: Document, output: Path) -> Path:
-    """Writes NAME.json, and removes tables and plot of an earlier run, which would pass for this one's."""
+    """Write NAME.json and delete tables and plot of an earlier run, which no longer match it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     for suffix in (".md", ".png"):
         output.with_name(output.name + suffix).unlink(missing_ok=True)
@@ -141,7 +140,7 @@ def write_json(document: Document, output: Path) -> Path:
 
 
 def write(document: Document, output: Path) -> int:
-    """Writes what the document allows, and returns the exit code."""
+    """Write JSON, tables and plot, as far as all checks pass, and return the exit code."""
     files = [write_json(document, output)]
     failed = failures(document)
     for row in failed:
@@ -181,7 +180,7 @@ def _merge(paths: Sequence[Path]) -> Document:
 
 
 def _chosen(option: str, names: str | None, valid: Sequence[str]) -> list[str]:
-    """The comma-separated names, or all."""
+    """Split the comma-separated names; None = all valid names."""
     chosen = list(valid) if names is None else [name.strip() for name in names.split(",")]
     unknown = [name for name in chosen if name not in valid]
     if unknown:
@@ -208,12 +207,12 @@ def _parser(program: str | None) -> argparse.ArgumentParser:
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--ops", metavar="A,B", help=f"which of {', '.join(OPS)}; all by default")
-    add("--shapes", metavar="N,M", help=f"sequence lengths, of {', '.join(map(str, FULL.tokens()))}; all by default")
-    add("--backends", metavar="A,B", help="which backends; by default all that run here")
+    add("--ops", metavar="A,B", help=f"any of {', '.join(OPS)}; all by default")
+    add("--shapes", metavar="N,M", help=f"any of {', '.join(map(str, FULL.tokens()))}; all by default")
+    add("--backends", metavar="A,B", help="backends, comma-separated; default: all that run here")
     add("--output", type=Path, default=DEFAULT_OUTPUT, help="stem of the files (default: %(default)s)")
     add("--force", action="store_true", help="replace files that exist")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--quick", action="store_true", help="one short sequence and two sparsities; on a CPU tiny sizes")
-    add("--merge", type=Path, nargs="+", metavar="JSON", help="measure nothing: write these runs as one")
+    add("--merge", type=Path, nargs="+", metavar="JSON", help="merge these result files instead of measuring")
     return parser

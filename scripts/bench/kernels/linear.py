@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits, rounding of their rows included, beside ``F.linear``."""
+"""Time 8-bit linear layers, including the rounding of their inputs, against ``F.linear``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from scripts.bench.kernels.sizes import Sizes
 from scripts.bench.kernels.verify import Verdict
 
 MOST_ERROR = {"int8": 0.02, "float8": 0.05}  # ‖y − ŷ‖ / ‖y‖ on normal inputs
-SAMPLES = 64  # rows that are compared with float64
+SAMPLES = 64  # rows compared with float64
 
 
 def bench_linear(recorder: Recorder, projection: Projection, sizes: Sizes) -> None:
-    """One layer on normal inputs; the product is the one that models get on this device."""
+    """Time one layer on normal inputs, with the product that models use on this device."""
     inputs, width, features = make_inputs(projection, recorder.device), projection.width, projection.features
     x, bias = inputs.normal(1, projection.tokens, width), inputs.normal(features)
     weight = inputs.normal(features, width, scale=width**-0.5)

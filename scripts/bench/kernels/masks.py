@@ -1,4 +1,4 @@
-"""Masks inside tiles: OmniAttention's five families of patterns, at its lengths and at longer ones."""
+"""Time masks inside tiles: OmniAttention's five mask families, at its sequence lengths and at longer ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scripts.bench.kernels.recorder import Recorder
 from scripts.bench.kernels.sizes import Sizes
 
 DOCUMENTS, INTERLEAVED = (256, 68, 188), (133, 309, 70)  # the paper's segments of 512 tokens; the second has an image
-LAUNCH_BOUND = 2048  # tokens up to which a call takes about as long as its launch
-LONG_GROUPS = 8  # times that longer sequences hold the paper's segments
+LAUNCH_BOUND = 2048  # tokens up to which launch overhead dominates a call
+LONG_GROUPS = 8  # repetitions of the paper's segments in longer sequences
 RANDOM = {"full/partial": ("full", "partial"), "full/causal/partial": ("full", "causal", "partial")}
-DENSE_MASK_TOKENS = 8192  # at most, where dense attention gets a mask over all S × S pairs
+DENSE_MASK_TOKENS = 8192  # limit for dense attention with a mask over all S × S pairs
 
 
 def bench_masks(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """Every family beside FlexAttention and masked SDPA; short sequences in a CUDA graph and called from Python."""
+    """Time every family, FlexAttention and masked SDPA; short sequences in a CUDA graph and called from Python."""
     device = recorder.device
     timers: dict[str, Timer] = {"": median_ms}
     if case.tokens <= LAUNCH_BOUND:
@@ -36,7 +36,7 @@ def bench_masks(recorder: Recorder, case: Case, sizes: Sizes) -> None:
         for_flex = inputs
         if case.block < FLEX_TILE <= case.tokens:
             coarse = replace(case, block=FLEX_TILE)
-            if family in RANDOM:  # drawn in tiles of the case's own block
+            if family in RANDOM:  # random tiles of the case's own block size
                 for_flex = masked_inputs(coarse, inputs.attends, device)
             else:
                 for_flex = inputs_of(coarse, *pattern(family, coarse, device))
@@ -54,7 +54,7 @@ def bench_masks(recorder: Recorder, case: Case, sizes: Sizes) -> None:
 
 
 def pattern(family: str, case: Case, device: str | torch.device) -> tuple[SparseSymbols, Attends]:
-    """The symbols of a family, and the same mask pair by pair."""
+    """Symbols of a family, and the same mask pair by pair."""
     one_head = {"block": case.block, "device": device}
     options = {**one_head, "batch": case.batch, "heads": case.heads}
     if family == "causal":
@@ -76,7 +76,7 @@ def pattern(family: str, case: Case, device: str | torch.device) -> tuple[Sparse
 
 
 def _segments(of_512: tuple[int, ...], tokens: int) -> list[int]:
-    """The segments of 512 tokens, stretched to the sequence, or to each eighth of a long one."""
+    """Stretch the segments of 512 tokens to the sequence, or to each eighth of a long one."""
     groups = 1 if tokens <= LAUNCH_BOUND else LONG_GROUPS
     parts = [length * tokens // (512 * groups) for length in of_512] * groups
     parts[-1] += tokens - sum(parts)

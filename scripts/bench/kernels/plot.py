@@ -1,7 +1,7 @@
-"""Speed-up against sparsity with the ideal line, a panel an op and shape, like figures 6, 8, 10 and 11 of FlashOmni.
+"""Plot speed-up against sparsity with the ideal line: a panel per op and shape, as in FlashOmni's figures 6, 8, 10, 11.
 
-What predicting tiles costs gets a panel by sequence length, as SpargeAttn's table 3 has it, and so do families of
-masks, as OmniAttention's figures 4 to 8 have them.
+Two more kinds of panels are over sequence length: the overhead of tile prediction, as in SpargeAttn's table 3, and the
+mask families, as in OmniAttention's figures 4 to 8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
-LineKey = tuple[str, Hashable, Hashable]  # label, what has a colour, what has dashes
+LineKey = tuple[str, Hashable, Hashable]  # label, key of the colour, key of the dashes
 
 COLUMNS = 3
 WINDOWS = "gemm_o_window"
@@ -32,7 +32,7 @@ DOTTED = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (1, 1)), "zorder": 1
 
 
 class Line(NamedTuple):
-    """A line through points in the order of x; without a label it is not in the legend."""
+    """Line through points sorted by x; without a label it is not in the legend."""
 
     label: str | None
     points: Iterable[Point]
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Lines over an axis; ``log``: which of x and y are logarithmic, ``level``: a dotted line across."""
+    """Lines on one pair of axes; ``log``: the logarithmic axes, ``level``: y of a dotted horizontal line."""
 
     title: str
     x: str
@@ -52,7 +52,7 @@ class Panel(NamedTuple):
 
 
 def speedup_plot(document: Document, path: Path) -> bool:
-    """Writes the plot; False, and no file, where nothing was measured at two sparsities."""
+    """Write the plot; return False and write nothing unless two sparsities were measured."""
     rows = [row for row in document["results"] if row["speedup"]]
     panels = [*_sparsity_panels(rows), *_share_panels(rows), *_mask_panels(rows)]
     if not panels:
@@ -87,7 +87,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _sparsity_panels(rows: list[Row]) -> Iterator[Panel]:
-    """Speed-up by sparsity: a panel an op and shape that has two sparsities."""
+    """Speed-up by sparsity: a panel for each op and shape with at least two sparsities."""
     plotted = [row for row in rows if row["op"] in PLOTTED]
     for (op, shape), own in grouped(plotted, lambda row: (row["op"], shape_label(row["shape"]))).items():
         if len({row["sparsity"] for row in own}) > 1:
@@ -98,7 +98,7 @@ def _sparsity_panels(rows: list[Row]) -> Iterator[Panel]:
 
 
 def _share_panels(rows: list[Row]) -> Iterator[Panel]:
-    """Shares of dense attention's time by tokens: a line a part, and what the paper printed."""
+    """Overhead as a share of dense attention's time by tokens: a line per part, and the paper's figures."""
     predicted = [row for row in rows if row["op"] == PREDICTION]
     if not _have_lengths(predicted):
         return
@@ -115,7 +115,7 @@ def _share_panels(rows: list[Row]) -> Iterator[Panel]:
 
 
 def _mask_panels(rows: list[Row]) -> Iterator[Panel]:
-    """Speed-up by tokens: a panel a block and what was timed, GPU or calls; a colour a family and dashes a backend."""
+    """Speed-up by tokens: a panel per block size and timing method; colours are families, dashes are backends."""
     masked = [row for row in rows if row["op"] == MASKS and MASKS_OVER in row["speedup"]]
     hows = {True: "called from Python", False: "GPU time"}
     panels = grouped(masked, lambda row: (row["shape"]["block"], hows[row["kind"].endswith("called")]))
@@ -136,7 +136,7 @@ def _have_lengths(rows: list[Row]) -> bool:
 
 
 def _attention_lines(rows: list[Row], over: str) -> list[Line]:
-    """A colour a backend and dashes a kind; what is dense begins every kind's line. Sparse baselines by tiles."""
+    """Lines of attention, each from the dense point: colours are backends, dashes kinds; sparse baselines by tiles."""
     lines = []
     backends = grouped(rows, lambda row: row["backend"])
     for number, (backend, of_backend) in enumerate(backends.items()):
@@ -156,7 +156,7 @@ def _attention_lines(rows: list[Row], over: str) -> list[Line]:
 
 
 def _projection_lines(rows: list[Row], over: str) -> list[Line]:
-    """A line a backend and kind. Windows have a colour an N and dashes a D."""
+    """Line per backend and kind. In windows the colour is N and the dashes are D."""
     splits = 1 if rows[0]["op"] == WINDOWS else 0
 
     def key(row: Row) -> LineKey:
@@ -167,7 +167,7 @@ def _projection_lines(rows: list[Row], over: str) -> list[Line]:
 
 
 def _lines(rows: list[Row], key: Callable[[Row], LineKey], point: Callable[[Row], Point]) -> list[Line]:
-    """A line a key, through the points of its rows."""
+    """Line per key, through the points of its rows."""
     lines = grouped(rows, key)
     _, colours, dashes = (list(dict.fromkeys(part)) for part in zip(*lines, strict=True))
     return [
@@ -183,7 +183,7 @@ def _line(label: str, number: int, points: Iterable[Point], dashes: str = "-") -
 
 
 def _ideals(rows: list[Row]) -> list[Line]:
-    """The ideal lines: 1 / (1 − sparsity), or of windows one each N and D."""
+    """Ideal lines: 1 / (1 − sparsity); for windows one line for each N and D."""
     highest = max(row["sparsity"] for row in rows)
     lines = [[(highest * i / 100, 1 / (1 - highest * i / 100)) for i in range(101)]]
     if rows[0]["op"] == WINDOWS:

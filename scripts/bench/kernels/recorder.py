@@ -1,4 +1,4 @@
-"""Rows of a run: each verified, then timed, beside its baselines; what can't run is noted with its reason."""
+"""Verify and time ops and their baselines, and collect the rows; ops that can't run are noted with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.bench.kernels.clock import Timer, median_ms
 from scripts.bench.kernels.report import shape_label
 from scripts.bench.kernels.verify import Verdict
 
-Verify = Callable[[Any], Verdict]  # judges what an op gave
+Verify = Callable[[Any], Verdict]  # verifies the output of an op
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Recorder:
 
     Args:
         device: "cuda" or "cpu".
-        backends: backends to time, where an op has them.
-        log: takes one line a row.
+        backends: backends to time if an op supports them.
+        log: called with one line per row.
     """
 
     device: str
@@ -47,12 +47,12 @@ class Recorder:
         timer: Timer = median_ms,
         **figures: Any,
     ) -> float | None:
-        """Verifies and times one op, and returns its milliseconds; None where it can't run or is wrong.
+        """Verify and time one op; return its milliseconds, or None if it can't run or its result is wrong.
 
         Args:
             call: runs the op.
-            verify: judges its result; or the verdict, where that is known.
-            timer: milliseconds of a call.
+            verify: verifies its result; or a verdict that is already known.
+            timer: measures a call in ms.
             op, backend, kind, case, figures: as for :meth:`add`.
         """
         try:
@@ -79,13 +79,13 @@ class Recorder:
         unit: str = "TFLOP/s",
         baselines: dict[str, float] | None = None,
     ) -> None:
-        """Notes one row; without ``ms`` it has no speed-up.
+        """Add one row; without ``ms`` it has no speed-up.
 
         Args:
-            kind: what of the op varies beside shape and sparsity.
-            density: share that computes, as drawn.
-            ideal: speed-up over the dense baseline if time followed the work; None = 1 / density.
-            work: floating-point operations that the symbols leave, or bytes with the unit "GB/s".
+            kind: variant of the op, besides shape and sparsity.
+            density: computed share of the random symbols.
+            ideal: speed-up over the dense baseline if time were proportional to work; None = 1 / density.
+            work: floating-point operations that remain with the symbols, or bytes with the unit "GB/s".
             baselines: milliseconds of the alternatives.
         """
         baselines = baselines or {}
@@ -115,10 +115,10 @@ class Recorder:
     def baselines(
         self, place: str, makes: dict[str, Callable[[], Callable]], verify: Verify, timer: Timer = median_ms
     ) -> dict[str, float]:
-        """Milliseconds of alternatives; one that can't run here or is wrong is left out, and noted.
+        """Milliseconds of the alternatives; one that can't run or is wrong is left out and noted.
 
         Args:
-            makes: by name, what makes the call of an alternative.
+            makes: functions that make the call of an alternative, by its name.
             verify, timer: as for :meth:`time`.
         """
         times = {}
@@ -130,13 +130,13 @@ class Recorder:
                     times[name] = timer(call, self.device)
                     continue
                 reason = f"its error {verdict.error:.3g} is above {verdict.bound:.3g}"
-            except Exception as error:  # other people's packages: whatever keeps them from running is a reason to note
+            except Exception as error:  # third-party packages: any exception is a reason to note
                 reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             self._leave_out(place, name, reason)
         return times
 
     def offers(self, place: str, backend: str, call: Callable[[], object]) -> bool:
-        """Runs ``call``; False, and a note, where the backend refuses it."""
+        """Run ``call``; return False and add a note if the backend refuses it."""
         try:
             call()
         except (BackendError, UnsupportedError) as error:
@@ -146,16 +146,16 @@ class Recorder:
 
     def _leave_out(self, place: str, who: str, reason: str) -> None:
         if any((entry["who"], entry["reason"]) == (who, reason) for entry in self.left_out):
-            return  # one note will do
+            return  # noted already
         self.left_out.append({"what": place, "who": who, "reason": reason})
         self.log(f"left out: {who} for {place}: {reason}")
 
 
 def _poisoned_first(call: Callable[[], Any]) -> Any:
-    """The result of ``call``, whose memory most likely held NaN, or -1, before.
+    """Return the result of ``call``, after filling the memory of a first result with NaN or -1.
 
-    A first result is overwritten and freed, and torch's allocator hands out again what was freed last. Without it a
-    kernel that writes nothing could find the right result of the call before.
+    The first result is overwritten and freed, and torch's allocator reuses the memory freed last. Otherwise a kernel
+    that writes nothing could return the correct result of the previous call.
     """
     result = call()
     held = result.tensors() if isinstance(result, AttentionPlan) else result if isinstance(result, tuple) else [result]

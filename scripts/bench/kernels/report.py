@@ -1,4 +1,4 @@
-"""The record of a run: one JSON document, a Markdown table of it, and the union of several."""
+"""Record of a run: a JSON document, its Markdown tables, and the merge of several runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """Several runs as one document; a row that was measured again replaces the earlier one.
+    """Merge several runs into one document; a row that was measured again replaces the earlier one.
 
-    Each row keeps the number of its run, because only figures of one run may be compared.
+    Each row keeps the number of its run, because only figures of the same run may be compared.
 
     Raises:
         ShapeError: the runs are of different devices.
@@ -40,17 +40,17 @@ def merged(documents: Sequence[Document]) -> Document:
 
 
 def _identity(row: Row) -> tuple:
-    """What tells rows apart; of sparsity the share asked for is unknown, but what was drawn is the same every time."""
+    """Key of a row; it has the actual sparsity, which is equal in every run: the requested one is unknown."""
     return (*(row[name] for name in KEY), tuple(row["shape"].items()), round(row["sparsity"], 6))
 
 
 def failures(document: Document) -> list[Row]:
-    """Checks of the gate and rows that did not pass."""
+    """Failed checks of the gate and failed rows."""
     return [row for part in ("gate", "results") for row in document[part] if not row["passed"]]
 
 
 def table(document: Document) -> str:
-    """The results as Markdown, a table an op and shape."""
+    """Results as Markdown, one table per op and shape."""
     sections = ["\n".join(_heading(document))]
     for (op, shape), rows in grouped(document["results"], lambda row: (row["op"], shape_label(row["shape"]))).items():
         sections.append("\n".join([f"## {op}, {shape}", "", *_lines(rows)]))
@@ -61,7 +61,7 @@ def table(document: Document) -> str:
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """The rows by their keys, in the order in which these come first."""
+    """Group the rows by key, in order of first occurrence."""
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -69,7 +69,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Ro
 
 
 def shape_label(shape: dict[str, int]) -> str:
-    """``tokens=4608 heads=24``: what tells shapes of one op apart."""
+    """Label of a shape, such as ``tokens=4608 heads=24``."""
     return " ".join(f"{name}={length}" for name, length in shape.items() if name not in ("head_dim", "block"))
 
 
@@ -88,9 +88,9 @@ def _heading(document: Document) -> list[str]:
 
 
 def _lines(rows: Sequence[Row]) -> list[str]:
-    """One table; a column for every alternative that any of the rows has.
+    """Format one table, with a column for every alternative that any row has.
 
-    What comes beside attention, not instead of it, is given as a share of attention's time.
+    The time of ops that run in addition to attention is a share of attention's time.
     """
     names = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
     unit, is_share = rows[0]["unit"], rows[0]["op"] in SHARES

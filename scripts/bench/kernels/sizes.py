@@ -1,4 +1,4 @@
-"""The sizes that are timed: FLUX at 1K and 2K, HunyuanVideo at 33K and 118K tokens, Wan 14B at 75K; and small ones."""
+"""Sizes to time: FLUX at 1K and 2K, HunyuanVideo at 33K and 118K tokens, Wan 14B at 75K; and small ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scripts.bench.kernels.cases import Case, Projection
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that a run times.
+    """Sizes of one run.
 
     Args:
-        cases: dense cases or projections of each benchmark; those of attention are panels of the plot.
-        sparsities: shares left out, of rows, of tiles, and of both together.
+        cases: dense cases or projections of each benchmark; attention cases are panels of the plot.
+        sparsities: skipped shares of rows, of tiles, and of both together.
         window_lengths, orders: N and D of GEMM-O's windows.
-        densities: shares of the keys that stay in attention to single keys.
-        further: further ``tokens: (kind, sparsity)`` of attention, those of published figures.
+        densities: shares of the keys kept by attention to single keys.
+        further: more attention cases ``tokens: (kind, sparsity)``, from published figures.
     """
 
     cases: dict[str, tuple[Case, ...]]
@@ -55,7 +55,7 @@ FULL = Sizes(
         "lowering": _MODELS,
         "pooling": (Case(4608), Case(8192), Case(33024)),
         "symbols": (Case(8192), Case(33024)),
-        "sparge": tuple(Case(tokens) for tokens in (8192, 16384, 32768, 65536, 131072)),  # those of the paper's table 3
+        "sparge": tuple(Case(tokens) for tokens in (8192, 16384, 32768, 65536, 131072)),  # the paper's table 3
         "forecast": (Case(4608), Case(33024)),
         "slices": (Case(32760, heads=12), Case(33024)),
         "sla": (Case(32760, heads=12, block=64), Case(32760, heads=12)),  # Wan 1.3B, 480p; the paper's block is 64
@@ -94,7 +94,7 @@ TINY = Sizes(
 
 
 def sparse_cases(dense: Case, sizes: Sizes) -> Iterator[tuple[str, Case]]:
-    """``(kind, case)``: "dense" first, then "rows", "tiles" and "both" by rising sparsity."""
+    """Yield ``(kind, case)``: "dense" first, then "rows", "tiles" and "both" by rising sparsity."""
     yield "dense", dense
     wanted = [(kind, s) for kind in ("rows", "tiles", "both") for s in sizes.sparsities if s > 0]
     for kind, sparsity in sorted(wanted + list(sizes.further.get(dense.tokens, ())), key=lambda pair: pair[1]):

@@ -1,4 +1,4 @@
-"""SLA, forward and backward, whole and part by part, beside dense attention and its gradients."""
+"""Time SLA, forward and backward, whole and part by part, against dense attention and its gradients."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from scripts.bench.kernels.verify_attention import (
     verify_sla_rows,
 )
 
-SAMPLES = 4  # rows that are compared with float64, of queries and of keys each
-SHORT_TOKENS = 1500  # at most, where all gradients are
+SAMPLES = 4  # rows of queries and of keys compared with float64
+SHORT_TOKENS = 1500  # limit for comparing all gradients
 
 
 def bench_sla(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """A module as it is made (5% critical, 10% negligible, softmax), with a random projection."""
+    """Time a module with default settings (5% critical, 10% negligible, softmax) and a random projection."""
     inputs = make_inputs(case, recorder.device)
     qkv, do = inputs.qkv(), inputs.features()
     module = make_module(inputs)
     forward, backward = _judge(module, inputs, qkv, do)
     symbols = _symbols(module, *qkv[:2])
     density = classes_of(symbols)[0].float().mean().item()
-    names = [name for name in DENSE[recorder.device] if name in ("sdpa", *SDPA_BACKENDS)]  # torch's own have gradients
+    names = [name for name in DENSE[recorder.device] if name in ("sdpa", *SDPA_BACKENDS)]  # these have gradients
     dense = time_baselines(recorder, names, f"sla {case.name}", qkv, inputs)
     judge = partial(verify_attention_gradients, qkv=qkv, do=do, inputs=inputs, samples=1)
     makes = {name: partial(_dense_backward, name, qkv, do) for name in names}
     dense_backward = recorder.baselines(f"sla backward {case.name}", makes, judge)
-    # The chain is timed within a CUDA graph: launches by Python hide behind a model's other work. What training runs,
-    # which keeps more, is timed as it is called.
+    # The chain is timed within a CUDA graph: in a model other work hides the launches. The training call keeps more
+    # tensors and is timed as called.
     runs = (
         ("sla forward", _forward_parts(module, qkv, symbols), forward, dense, replayed_ms),
         ("sla forward", {"whole, for training": partial(module, *_leaves(qkv))}, forward, dense, median_ms),
@@ -65,8 +65,8 @@ def make_module(inputs: Inputs) -> SparseLinearAttention:
 
 
 def _judge(module: SparseLinearAttention, inputs: Inputs, qkv: QKV, do: torch.Tensor) -> tuple[Verdict, Verdict]:
-    """Forward and backward: rows of the size itself, and all gradients of a short sequence of its kind."""
-    weight = module.projection.weight.detach().to(qkv[0].dtype)  # as the products take it
+    """Verify forward and backward: rows at full size, and all gradients of a similar short sequence."""
+    weight = module.projection.weight.detach().to(qkv[0].dtype)  # in the dtype of the products
     with torch.no_grad():
         inference = module(*qkv)
     out, (dq, *_) = _run(module, qkv, do)
@@ -84,7 +84,7 @@ def _judge(module: SparseLinearAttention, inputs: Inputs, qkv: QKV, do: torch.Te
 
 
 def _run(module: SparseLinearAttention, qkv: QKV, do: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The output, and the gradients of q, k, v and the projection."""
+    """Return the output, and the gradients of q, k, v and the projection."""
     leaves = _leaves(qkv)
     out = module(*leaves)
     return out.detach(), torch.autograd.grad(out, (*leaves, module.projection.weight), do)
@@ -135,6 +135,6 @@ def _backward_parts(module: SparseLinearAttention, qkv: QKV, do: torch.Tensor) -
 
 
 def _dense_backward(name: str, qkv: QKV, do: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Gradients of q, k and v ``[B, S, H, D]``."""
+    """Compute the gradients of q, k and v ``[B, S, H, D]``."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     return partial(torch.autograd.grad, sdpa(name, *leaves), leaves, do, retain_graph=True)

@@ -1,7 +1,7 @@
-"""Slices: attention to single keys by the share of keys that stay, what finding them costs, and what their masks hold.
+"""Time attention to single keys by the share of kept keys, the overhead of choosing keys, and the memory of the masks.
 
-Every row-block has its own random keys. FG-Attn keeps them in an int32 list of full length a row-block; a line through
-the times says how nearly time follows the keys.
+Every row-block has its own random keys. FG-Attn stores them in an int32 list of full length for each row-block. A line
+fitted to the times shows how close they are to proportional to the number of keys.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scripts.bench.kernels.recorder import Recorder
 from scripts.bench.kernels.sizes import Sizes
 from scripts.bench.kernels.verify import Verdict
 
-SAMPLED = ((0, 0), (0.5, 0.4), (1, 1))  # where the rows lie whose keys are compared, of all heads and row-blocks
+SAMPLED = ((0, 0), (0.5, 0.4), (1, 1))  # relative positions of the compared rows among all heads and row-blocks
 KEY_THRESHOLD = 0.5  # of 1 / N, FG-Attn's
-DIFFERING = 2e-3  # share of keys that may stay or go by rounding
-PAPER_BYTES = 4  # of a list's entry, one a key and row-block
-MEMORY_SHARE = 1 / 8  # of the paper's, that ours may take at most
-STRAIGHT = 0.25  # largest deviation from the line that passes for one
+DIFFERING = 2e-3  # share of keys that rounding may decide differently
+PAPER_BYTES = 4  # of a list entry, one per key and row-block
+MEMORY_SHARE = 1 / 8  # maximum of our memory as a share of the paper's
+STRAIGHT = 0.25  # largest deviation from the line
 
 
 def bench_slices(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
-    """Whole tiles, single keys of every density, the two masks of FG-Attn and their memory."""
+    """Time whole tiles, single keys at every density, the two masks of FG-Attn, and measure their memory."""
     inputs = make_inputs(dense, recorder.device)
     qkv = inputs.qkv()
     baselines = time_baselines(recorder, DENSE[recorder.device][:1], f"slices {dense.name}", qkv, inputs)
@@ -62,7 +62,7 @@ def _bench_attention(
 
 
 def straight_line(points: dict[float, float]) -> tuple[float, float, float]:
-    """Least squares through ``density: ms``: ms at density 0, ms at 1 beyond those, and the largest relative miss."""
+    """Fit a line to ``density: ms``: ms at density 0, extra ms at density 1, and the largest relative error."""
     density, ms = (torch.tensor(list(values), dtype=torch.float64) for values in (points.keys(), points.values()))
     columns = torch.stack([torch.ones_like(density), density], 1)
     line = torch.linalg.lstsq(columns, ms[:, None]).solution
@@ -71,13 +71,13 @@ def straight_line(points: dict[float, float]) -> tuple[float, float, float]:
 
 
 def random_slices(case: Case, density: float, device: torch.device, *, whole: bool = False) -> SparseSymbols:
-    """Every row computes; each key of a row stays with probability ``density``, or all do as whole tiles."""
+    """Compute every row; keep each key of a row with probability ``density``, or all keys as whole tiles."""
     generator = torch.Generator(device).manual_seed(0)
     blocks = block_count(case.tokens, case.block)
     tiles = torch.full((case.batch, case.heads, blocks, blocks), whole, device=device)
     rows = torch.ones(case.batch, blocks, case.heads, dtype=torch.bool, device=device)
     bits = []
-    for _ in range(case.heads):  # one head's random numbers at a time: they take 32 times what the bits take
+    for _ in range(case.heads):  # one head's random numbers at a time: they take 32 times the memory of the bits
         keys = torch.rand(case.batch, 1, blocks, blocks * case.block, generator=generator, device=device)
         bits.append(kernels.pack_bits((keys < density) & (not whole)))
     return SparseSymbols(
@@ -87,14 +87,14 @@ def random_slices(case: Case, density: float, device: torch.device, *, whole: bo
 
 
 def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, float]) -> None:
-    """From q and k to symbols; queries of a block are alike but for noise, as neighbours in a clip are."""
+    """Time q and k to symbols; queries of a block differ only by noise, like neighbouring tokens of a video."""
     _, k, v = qkv
     layout = TokenLayout(0, case.tokens, case.block)
     q = block_means(qkv[0], case.block).repeat_interleave(case.block, 1)[:, : case.tokens]
     q = q * 2 * case.block**0.5 + qkv[0]
     backend = "triton" if recorder.device == "cuda" else "reference"
     for mask in ("exact", "average_query"):
-        config = SimpleNamespace(mask=mask, key_threshold=KEY_THRESHOLD)  # a preset's section, without its package
+        config = SimpleNamespace(mask=mask, key_threshold=KEY_THRESHOLD)  # a preset's section without its package
         call = partial(fg_attn.FgAttn().draw, q, k, layout, config)
         inputs = inputs_of(case, call())
         pairs = case.heads * inputs.plan.blocks * case.tokens * case.batch
@@ -108,7 +108,7 @@ def _bench_masks(recorder: Recorder, qkv: QKV, case: Case, baselines: dict[str, 
 
 
 def _judge_mask(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, mask: str) -> Verdict:
-    """The share of keys, in rows here and there, that stay or go unlike in float64."""
+    """Share of keys, in sampled rows, that float64 decides differently."""
     wrong, tokens = [], inputs.case.tokens
     for place in SAMPLED:
         h, row = (int(share * (length - 1)) for share, length in zip(place, inputs.rows.shape[1:], strict=True))
@@ -123,7 +123,7 @@ def _judge_mask(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, mask: str) -> 
 
 
 def _note_memory(recorder: Recorder, mask: str, call: Callable[[], SparseSymbols], qkv: QKV, case: Case) -> None:
-    """Most bytes at a time of masks and what is made of them, from q and k to the output, as the row's error."""
+    """Record peak bytes of masks and the tensors made from them, from q and k to the output, as the row's error."""
     paper = case.batch * case.heads * block_count(case.tokens, case.block) * case.tokens * PAPER_BYTES
     out = torch.empty_like(qkv[0])
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""SpargeAttn: what predicting costs beside dense attention, and what its kernel options give on top of skipped tiles.
+"""Time SpargeAttn: prediction against dense attention, and the gain of its kernel options on top of skipped tiles.
 
-Queries and keys lie around a direction for each block, as tokens of a clip do, but for one block in ten, which has
-none: random ones would all be judged unlike, and a softmax over them has no tile that could be left out.
+Queries and keys of a block lie around a common direction, like tokens of a video; one block in ten has none. With
+fully random ones every block would count as dissimilar, and softmax would leave no tile to skip.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from scripts.bench.kernels.verify import Verdict
 TAU_KV, SIMILARITY = 0.05, 0.5
 # Prediction as a share of full attention, by tokens, on the paper's GPU (SpargeAttn, table 3).
 PAPER_SHARES = {8192: 0.0378, 16384: 0.0182, 32768: 0.00911, 65536: 0.00612, 131072: 0.00516}
-DIRECTION, NOISE = 2.0, 0.25  # scores of a tile then lie 4 apart from tile to tile, and 0.7 within one
-UNLIKE = 0.1  # share of blocks whose tokens have no direction in common
+DIRECTION, NOISE = 2.0, 0.25  # scores differ by 4 between tiles, and by 0.7 within one
+UNLIKE = 0.1  # share of blocks whose tokens have no common direction
 PV_THRESHOLD = -8.0
-PV_BOUND = 0.02  # relative L2 error of the output where every tile may lose e^-8 of the best key's weight
+PV_BOUND = 0.02  # relative L2 error of the output if every tile may lose e^-8 of the best key's weight
 SKIPPED = (0.0, 0.5, 0.8)
 
 
 def bench_sparge(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """Prediction and attention, beside dense attention."""
+    """Time prediction and attention, and dense attention for comparison."""
     inputs = make_inputs(case, recorder.device)
     qkv = _clustered(inputs), _clustered(inputs), inputs.features()
     dense = time_baselines(recorder, DENSE[recorder.device][:1], f"sparge {case.name}", qkv, inputs)
@@ -48,7 +48,7 @@ def bench_sparge(recorder: Recorder, case: Case, sizes: Sizes) -> None:
 
 
 def _clustered(inputs: Inputs) -> torch.Tensor:
-    """``[B, S, H, D]``: each block's direction, and noise."""
+    """Features ``[B, S, H, D]``: each block's direction plus noise."""
     case = inputs.case
     blocks = -(-case.tokens // case.block)
     direction = inputs.normal(case.batch, blocks, case.heads, case.head_dim, scale=DIRECTION)
@@ -61,13 +61,13 @@ def _clustered(inputs: Inputs) -> torch.Tensor:
 def _bench_prediction(
     recorder: Recorder, case: Case, q: torch.Tensor, k: torch.Tensor, dense: dict[str, float]
 ) -> None:
-    """From q and k to a plan, with the judge of self-similarity."""
+    """Time q and k to a plan, including the self-similarity test."""
     layout = TokenLayout(0, case.tokens, case.block)
     pool = partial(kernels.pooled_map, q, k, case.block)
     pooled = pool()
     predicted = _symbols(q, pooled, layout)
     expected = _symbols(q, pool(backend="reference"), layout)
-    # Tiles may differ from those of the reference's map where a mass lies at the threshold.
+    # Tiles may differ from the reference's map where a mass lies at the threshold.
     chosen = Verdict(verify.differing(predicted.skip_bits, expected.skip_bits, layout.blocks), DIFFERING)
     verdict = verify.worst([chosen, verify.verify_plan(kernels.lower(predicted), predicted)])
     density = kernels.unpack_bits(predicted.skip_bits, layout.blocks).float().mean().item()
@@ -90,7 +90,7 @@ def _symbols(q: torch.Tensor, pooled: PooledMap, layout: TokenLayout) -> SparseS
 
 
 def _bench_options(recorder: Recorder, case: Case, clustered: QKV, normal: QKV, dense: dict[str, float]) -> None:
-    """Attention in 8 bits and with λ, each beside the same tiles in full precision and without."""
+    """Time attention in 8 bits and with λ, each against the same tiles in full precision and without λ."""
     both = {"qk_dtype": "int8", "pv_threshold": PV_THRESHOLD}
     variants = {
         "": (normal, None, {}),

@@ -1,7 +1,7 @@
-"""From q and k to a plan, and the forecast: what sparse attention costs beside itself.
+"""Time the overhead of sparse attention, from q and k to a plan, and the forecast.
 
-Chains of small kernels are timed inside a CUDA graph, without Python's launches: in a step that the GPU bounds those
-happen while it is still busy with what came before.
+Chains of small kernels are timed inside a CUDA graph, without Python's launches: in a GPU-bound step Python launches
+them while the GPU still runs earlier kernels.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scripts.bench.kernels.verify import Verdict
 
 TEXT_TOKENS = 512  # FLUX's prompt
 TAU_Q, TAU_KV = 0.5, 0.15  # FlashOmni's thresholds
-DIFFERING = 1e-3  # share of decisions that may differ from the references' by rounding
+DIFFERING = 1e-3  # share of decisions that rounding may change compared with the references
 FORECASTS = {"M=2": (1.5, -0.5), "M=3": (1.875, -1.25, 0.375)}
 REUSED = 0.5
 
 
 def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
-    """``lower`` into a plan that is there, and ``pack_bits`` of its tiles."""
+    """Time ``lower`` into an existing plan, and ``pack_bits`` of its tiles."""
     inputs = make_inputs(replace(dense, rows=0.5, tiles=0.5), recorder.device)
     common = {"density": inputs.density, "ideal": 1.0, "timer": replayed_ms}
     for backend in recorder.backends:
@@ -46,7 +46,7 @@ def bench_lowering(recorder: Recorder, dense: Case, sizes: Sizes) -> None:
 
 
 def bench_pooling(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """The pooled map, by the bytes of q and k."""
+    """Time the pooled map by the bytes of q and k."""
     inputs = make_inputs(case, recorder.device)
     q, k = inputs.features() + 0.5, inputs.features() + 0.5
     judge = partial(_judge_pooled, q, k, case.block)
@@ -61,7 +61,7 @@ def _judge_pooled(q: torch.Tensor, k: torch.Tensor, block: int, pooled: kernels.
 
 
 def bench_symbols(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """All that makes a plan, pooled map, scores, masks, packing and lowering, and its parts; beside dense attention."""
+    """Time the whole path to a plan (pooled map, scores, masks, packing, lowering), its parts, and dense attention."""
     inputs = make_inputs(case, recorder.device)
     qkv = inputs.qkv()
     q, k, _ = qkv
@@ -88,7 +88,7 @@ def bench_symbols(recorder: Recorder, case: Case, sizes: Sizes) -> None:
 
 
 def _select(probabilities: torch.Tensor, layout: TokenLayout, backend: str = "auto") -> SparseSymbols:
-    """Symbols of FlashOmni's rows and SpargeAttn's tiles, as a site of level head makes them."""
+    """Compute symbols with FlashOmni's rows and SpargeAttn's tiles, as an attention layer at level head does."""
     text, vision = layout.text_blocks, layout.vision_blocks
     rows = select_rows(probabilities, TAU_Q, text=text, vision=vision, backend=backend)
     tiles = select_tiles(probabilities, TAU_KV, always=text, backend=backend)
@@ -96,13 +96,13 @@ def _select(probabilities: torch.Tensor, layout: TokenLayout, backend: str = "au
 
 
 def _judge_symbols(actual: SparseSymbols, expected: SparseSymbols) -> Verdict:
-    """The share of rows and tiles that the references decide otherwise, because a mass lies at the threshold."""
+    """Share of rows and tiles that the references decide differently, because a mass lies at the threshold."""
     rows = verify.differing(actual.cache_bits, expected.cache_bits, actual.heads)
     return Verdict(max(rows, verify.differing(actual.skip_bits, expected.skip_bits, actual.blocks)), DIFFERING)
 
 
 def bench_forecast(recorder: Recorder, case: Case, sizes: Sizes) -> None:
-    """The weighted sum by the bytes it must move, beside what a copy reaches; whole, and into reused rows only."""
+    """Time the weighted sum by the bytes it must move, against a copy; for all rows, and into reused rows only."""
     inputs = make_inputs(replace(case, rows=1 - REUSED), recorder.device)
     history = [inputs.features() for _ in range(3)]
     out = inputs.features()
@@ -111,7 +111,7 @@ def bench_forecast(recorder: Recorder, case: Case, sizes: Sizes) -> None:
         used, plan = history[: len(weights)], inputs.plan if reuses else None
         judge = partial(verify.verify_weighted_sum, history=used, weights=weights, inputs=inputs if reuses else None)
         share = 1 - inputs.row_density if reuses else 1.0
-        work = share * (len(used) + 1) * out.nbytes  # read every entry, write the sum
+        work = share * (len(used) + 1) * out.nbytes  # reads every entry, writes the sum
         baselines = {"copy of as many bytes": copy_ms * work / (2 * out.nbytes)}
         figures = {"density": share, "ideal": 1.0, "work": work, "unit": "GB/s", "baselines": baselines}
         for backend in recorder.backends:

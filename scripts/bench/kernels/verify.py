@@ -1,7 +1,7 @@
-"""Is an op's result right: its largest error against float64, at every token or, where sequences are long, at samples.
+"""Compare an op's result with float64: the largest error at every token, or at sampled tokens of long sequences.
 
-A result passes when its error is at most twice that of the dense computation in its own precision plus the rounding of
-the largest value, and when whatever the symbols mark as reused is untouched.
+A result passes if its error is at most twice the error of the dense computation in its own precision plus the rounding
+of the largest value, and if everything that the symbols mark as reused is unchanged.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dit_accel import kernels
 from dit_accel.kernels.symbols import AttentionPlan, SparseSymbols
 from scripts.bench.kernels.cases import Inputs
 
-# Half-precision results are rounded once, from float32 sums. Results in float32 carry the rounding of the sums
-# themselves, which depends on their order.
+# Half-precision results are rounded once, from float32 sums. Float32 results carry the rounding of the sums, which
+# depends on their order.
 ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16)}
 ROUNDING[torch.float32] = 4 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest error, how large it may be, and whether reused parts were left alone."""
+    """Largest error, its bound, and whether reused parts are unchanged."""
 
     error: float
     bound: float
@@ -37,13 +37,13 @@ class Verdict:
         return self.untouched and self.error <= self.bound  # NaN fails
 
     def fields(self) -> dict[str, Any]:
-        """As columns of a JSON row, where an error that is no number is None."""
+        """Columns of a JSON row; an error of NaN becomes None."""
         error = self.error if math.isfinite(self.error) else None
         return {"error": error, "bound": self.bound, "untouched": self.untouched, "passed": self.passed}
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict with the largest error for its bound, a failed one before any that passed."""
+    """Return the verdict with the largest error relative to its bound; a failed one comes before any that passed."""
     return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.error / max(verdict.bound, 1e-30)))
 
 
@@ -54,9 +54,9 @@ def judge(
     untouched: bool = True,
     relative_bound: float | None = None,
 ) -> Verdict:
-    """``actual`` against the float64 ``exact``, beside the dense computation ``low`` in its own precision.
+    """Compare ``actual`` with the float64 ``exact``; ``low`` is the dense computation in the op's own precision.
 
-    ``relative_bound``: judge ``‖actual − exact‖ / ‖exact‖`` by it instead, for quantised attention.
+    ``relative_bound``: limit ``‖actual − exact‖ / ‖exact‖`` by this bound instead, for quantised attention.
     """
     if relative_bound is not None:
         return Verdict(float((actual.double() - exact).norm() / exact.norm()), relative_bound, untouched)
@@ -65,24 +65,24 @@ def judge(
 
 
 def exactly(same: bool) -> Verdict:
-    """The verdict on what has no error, but is as it should be or is not."""
+    """Verdict on a result without an error value: equal or not."""
     return Verdict(0.0 if same else math.inf, 0.0)
 
 
 def differing(actual: torch.Tensor, expected: torch.Tensor, length: int) -> float:
-    """The share of packed bits, ``length`` a row, that are not as expected."""
+    """Share of packed bits, ``length`` per row, that differ from the expected ones."""
     return (kernels.unpack_bits(actual, length) != kernels.unpack_bits(expected, length)).double().mean().item()
 
 
 def verify_packing(packed: torch.Tensor, inputs: Inputs) -> Verdict:
-    """The bytes are the reference's, which unpack to the tiles of ``inputs``."""
+    """Verify that the bytes equal the reference's, which unpack to the tiles of ``inputs``."""
     same = torch.equal(packed, kernels.pack_bits(inputs.tiles, backend="reference"))
     unpacked = kernels.unpack_bits(packed, inputs.tiles.shape[-1], backend="reference")
     return exactly(same and torch.equal(unpacked, inputs.tiles))
 
 
 def verify_plan(plan: AttentionPlan, symbols: SparseSymbols) -> Verdict:
-    """Every list of the plan is the reference's, as far as its count says that it means anything."""
+    """Verify that every list of the plan equals the reference's, up to its count."""
     expected = kernels.lower(symbols, backend="reference")
     same = torch.equal(plan.mask64, expected.mask64)
     if plan.full_count is not None:
@@ -107,7 +107,7 @@ def verify_gemm_q(
     samples: int | None = None,
     poisoned: bool = False,
 ) -> Verdict:
-    """Queries that compute, ``[B, S, H, D]``, in ``samples`` row-blocks of all heads (None = all)."""
+    """Verify the computed queries ``[B, S, H, D]`` in ``samples`` row-blocks of all heads (None = all)."""
     tokens = _tokens(inputs, samples)
     chosen = inputs.computed[:, tokens]
     tables = None if rope is None else tuple(table[tokens] for table in rope)
@@ -117,7 +117,7 @@ def verify_gemm_q(
 
 
 def dense_query(x, weight, bias, head_dim, norm_weight, rope, dtype: torch.dtype) -> torch.Tensor:
-    """The query projection of every head ``[B, S, H, D]``; norm and rotation in float32 or wider, as in a model."""
+    """Project queries of every head ``[B, S, H, D]``; norm and rotation in float32 or wider, as in a model."""
     query = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)).unflatten(-1, (-1, head_dim))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if norm_weight is not None:
@@ -140,7 +140,7 @@ def verify_gemm_o_update(
     *,
     samples: int | None = None,
 ) -> dict[str, Verdict]:
-    """The dense output and each B_m; ``features`` are o and its history, ``[B, S, H, D]``."""
+    """Verify the dense output and each B_m; ``features`` are o and its history, ``[B, S, H, D]``."""
     tokens = _tokens(inputs, samples)
     computed = inputs.computed[:, tokens, :, None]
     verdicts = {"out": judge(out[:, tokens], *_linears(features[0][:, tokens], weight, bias))}
@@ -160,7 +160,7 @@ def verify_gemm_o_dispatch(
     *,
     samples: int | None = None,
 ) -> Verdict:
-    """``Σ_m w_m B_m`` plus the heads that compute; reused rows of ``o`` don't count, whatever they hold."""
+    """Verify ``Σ_m w_m B_m`` plus the computed heads; reused rows of ``o`` must have no effect."""
     tokens = _tokens(inputs, samples)
     kept = torch.where(inputs.computed[:, tokens, :, None], o[:, tokens], 0.0)
     exact, low = _linears(kept, weight, None)
@@ -170,7 +170,7 @@ def verify_gemm_o_dispatch(
 
 
 def verify_pooled_map(actual: kernels.PooledMap, q: torch.Tensor, k: torch.Tensor, block: int) -> dict[str, Verdict]:
-    """Each part of a pooled map, beside the reference's, which computes in float32."""
+    """Verify each part of a pooled map against the reference, which computes in float32."""
     low = kernels.pooled_map(q, k, block, backend="reference")
     (q_mean, q_similarity), (k_mean, k_similarity) = (_block_statistics(x.double(), block) for x in (q, k))
     centred = k_mean - k.double().mean(1)[:, :, None]
@@ -185,7 +185,7 @@ def verify_pooled_map(actual: kernels.PooledMap, q: torch.Tensor, k: torch.Tenso
 def verify_weighted_sum(
     out: torch.Tensor, history: Sequence[torch.Tensor], weights: Sequence[float], inputs: Inputs | None = None
 ) -> Verdict:
-    """A weighted sum; with ``inputs`` of the rows that they reuse, in an ``out`` that was NaN before."""
+    """Verify a weighted sum; with ``inputs`` only their reused rows are written, into an ``out`` filled with NaN."""
     exact, low = (
         sum(factor * features.to(dtype) for factor, features in zip(weights, history, strict=True))
         for dtype in (torch.float64, out.dtype)
@@ -197,7 +197,7 @@ def verify_weighted_sum(
 
 
 def _linears(features, weight, bias) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output projection of ``[B, S, H, D]`` in float64 and in the features' precision."""
+    """Project ``[B, S, H, D]`` in float64 and in the features' precision."""
     flat = features.flatten(2)
     exact = F.linear(flat.double(), weight.double(), None if bias is None else bias.double())
     return exact, F.linear(flat, weight, bias)
@@ -212,7 +212,7 @@ def _block_statistics(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.
 
 
 def _tokens(inputs: Inputs, samples: int | None) -> torch.Tensor:
-    """Tokens of ``samples`` row-blocks, the ragged last one among them."""
+    """Tokens of ``samples`` row-blocks, including the ragged last one."""
     case = inputs.case
     blocks = spread(torch.arange(inputs.rows.shape[-1], device=inputs.rows.device), samples)
     tokens = (blocks[:, None] * case.block + torch.arange(case.block, device=blocks.device)).flatten()
@@ -220,14 +220,14 @@ def _tokens(inputs: Inputs, samples: int | None) -> torch.Tensor:
 
 
 def spread(entries: torch.Tensor, samples: int | None) -> torch.Tensor:
-    """So many of the entries, evenly spread, the last one among them."""
+    """Return ``samples`` evenly spread entries, including the last one."""
     if samples is None or samples >= len(entries):
         return entries
     return entries[torch.linspace(0, len(entries) - 1, samples + 1, device=entries.device).round().long()[1:]]
 
 
 def only_nan_where(out: torch.Tensor, reused: torch.Tensor) -> bool:
-    """Reused (token, head) pairs are all NaN, and the others hold none."""
+    """Return True if reused (token, head) pairs are all NaN and the others have no NaN."""
     is_nan = out.isnan()
     return torch.equal(is_nan.all(-1), reused) and torch.equal(is_nan.any(-1), reused)
 

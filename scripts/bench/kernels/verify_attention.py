@@ -1,6 +1,6 @@
-"""Are attention, linear attention and their gradients right: in float64, at every row that computes or at samples.
+"""Compare attention, linear attention and their gradients with float64, at every computed row or at samples.
 
-A row is a sample, a head and a block of queries. SLA's critical and marginal tiles are masks over pairs of tokens here.
+A row is a sample, a head and a block of queries. SLA's critical and marginal tiles are masks over token pairs here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dit_accel.kernels.symbols import SparseSymbols
 from scripts.bench.kernels.cases import QKV, Inputs
 from scripts.bench.kernels.verify import Verdict, judge, only_nan_where, spread, worst
 
-Compared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # actual, exact, low, as judge takes them
+Compared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # actual, exact, low, as judge expects them
 Classes = tuple[torch.Tensor, torch.Tensor]  # critical and marginal tiles, bool [B, H, T, T] each
 
 
 def classes_of(symbols: SparseSymbols) -> Classes:
-    """Unpacked by the reference; every row computes."""
+    """Unpack the classes with the reference; every row is computed."""
     bits = symbols.skip_bits, symbols.linear_bits
     critical, marginal = (unpack_bits(each, symbols.blocks, backend="reference") for each in bits)
     return critical, marginal
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-    """One head's attention in the tensors' own precision; 0 where a query has no key. ``keep``: pairs that attend."""
+    """One head's attention in the tensors' own precision; 0 where a query has no key. ``keep``: attended pairs."""
     scores = q @ k.T * q.shape[-1] ** -0.5
     if keep is not None:
         scores = scores.masked_fill(~keep, -math.inf)
@@ -37,7 +37,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor
 def attend_linearly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Linear attention, feature map softmax, likewise; ``[..., n, D]`` over ``[..., S, D]``."""
+    """Linear attention of ``[..., n, D]`` over ``[..., S, D]`` in their own precision, with feature map softmax."""
     weights = q.softmax(-1) @ k.softmax(-1).transpose(-1, -2)
     if keep is not None:
         weights = weights * keep
@@ -51,7 +51,7 @@ def attend_as_sla(q, k, v, weight, is_critical: torch.Tensor, is_marginal: torch
     Args:
         k, v: ``[..., S, D]``.
         weight: the projection ``[D, D]``.
-        is_critical, is_marginal: which pairs attend, and which linear attention stands for: bool ``[..., n or 1, S]``.
+        is_critical, is_marginal: attended pairs, and pairs of linear attention: bool ``[..., n or 1, S]``.
     """
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     lowest = torch.finfo(q.dtype).min  # finite, so that a query without a key has gradients
@@ -69,12 +69,12 @@ def verify_attention(
     relative_bound: float | None = None,
     attend: Callable[..., torch.Tensor] = attend,
 ) -> Verdict:
-    """Rows of ``out`` against float64.
+    """Compare rows of ``out`` with float64.
 
     Args:
-        out: ``[B, S, H, D]``, as q, k and v are.
-        samples: rows to look at, the last one among them; None = all that compute.
-        poisoned: ``out`` was NaN before, and its reused rows must still be.
+        out: ``[B, S, H, D]``, like q, k and v.
+        samples: number of rows to compare, including the last; None = all computed rows.
+        poisoned: ``out`` was filled with NaN, and its reused rows must still be NaN.
         relative_bound: as for :func:`judge`.
         attend: :func:`attend`, or :func:`attend_linearly` over the tiles of ``inputs``.
     """
@@ -94,26 +94,26 @@ def verify_attention(
 
 
 def verify_attention_gradients(gradients: QKV, qkv: QKV, do: torch.Tensor, inputs: Inputs, samples: int) -> Verdict:
-    """The worst of dq, dk and dv for attention over the tiles of ``inputs`` (FULL ones) whose output has gradient do.
+    """Return the worst verdict on dq, dk and dv of attention over the FULL tiles of ``inputs``, for output gradient do.
 
     Args:
         gradients: dq, dk, dv ``[B, S, H, D]``.
-        qkv: q, k, v likewise.
-        do: likewise.
-        samples: rows where dq is looked at, and key blocks where dk and dv are; those are summed over all rows that
-            attend to the block.
+        qkv: q, k, v ``[B, S, H, D]``.
+        do: gradient of the output ``[B, S, H, D]``.
+        samples: number of rows where dq is compared, and of key blocks where dk and dv are; these sum over all rows
+            that attend to the block.
     """
     (dq, dk, dv), (q, k, v) = gradients, qkv
     dtypes = torch.float64, q.dtype
 
     def of_row(b: int, h: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What a row gives to dq, and to dk and dv of the keys that it attends to, ascending."""
+        """Return a row's dq, and its contribution to dk and dv of the keys that it attends to, ascending."""
         queries, keys = inputs.tokens_of(row), inputs.keys_of(b, h, row)
         leaves = [x.to(dtype).requires_grad_() for x in (q[b, queries, h], k[b, keys, h], v[b, keys, h])]
         return torch.autograd.grad(attend(*leaves), leaves, do[b, queries, h].to(dtype))
 
     def of_keys(b: int, h: int, column: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """dk and dv of a key block, from all rows that attend to it; sums are in float32 at least."""
+        """Return dk and dv of a key block from all rows that attend to it; sums are in float32 at least."""
         tokens, sums = inputs.tokens_of(column), [0.0, 0.0]
         for row in inputs.tiles[b, h, :, column].nonzero().flatten().tolist():
             keys = inputs.keys_of(b, h, row)
@@ -143,7 +143,7 @@ def verify_sla_rows(
     inputs: Inputs,
     samples: int,
 ) -> list[Verdict]:
-    """``out`` and the gradient dq of so many rows."""
+    """Compare ``samples`` rows of ``out`` and of the gradient dq."""
     case, (q, k, v) = inputs.case, qkv
 
     def compare(b: int, h: int, row: int) -> list[Compared]:
@@ -168,7 +168,7 @@ def verify_sla_gradients(
     classes: Classes,
     block: int,
 ) -> Verdict:
-    """dq, dk, dv and the projection's gradient of a whole, short sequence, the worst of them."""
+    """Return the worst verdict on dq, dk, dv and the projection's gradient of a whole, short sequence."""
     tokens = do.shape[1]
     pairs = [tiles.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :tokens, :tokens] for tiles in classes]
     both = []
@@ -183,9 +183,9 @@ def verify_sla_gradients(
 def _judge_each(
     entries: torch.Tensor, samples: int | None, compare: Callable[[int, int, int], Iterable[Compared]], **options
 ) -> list[Verdict]:
-    """A verdict for each result that ``compare`` gives, over ``samples`` of the True entries (None = all).
+    """Return a verdict for each result of ``compare``, over ``samples`` of the True entries (None = all).
 
-    ``options``: those of :func:`judge`. No verdict where no entry is True.
+    ``options``: passed to :func:`judge`. Without a True entry there is no verdict.
     """
     by_entry = [compare(*entry) for entry in spread(entries.nonzero(), samples).tolist()]
     return [judge(*map(torch.cat, zip(*each, strict=True)), **options) for each in zip(*by_entry, strict=True)]

@@ -1,4 +1,4 @@
-"""One model on one device, in the denoising loop of its pipeline: what a step takes, and how busy the GPU is in it."""
+"""Run one model on one device in the denoising loop of its pipeline; measure step times and GPU occupancy."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .models import Model, variant
 
 STEPS = 50
 TIMED_STEPS = 3  # a dense step varies by less than 1%
-UNPROFILED_STEPS = 4  # after which a loop has met every kernel, those of its longest history among them
+UNPROFILED_STEPS = 4  # by then a loop has launched every kernel, including those with the longest history
 PROFILED_STEPS = 2
 OF_REPORT = ("estimated_bytes", "memory_measures", "replayed", "not_captured", "notes", "fallbacks")  # kept with a row
-CUDNN = "_native_cudnn"  # diffusers' name of torch's attention by cuDNN alone; "native" lets torch choose
+CUDNN = "_native_cudnn"  # diffusers' name for torch attention with cuDNN only; "native" lets torch choose
 
 
 class Bench:
-    """A model with a scheduler, which :func:`dit_accel.accelerate_pipeline` takes for a pipeline.
+    """Model with a scheduler, which :func:`dit_accel.accelerate_pipeline` accepts like a pipeline.
 
     Args:
-        model: what to build.
+        model: model to build.
         device: "cuda" (bf16) or "cpu" (float32).
-        timed_steps: of the dense runs.
-        transformer: of the model, where it is built already.
+        timed_steps: number of timed dense steps.
+        transformer: the model's transformer, if it is already built.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Bench:
             torch.set_default_dtype(default)
 
     def variant(self, name: str) -> Bench:
-        """The same transformer in one of the model's variants."""
+        """Use the same transformer in one of the model's variants."""
         return Bench(variant(self.model, name), self.device.type, self.timed_steps, self.transformer)
 
     @torch.no_grad()
     def loop(self, steps: int) -> Iterator[torch.Tensor]:
-        """A denoising loop as diffusers' pipelines have it; each ``next`` takes a step and gives the velocity."""
+        """Run a denoising loop like diffusers' pipelines; each ``next`` runs one step and returns the velocity."""
         self.scheduler.set_timesteps(steps, device=self.device)
         self.scheduler.set_begin_index(0)
         latents = torch.randn(self.model.latents, device=self.device, generator=self._seeded())
@@ -86,7 +86,7 @@ class Bench:
         return milliseconds
 
     def plain(self) -> dict[str, Any]:
-        """Diffusers as it is."""
+        """Time plain diffusers."""
         with _peak_memory(self.device) as memory:
             run = self.loop(STEPS)
             self.velocity = next(run)
@@ -94,8 +94,8 @@ class Bench:
         return {"run": "plain", "ms": self.plain_ms, **memory}
 
     def baseline(self) -> dict[str, Any]:
-        """The fastest dense run that a user of diffusers can have: its blocks compiled one by one, with the faster of
-        torch's default attention and cuDNN's for this model. What fails is noted, and leaves the row without a time.
+        """Time the fastest dense run of diffusers: blocks compiled one by one, with torch's default attention or
+        cuDNN's, whichever is faster for this model. Failures are noted, and leave the row without a time.
         """
         row: dict[str, Any] = {"run": "baseline", "eager_ms": {"native": self.plain_ms}, "failed": {}}
         with _noting_failure(row["failed"], CUDNN), attention_backend(CUDNN):
@@ -121,11 +121,11 @@ class Bench:
         warm: int | None = None,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """One run under a preset with the given densities.
+        """Time one run of a preset with the given densities.
 
         Args:
-            warm: steps taken before, in which kernels compile; None = as many.
-            whole: the row's ``ms`` are those of the run's average step, not of a computed step.
+            warm: steps before the timed ones, in which kernels compile; None = the same number.
+            whole: report the ``ms`` of the run's average step, not of a computed step.
         """
         with self._accelerated(preset, rows, tiles, keys) as acceleration:
             warm = steps if warm is None else warm
@@ -159,17 +159,17 @@ class Bench:
         }
 
     def relative_error(self, preset: Preset) -> float:
-        """Relative L2 distance of a run's first velocity from the plain run's, which :meth:`plain` keeps."""
+        """Relative L2 distance of the run's first velocity from that of the plain run, which :meth:`plain` keeps."""
         with self._accelerated(preset):
             velocity = next(self.loop(STEPS))
         return ((velocity.float() - self.velocity.float()).norm() / self.velocity.float().norm()).item()
 
     def occupancy(self, preset: Preset, *, tiles: float = 1.0) -> dict[str, float]:
-        """How busy the GPU is in consecutive steps; the host waits where the loop itself does and nowhere else.
+        """Measure GPU occupancy in consecutive steps; the host waits only where the loop itself does.
 
         Returns:
-            ``gpu_idle``, share of the time from the first to the last kernel in which nothing runs. The profiler makes
-            launches slower, so that this is an upper limit. ``gpu_busy_ms``, of a step. Nothing on a CPU.
+            ``gpu_idle``: share of the time from the first to the last kernel in which no kernel runs. It is an upper
+            limit, because the profiler slows launches. ``gpu_busy_ms`` per step. Empty on a CPU.
         """
         if self.device.type == "cpu":
             return {}
@@ -177,7 +177,7 @@ class Bench:
         return {"gpu_idle": 1 - busy / span, "gpu_busy_ms": busy / PROFILED_STEPS / 1000}  # events are in us
 
     def kernel_times(self, preset: Preset, *, tiles: float = 1.0) -> list[dict[str, Any]]:
-        """Launches and milliseconds of each kernel in a step, the longest first; nothing on a CPU."""
+        """Launches and milliseconds of each kernel in a step, longest first; empty on a CPU."""
         if self.device.type == "cpu":
             return []
         times: dict[str, list[float]] = {}
@@ -190,7 +190,7 @@ class Bench:
         return sorted(rows, key=lambda row: -row["ms"])
 
     def _profiled(self, preset: Preset, tiles: float) -> list[tuple[str, float, float]]:
-        """What runs on the GPU in consecutive steps: its name, start and end in microseconds."""
+        """Profile consecutive steps: name, start and end (µs) of each GPU activity."""
         with self._accelerated(preset, tiles=tiles):
             run = self.loop(UNPROFILED_STEPS + PROFILED_STEPS)
             self.timed(run, UNPROFILED_STEPS)
@@ -214,7 +214,7 @@ class Bench:
 
     @contextmanager
     def compiled_whole(self) -> Iterator[None]:
-        """The transformer compiled as one, and as it was again."""
+        """Compile the transformer as a whole, and undo it afterwards."""
         self.transformer.compile(fullgraph=True, backend=self._compiler)
         try:
             yield
@@ -223,7 +223,7 @@ class Bench:
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:
-        """The transformer's blocks compiled one by one, and as they were again."""
+        """Compile the transformer's blocks one by one, and undo it afterwards."""
         self.transformer.compile_repeated_blocks(fullgraph=True, backend=self._compiler)
         try:
             yield
@@ -236,7 +236,7 @@ class Bench:
 
     def _forget_compiled(self) -> None:
         for module in self.transformer.modules():
-            module._compiled_call_impl = None  # torch has no public way back
+            module._compiled_call_impl = None  # torch has no public API to undo compilation
         torch._dynamo.reset()
 
     def _seeded(self) -> torch.Generator:
@@ -244,7 +244,7 @@ class Bench:
 
 
 def busy_and_span(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """How much time ``(start, end)`` intervals cover, overlaps once, and how much lies between their outer ends."""
+    """Time covered by ``(start, end)`` intervals, counting overlaps once, and the time between their outer ends."""
     ordered = sorted(intervals)
     first, reached = ordered[0]
     busy = reached - first
@@ -263,7 +263,7 @@ def _medians(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
-    """A kernel or compiler that does not take this model raises whatever it likes; a benchmark goes on without it."""
+    """Note any exception of a kernel or compiler that does not support this model, and go on without it."""
     try:
         yield
     except Exception as error:
@@ -272,7 +272,7 @@ def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
 
 @contextmanager
 def _peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
-    """Fills in the most GiB that was allocated within the block; None on a CPU."""
+    """Record the peak of allocated memory within the block, in GiB; None on a CPU."""
     figures: dict[str, float | None] = {"peak_gib": None}
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -283,7 +283,7 @@ def _peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
 
 
 def _stopwatch(device: torch.device) -> Callable[[], float]:
-    """Starts a clock; the function it returns waits for the device and gives milliseconds."""
+    """Start a clock; the returned function waits for the device and returns milliseconds."""
 
     def now() -> float:
         if device.type == "cuda":

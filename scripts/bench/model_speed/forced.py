@@ -1,4 +1,4 @@
-"""Densities by decree, for weights whose attention maps are noise."""
+"""Force densities, for random weights whose attention maps are noise."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dit_accel.sparse.policies import fg_attn, flashomni, sparge
 
 @contextmanager
 def forced_density(rows: float, tiles: float, keys: float) -> Iterator[None]:
-    """Policies choose as ever; random rows, tiles and single keys of these densities take the place of their choice."""
+    """Run policies as usual, then replace their choice with random rows, tiles and single keys of these densities."""
     choose_rows, choose_tiles, choose_keys = flashomni.row_bits, sparge.tile_bits, fg_attn.select_keys
 
     def random_rows(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:
         choose_rows(probabilities, layout, *arguments)
         batch, heads, blocks, _ = probabilities.shape
         mask = torch.rand(batch, blocks, heads, device=probabilities.device) < rows
-        mask[:, layout.text_blocks] = True  # as every policy must: nothing is forecast for text
+        mask[:, layout.text_blocks] = True  # as every policy must: text is never forecast
         return pack_bits(mask)
 
     def random_tiles(probabilities: torch.Tensor, layout: TokenLayout, *arguments: Any) -> torch.Tensor:

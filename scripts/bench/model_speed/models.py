@@ -1,4 +1,4 @@
-"""The transformers that are timed, at their published sizes and at toy size, and what their pipelines pass to them."""
+"""Transformers to time, at published and at toy size, and the arguments that their pipelines pass."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 from dit_accel import Preset, load_preset
 
-# What a pipeline does before the transformer in each step: from the latents and the timestep to the call's arguments.
+# Work of a pipeline before the transformer in each step: maps latents and timestep to the call's arguments.
 Conditions = Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
-# Makes what stays the same in a run, on a device in a dtype; a control net, where there is one, runs in every step.
+# Makes the constant part of a run, on a device in a dtype; a control net, if any, runs in every step.
 MakeConditions = Callable[[torch.device, torch.dtype, torch.nn.Module | None], Conditions]
 
 
 @dataclass(frozen=True)
 class Model:
-    """One transformer at the size of a published picture or clip.
+    """Transformer at the size of a published image or video.
 
     Args:
-        build: makes it on the default device in the default dtype.
-        conditions: what comes before a call of the transformer.
+        build: builds it on the default device in the default dtype.
+        conditions: work before a call of the transformer.
         latents: shape that the scheduler works on.
         family: prefix of its presets.
-        tiles: the preset that leaves tiles out.
-        is_video: whether runs of 50 steps leave tiles out; attention is a small part of a picture's step.
-        branches: calls a step.
-        control_net: makes it, where the pipeline has one.
-        variants: changes to this model with the same transformer, by the name of what they add.
+        tiles: preset that skips tiles.
+        is_video: whether runs of 50 steps skip tiles; attention is a small part of an image's step.
+        branches: calls per step.
+        control_net: builds it, if the pipeline has one.
+        variants: changes to this model with the same transformer, by the name of the addition.
     """
 
     build: Callable[[], torch.nn.Module]
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def sparse(self) -> Preset:
-        """The preset that leaves tiles out, with masks of its own in each computed step."""
+        """Preset that skips tiles and makes new masks in each computed step."""
         return load_preset(
             self.tiles,
             model="any",
@@ -57,7 +57,7 @@ CFG = {"CFG": {"branches": ("cond", "uncond")}}
 
 
 def _flux_conditions(side: int, text: int, width: int, pooled: int, *, reference: bool = False) -> MakeConditions:
-    """A picture of ``side`` × ``side`` tokens; with ``reference`` Kontext's, of the same size, behind it."""
+    """Image of ``side`` × ``side`` tokens; with ``reference`` followed by Kontext's image of the same size."""
 
     def make(device: torch.device, dtype: torch.dtype, control_net: torch.nn.Module | None) -> Conditions:
         row, column = torch.meshgrid(*2 * [torch.arange(side, device=device)], indexing="ij")
@@ -87,7 +87,7 @@ def _flux_conditions(side: int, text: int, width: int, pooled: int, *, reference
 
 
 def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: int) -> Model:
-    """FLUX.1-dev, and what is built around it: Kontext, a control net, true CFG."""
+    """FLUX.1-dev and its variants: Kontext, a control net, true CFG."""
     return Model(
         lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True, **sizes),
         _flux_conditions(side, *text),
@@ -104,7 +104,7 @@ def _flux(sizes: Mapping[str, Any], net: Mapping[str, Any], side: int, *text: in
 
 
 def _hunyuan_conditions(width: int, pooled: int) -> MakeConditions:
-    """A prompt of 60 tokens, padded to the 256 that the pipeline passes."""
+    """Prompt of 60 tokens, padded to the 256 that the pipeline passes."""
 
     def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
         kept = {
@@ -129,7 +129,7 @@ def _hunyuan(sizes: Mapping[str, Any], latents: tuple[int, ...], *text: int) -> 
 
 
 def _wan_conditions(latents: tuple[int, ...], width: int, image_width: int | None) -> MakeConditions:
-    """A prompt of 512 tokens; from a picture also its 257 tokens, and its latents and mask beside the clip's."""
+    """Prompt of 512 tokens; image-to-video adds the image's 257 tokens, and its latents and mask to the video's."""
 
     def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
         kept = {"encoder_hidden_states": torch.randn(1, 512, width, device=device, dtype=dtype)}
@@ -153,7 +153,7 @@ def _wan(sizes: Mapping[str, Any], latents: tuple[int, ...], width: int, **chang
 
 
 def _qwen_image_conditions(side: int, width: int) -> MakeConditions:
-    """A picture of ``side`` × ``side`` tokens and a prompt of 128."""
+    """Image of ``side`` × ``side`` tokens and a prompt of 128 tokens."""
 
     def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
         kept = {
@@ -178,7 +178,7 @@ def _qwen_image(sizes: Mapping[str, Any], side: int, width: int) -> Model:
 
 
 def _flux2_conditions(side: int, width: int) -> MakeConditions:
-    """A picture of ``side`` × ``side`` tokens and a prompt of 512."""
+    """Image of ``side`` × ``side`` tokens and a prompt of 512 tokens."""
 
     def make(device: torch.device, dtype: torch.dtype, _: None) -> Conditions:
         places = torch.zeros(2, dtype=torch.int64, device=device)
@@ -268,5 +268,5 @@ TINY = {
 
 
 def variant(model: Model, name: str) -> Model:
-    """The model with one of its variants' changes."""
+    """Return the model with one of its variants' changes."""
     return replace(model, **model.variants[name])

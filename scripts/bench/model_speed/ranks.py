@@ -1,4 +1,4 @@
-"""Processes that torchrun started, each with a device of its own, and a model whose tokens they share."""
+"""Processes started by torchrun, each with its own device, and a model whose tokens they share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from diffusers import ContextParallelConfig
 from dit_accel.models.families import known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 
-LIMIT = timedelta(seconds=120)  # after which a rank that waits for another gives up
+LIMIT = timedelta(seconds=120)  # time limit of a rank that waits for another
 
 
 def join(smoke: bool, stack: ExitStack) -> tuple[int, int]:
-    """This process's rank and their number; ``smoke`` on CPUs. Under torchrun alone."""
+    """Return this process's rank and the number of ranks (only under torchrun); ``smoke``: on CPUs."""
     if smoke:
         ranks = int(os.environ["WORLD_SIZE"])
         stack.enter_context(
             patch.object(torch.accelerator, "device_count", lambda: ranks)
-        )  # diffusers asks it for CPUs
+        )  # diffusers needs gloo for CPUs
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -37,14 +37,14 @@ def join(smoke: bool, stack: ExitStack) -> tuple[int, int]:
 
 
 def share_tokens(transformer: torch.nn.Module, ranks: int, smoke: bool) -> None:
-    """From here on all ranks share the tokens of a transformer's calls."""
+    """Let all ranks share the tokens of a transformer's calls from now on."""
     plan = split_plan(transformer, known_family(transformer))
     config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=smoke)  # toy sizes are odd
     transformer.enable_parallelism(config=config, cp_plan=plan)
 
 
 def on_any(mine: bool) -> bool:
-    """Whether it is so on any rank; also where they are still in step, which a stuck one ends for all."""
+    """Return True if ``mine`` is true on any rank; a rank that hangs ends the run of all."""
     flag = torch.tensor([float(mine)])
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())

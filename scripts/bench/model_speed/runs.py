@@ -1,4 +1,4 @@
-"""The runs that a benchmark of a model is made of; each gives its rows one after the other."""
+"""Runs of a model's benchmark; each yields its rows one after the other."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dit_accel.models.families import require_family
 
 from .bench import STEPS, Bench
 
-# FlashOmni's table 1 counts 39% of all attention left out by (40%, 1%, 6, 1, 0): that is 57% of each of the 34 DISPATCH
-# steps of 50, nearly all of it whole rows.
+# FlashOmni's table 1: (40%, 1%, 6, 1, 0) skips 39% of all attention. That is 57% of each of the 34 DISPATCH steps among
+# 50, nearly all of it whole rows.
 FLASHOMNI_ROWS, FLASHOMNI_TILES = 0.45, 0.96
-# Kept where SpargeAttn leaves out 38 and 47% on Flux and Mochi (its table 1), and by FG-Attn on Wan 1.3B (table 3).
+# Kept shares: SpargeAttn skips 38% and 47% on Flux and Mochi (table 1); FG-Attn on Wan 1.3B (table 3).
 SPARGE_TILES = {"flux": 0.62, "hunyuan": 0.53, "wan21": 0.53}
 FG_ATTN_KEYS = 0.59
-TILED_STEPS = 9  # every second computed; after as many, graphs of such steps are captured where that pays
+TILED_STEPS = 9  # every second one is computed; by then such steps are captured in graphs if that is faster
 FLASHOMNI = {"flux": "flux-flashomni-paper", "hunyuan": "hunyuan-flashomni-paper", "wan21": "wan21-flashomni"}
 
 
 def baseline(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The best dense run that diffusers has."""
+    """Time the fastest dense run of diffusers."""
     yield bench.baseline()
 
 
 def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """A step that computes everything, and computed steps that leave out half and four fifths of the tiles."""
+    """Time a step that computes everything, and computed steps that skip half and four fifths of the tiles."""
     exact = load_preset("exact")
     row = bench.accelerated("exact", exact, 4)
     yield row | {"relative_error": bench.relative_error(exact), **bench.occupancy(exact)}
@@ -48,7 +48,7 @@ def computed_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """50 steps of which 14 are computed, 4 of them dense, the others of clips with half of the tiles."""
+    """Time 50 steps with 14 computed, 4 of them dense; for videos the other 10 skip half of the tiles."""
     is_video = bench.model.is_video
     name = bench.model.sparse if is_video else "balanced"
     preset = _fixed(name, warmup=4, interval=5, cooldown=1)
@@ -61,7 +61,7 @@ def fifty_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """What a DISPATCH step at level output takes beside a computed one, for the model and its variants."""
+    """Time a DISPATCH step at level output against a computed step, for the model and its variants."""
     preset = _fixed("balanced", warmup=3, interval=4, cooldown=0)
     for name in ("", *bench.model.variants):
         case = bench.variant(name) if name else bench
@@ -74,13 +74,13 @@ def dispatch_steps(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def flashomni_steps(bench: Bench) -> Iterator[dict[str, Any]]:
-    """FlashOmni's own setting; ten steps meet every mode, and 50 are put together from those."""
+    """Time FlashOmni's own setting; ten steps cover every mode, and 50 steps are calculated from them."""
     preset = load_preset(FLASHOMNI[bench.model.family], **{"schedule.warmup": 2, "reuse.ramp": 0.01})
     yield bench.accelerated("FlashOmni", preset, 10, rows=FLASHOMNI_ROWS, tiles=FLASHOMNI_TILES)
 
 
 def papers(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Computed steps of the other papers' methods, at the shares that they print; the first steps draw masks."""
+    """Time computed steps of the other papers' methods at their published densities; the first steps make the masks."""
     family, model = bench.model.family, load_preset(bench.model.tiles).model
     sparge = load_preset(f"{family}-sparge")
     yield bench.accelerated("SpargeAttn", sparge, 5, tiles=SPARGE_TILES[family])
@@ -92,7 +92,7 @@ def papers(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _random_projections(bench: Bench, folder: Path) -> Path:
-    """What SLA's linear attention would have learned, for every attention; random, as all weights are."""
+    """Write a random projection of SLA's linear attention for every attention layer; all weights are random."""
     family = require_family(bench.transformer)
     _, head_dim = family.heads(bench.transformer)
     sites = [each.site for each in family.all_attentions(bench.transformer, "transformer")]
@@ -101,7 +101,7 @@ def _random_projections(bench: Bench, folder: Path) -> Path:
 
 
 def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
-    """FlashOmni's setting within a memory budget: its peak beside the estimate."""
+    """Run FlashOmni's setting within a memory budget and compare its peak with the estimate."""
     preset = load_preset(
         FLASHOMNI[bench.model.family],
         schedule={"warmup": 1, "interval": 2, "cooldown": 0},
@@ -112,7 +112,7 @@ def memory_budget(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def kernel_times(bench: Bench) -> Iterator[dict[str, Any]]:
-    """What a computed step spends its time on, kernel by kernel."""
+    """Time of a computed step, kernel by kernel."""
     for run, preset, tiles in (
         ("exact", load_preset("exact"), 1.0),
         ("50% of tiles left out", _always_computing(bench.model.sparse), 0.5),
@@ -122,7 +122,7 @@ def kernel_times(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def linear_layers(bench: Bench) -> Iterator[dict[str, Any]]:
-    """A step that computes everything, with linear layers in 8 bits; of pictures as CUDA graphs too."""
+    """Time a step that computes everything with linear layers in 8 bits; for images also as CUDA graphs."""
     for dtype in ("int8", "float8"):
         preset = load_preset("exact", linear={"dtype": dtype})
         row = bench.accelerated(f"exact, {dtype} layers", preset, 6, warm=2)
@@ -133,7 +133,7 @@ def linear_layers(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def compiled_whole(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The transformer compiled whole: its computed and its forecast steps, and whether decisions are those without."""
+    """Compile the whole transformer; time computed and forecast steps, and check that decisions stay the same."""
     preset = load_preset("balanced")
     with bench.compiled_whole():
         yield bench.accelerated("compiled whole, exact", load_preset("exact"), 4, warm=2)
@@ -156,10 +156,10 @@ RUNS = {
 
 
 def _fixed(name: str | Preset, **schedule: int) -> Preset:
-    """A preset whose computed steps are forced, because the outputs of random weights defy forecasts."""
+    """Return a preset with a fixed interval of computed steps, because forecasts fail on random weights."""
     return load_preset(name, schedule={"control": "interval", **schedule})
 
 
 def _always_computing(name: str | Preset) -> Preset:
-    """A closed-loop preset that judges every step, and computes every one."""
+    """Return a closed-loop preset that checks every forecast and computes every step."""
     return load_preset(name, **{"schedule.warmup": 0, "schedule.max_interval": 1, "schedule.cooldown": 0})

@@ -1,4 +1,4 @@
-"""Speed-ups of the rows of a benchmark, and its Markdown."""
+"""Speed-ups of a benchmark's rows, and its Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ COLUMNS = {
     "speedup_over_plain": ("over plain", "{:.2f}×"),
     "speedup_over_baseline": ("over the baseline", "{:.2f}×"),
     "peak_gib": ("peak GiB", "{:.1f}"),
-    "peak_over_plain": ("peak, of plain", "{:.3f}"),
+    "peak_over_plain": ("peak / plain", "{:.3f}"),
     "gpu_busy_ms": ("GPU busy ms", "{:.1f}"),
     "gpu_idle": ("GPU idle", "{:.1%}"),
     "relative_error": ("relative error", "{:.1e}"),
 }
 MEANING = """\
-ms: of a computed step, all branches; of a run of 50 steps, of its average step. Baseline: blocks compiled one by one
-({attention} attention). GPU busy: with any kernel, in a computed step; idle: share of consecutive computed steps
-without one; both under the profiler, which slows launches. Relative error: ‖v − v_plain‖ / ‖v_plain‖, of one
-velocity."""
+ms: per computed step, all branches; for a run of 50 steps per average step. Baseline: blocks compiled one by one
+({attention} attention). GPU busy: time with any kernel running, in a computed step. GPU idle: share of
+consecutive computed steps without a kernel. Both are measured under the profiler, which slows launches. Relative
+error: ‖v − v_plain‖ / ‖v_plain‖ of one velocity."""
 LISTED_KERNELS = 16
-MEANING_ALONE = "ms: of a step, all branches."
+MEANING_ALONE = "ms: per step, all branches."
 DISPATCH_MEANING = """\
-Transformer: its calls alone, by the GPU's clock. Step: with the scheduler, and with the control net, which runs where
-the transformer reads what it gives. The host waits for the GPU after every step, so that a
-DISPATCH step shows what Python takes."""
+Transformer: GPU time of its calls alone. Step: with the scheduler, and with the control net, which runs when the
+transformer reads its outputs. The host waits for the GPU after every step, so the time of a DISPATCH step includes
+Python overhead."""
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Fills in, where both were measured, how much faster each row is than the plain and the baseline row, and its
-    peak memory over the plain row's. Rows of DISPATCH steps have their own models, and are left alone.
+    """Add each row's speed-up over the plain and the baseline row, and its peak memory over the plain row's, where both
+    were measured. Rows of DISPATCH steps have their own models and stay unchanged.
     """
     references = {row["run"]: row for row in rows if row["run"] in ("plain", "baseline")}
     for row in rows:
@@ -43,7 +43,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The results as Markdown: what was timed on what, the rows, and the DISPATCH steps."""
+    """Results as Markdown: model and device, the rows, and the DISPATCH steps."""
     rows = results["rows"]
     baseline = next((row for row in rows if row["run"] == "baseline"), {})
     lines = [
@@ -71,7 +71,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _kernel_table(row: dict[str, Any]) -> list[str]:
-    """The kernels that a step spends the most time in, and what all others take."""
+    """Table of the kernels with the most time in a step, and the total of all others."""
     kernels, busy = row["kernels"], sum(each["ms"] for each in row["kernels"])
     lines = [
         "",

@@ -1,4 +1,4 @@
-"""The changes that `mutants.py` tries: plausible slips of one line, each with the property that it breaks."""
+"""Changes that `mutants.py` tries: plausible one-line mistakes, each with the property that it breaks."""
 
 from scripts.checks.changes import cli, loop, models
 

@@ -1,4 +1,4 @@
-"""Slips in `dit_accel/cli` and `dit_accel/serving`: what commands do."""
+"""Mistakes in `dit_accel/cli` and `dit_accel/serving`: behaviour of the commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MUTANTS = [
         f"{CLI}/batch.py",
         'facts = {**facts, "preset": engine.preset}',
         "facts = {**facts}",
-        "what was made under another preset is not taken for this one's",
+        "outputs of another preset are not reused for this one",
         f"{TEST_CLI}/test_batch.py",
     ),
     Mutant(
@@ -23,7 +23,7 @@ MUTANTS = [
         f"{CLI}/batch.py",
         "        except ValueError:\n            continue\n",
         "        except ValueError:\n            break\n",
-        "lines behind one that was cut off count",
+        "lines after a truncated line count",
         f"{TEST_CLI}/test_batch.py",
     ),
     Mutant(
@@ -31,7 +31,7 @@ MUTANTS = [
         f"{SERVING}/prompts.py",
         "and together[-1][0].shared == job.shared",
         "",
-        "lines of other settings run in other calls",
+        "lines with different settings run in separate calls",
         f"{TEST_CLI}/test_batch.py",
     ),
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS = [
         f"{SERVING}/prompts.py",
         "not isinstance(value, kinds) or isinstance(value, bool)",
         "not isinstance(value, kinds)",
-        "a seed of true is a mistake",
+        "a seed of `true` is an error",
         f"{TEST_CLI}/test_batch.py",
     ),
     Mutant(
@@ -47,7 +47,7 @@ MUTANTS = [
         f"{SERVING}/prompts.py",
         "Job(index, given | own)",
         "Job(index, own | given)",
-        "what a line says goes before the options",
+        "values in a line override the options",
         f"{TEST_CLI}/test_batch.py",
     ),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = [
         f"{CLI}/progress.py",
         "/ (done - before) *",
         "/ done *",
-        "what was made before the command began says nothing of its pace",
+        "the speed counts only images made since the command began",
         f"{TEST_CLI}/test_progress.py",
     ),
     Mutant(
@@ -63,7 +63,7 @@ MUTANTS = [
         f"{SERVING}/failures.py",
         "return on_host or isinstance(error, MemoryError | torch.OutOfMemoryError)",
         "return isinstance(error, MemoryError | torch.OutOfMemoryError)",
-        "host memory that does not suffice is told with advice",
+        "an error for lack of host memory comes with advice",
         f"{TEST_CLI}/test_cli.py",
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
         f"{SERVING}/loading.py",
         'if self.offload == "sequential":',
         'if self.offload != "none":',
-        "quantised models may be offloaded whole",
+        "quantised models can be offloaded as a whole",
         f"{TEST_SERVING}/test_loading.py",
     ),
     Mutant(
@@ -87,7 +87,7 @@ MUTANTS = [
         f"{SERVING}/loras.py",
         '{"skip.projection": str(files[0]), **trained, **overrides}',
         '{"skip.projection": str(files[0]), **overrides, **trained}',
-        "what --set says goes before what a fine-tuning was given",
+        "--set overrides the settings of a fine-tuning",
         f"{TEST_SERVING}/test_loras.py",
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = [
         f"{SERVING}/media.py",
         "if not any(file.exists() for path in each for file in files(path)))",
         "if not all(file.exists() for path in each for file in files(path)))",
-        "no file of an earlier run is replaced without --force",
+        "files of an earlier run are replaced only with --force",
         f"{TEST_SERVING}/test_media.py",
     ),
     Mutant(
@@ -103,7 +103,7 @@ MUTANTS = [
         f"{SERVING}/media.py",
         "Clips(fps or model_fps or",
         "Clips(model_fps or fps or",
-        "--fps goes before the model's rate",
+        "--fps overrides the model's rate",
         f"{TEST_CLI}/test_video.py",
     ),
     Mutant(
@@ -111,7 +111,7 @@ MUTANTS = [
         f"{CLI}/recommend.py",
         '{"laptop", "ti",',
         '{"ti",',
-        "a laptop's GPU is not the card of that name",
+        "a laptop's GPU is not the desktop card of the same name",
         f"{TEST_CLI}/test_recommend.py",
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
         f"{CLI}/presets.py",
         "if str(file) in preset_names() and not file.exists():",
         "if str(file) in preset_names():",
-        "a file of one's own with a shipped preset's name is checked",
+        "a user's file with a shipped preset's name is checked",
         f"{TEST_CLI}/test_cli.py",
     ),
     Mutant(
@@ -127,7 +127,7 @@ MUTANTS = [
         f"{CLI}/options.py",
         "if not equals or not key.strip():",
         "if not equals:",
-        "--set =1 is a mistake of one line",
+        "--set =1 gives a one-line error",
         f"{TEST_CLI}/test_cli.py {TEST_CLI}/test_hostile.py",
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = [
         f"{CLI}/options.py",
         '    if name != "none":\n        load_preset(default_preset(name, is_video=False), **overrides)\n',
         "",
-        "a misspelt preset is told before a model is loaded",
+        "a misspelt preset raises before a model is loaded",
         f"{TEST_CLI}/test_cli.py {TEST_CLI}/test_hostile.py",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
         f"{CLI}/inspect.py",
         "frames = (len(made) - 1) // factor + 1",
         "frames = len(made) // factor",
-        "symbols are drawn over the frame that they belong to",
+        "symbols are plotted over their own frame",
         f"{TEST_CLI}/test_inspect.py",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = [
         f"{CLI}/inspect.py",
         "drawn = layer or list(symbols)[len(symbols) // 2]",
         "drawn = list(symbols)[len(symbols) // 2]",
-        "--layer says whose symbols are drawn",
+        "--layer selects the layer whose symbols are plotted",
         f"{TEST_CLI}/test_cli.py",
     ),
     Mutant(
@@ -159,7 +159,7 @@ MUTANTS = [
         f"{CLI}/comparison.py",
         "clock.loop_seconds * side.output.calls / clock.calls",
         "clock.loop_seconds",
-        "plain repeats of a few steps are counted up to a whole run",
+        "times of plain runs with a few steps are scaled to a whole run",
         f"{TEST_CLI}/test_comparison.py",
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = [
         f"{CLI}/parallel.py",
         "if needed != ranks() or needed == 1:",
         "if needed != ranks():",
-        "--parallel ulysses=1 is a mistake",
+        "--parallel ulysses=1 is an error",
         f"{TEST_CLI}/test_parallel.py",
     ),
     Mutant(
@@ -191,7 +191,7 @@ MUTANTS = [
         f"{SERVING}/pipelines.py",
         "if name in given or name in SET_BY_US:",
         "if name in SET_BY_US:",
-        "--call steps beside --steps is a mistake",
+        "--call steps together with --steps is an error",
         f"{TEST_CLI}/test_cli.py",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
         f"{CLI}/compare.py",
         "Prompt(text, given.seed + index)",
         "Prompt(text, given.seed)",
-        "every prompt of a comparison begins with noise of its own",
+        "every prompt of a comparison has its own noise",
         f"{TEST_CLI}/test_compare.py",
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = [
         f"{CLI}/tune.py",
         "os.path.realpath(given.preset) == os.path.realpath(output)",
         "given.preset == output",
-        "tune never replaces the preset that it starts from",
+        "tune never overwrites the preset that it starts from",
         f"{TEST_CLI}/test_tune.py",
     ),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = [
         f"{CLI}/web_page.py",
         "*map(html.escape, notes)",
         "*notes",
-        "notes stand on the page as text, and never as markup",
+        "notes appear on the page as text, never as markup",
         f"{TEST_CLI}/test_web_app.py",
     ),
 ]

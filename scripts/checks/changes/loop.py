@@ -1,4 +1,4 @@
-"""Slips in `dit_accel/loop`: when a step is computed, and what stands in for one that is not."""
+"""Mistakes in `dit_accel/loop`: choice of computed steps, and forecasts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MUTANTS = [
         f"{LOOP}/accounts.py",
         "max(report.cache_bytes, device)",
         "device",
-        "the report has the most memory that caches took",
+        "the report has the peak memory of the caches",
         f"{TEST_LOOP}/test_controller.py",
     ),
     Mutant(
@@ -22,7 +22,7 @@ MUTANTS = [
         f"{LOOP}/accounts.py",
         "errors[-1] = max(error, errors[-1] or 0.0)",
         "errors[-1] = error",
-        "a prompt's error is that of its worst branch",
+        "a prompt's error is its worst branch's",
         f"{TEST_LOOP}/test_per_prompt.py {TEST_LOOP}/test_controller.py",
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
         f"{LOOP}/accounts.py",
         "computed if place in call.computing else 0.0",
         "computed",
-        "a prompt's computed fraction is of the steps that it computed itself",
+        "a prompt's computed fraction counts only its own computed steps",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
     Mutant(
@@ -38,7 +38,7 @@ MUTANTS = [
         f"{LOOP}/moves.py",
         "timesteps = scheduler.timesteps[first:]",
         "timesteps = scheduler.timesteps",
-        "from image to image the moves are those of the steps that run",
+        "image-to-image uses only the moves of the steps that run",
         f"{TEST_LOOP}/test_moves.py {TEST_LOOP}/test_tracker.py",
     ),
     Mutant(
@@ -46,7 +46,7 @@ MUTANTS = [
         f"{LOOP}/moves.py",
         "if linear.all()",
         "if linear.any()",
-        "a scheduler that clips or draws noise in one step has no moves",
+        "a scheduler that clips or adds noise in a step has no moves",
         f"{TEST_LOOP}/test_moves.py",
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = [
         f"{LOOP}/rows.py",
         "places = sorted((row",
         "places = list((row",
-        "a batch is put together in the order of its samples",
+        "a batch keeps the order of its samples",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
     Mutant(
@@ -62,7 +62,7 @@ MUTANTS = [
         f"{LOOP}/forecast.py",
         "distance**order / math.factorial(order)",
         "distance**order / max(order, 1)",
-        "TaylorSeer's forecast is its equation 3 at any degree",
+        "TaylorSeer's forecast follows its equation 3 at any degree",
         f"{TEST_LOOP}/test_forecast.py",
     ),
     Mutant(
@@ -70,7 +70,7 @@ MUTANTS = [
         f"{LOOP}/forecast.py",
         "below = int(order)",
         "below = round(order)",
-        "a degree between two takes its share of what the higher one adds",
+        "a fractional degree adds that fraction of the next higher term",
         f"{TEST_LOOP}/test_forecast.py",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = [
         f"{LOOP}/growth.py",
         "sigmas[-1] - sigmas[0])",
         "sigmas[0] - sigmas[-1])",
-        "the model answers to a shift of the latents by taking it back",
+        "the model's response to a shift of the latents reduces the shift",
         f"{TEST_LOOP}/test_growth.py",
     ),
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = [
         f"{LOOP}/timing.py",
         "        self._open.clear()\n",
         "",
-        "a call that never came to its end leaves nothing in the times of the next",
+        "an aborted call does not change the times of the next",
         f"{TEST_MODELS}/test_component_times.py",
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = [
         f"{LOOP}/storage.py",
         "keep(tensor[:, self._rows].clone())",
         "keep(tensor[:, self._rows])",
-        "rows that are left out take no memory",
+        "skipped rows take no memory",
         f"{TEST_LOOP}/test_memory.py",
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
         f"{LOOP}/interval.py",
         "step < schedule.warmup or",
         "step <= schedule.warmup or",
-        "the step behind the warm-up is an UPDATE",
+        "the step after the warm-up is an UPDATE",
         f"{TEST_LOOP}/test_closed_loop.py",
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = [
         f"{LOOP}/closed_loop.py",
         "if abs(end[step]) <=",
         "if end[step] <=",
-        "what lasts of an output counts by its size, whichever way it moves the latents",
+        "the lasting part of an output counts by its absolute value",
         f"{TEST_LOOP}/test_controller.py",
     ),
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS = [
         f"{LOOP}/closed_loop.py",
         "fitted if fitted != 1.0 else None",
         "fitted",
-        "a slope that fits whole is a forecast of degree 1, and no damped one",
+        "a slope that fits exactly gives a forecast of degree 1 without damping",
         f"{TEST_LOOP}/test_controller.py",
     ),
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = [
         f"{LOOP}/report.py",
         "if remark not in self.notes:",
         "if remark:",
-        "the report has each remark once",
+        "the report has each note once",
         f"{TEST_LOOP}/test_report.py {TEST_LOOP}/test_controller.py",
     ),
     Mutant(
@@ -134,7 +134,7 @@ MUTANTS = [
         f"{LOOP}/memory.py",
         "in reversed(range(preset.forecast.order))",
         "in range(preset.forecast.order)",
-        "a budget lowers the order no more than it must",
+        "a budget lowers the order no more than necessary",
         f"{TEST_LOOP}/test_memory.py",
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
         f"{LOOP}/tracker.py",
         "index > self._latest + 1)",
         "index > self._latest)",
-        "a run whose start was guessed right goes on",
+        "a run whose start was guessed right continues",
         f"{TEST_LOOP}/test_tracker.py",
     ),
     Mutant(
@@ -150,7 +150,7 @@ MUTANTS = [
         f"{LOOP}/controller.py",
         "mode = max(modes, key=MODES_BY_WORK.index)",
         "mode = min(modes, key=MODES_BY_WORK.index)",
-        "a call computes where any of its samples does",
+        "a call computes if any of its samples does",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
 ]

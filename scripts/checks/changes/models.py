@@ -1,4 +1,4 @@
-"""Slips in `dit_accel/models`: where all that applies in a model."""
+"""Mistakes in `dit_accel/models`: the parts of a model that acceleration touches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MUTANTS = [
         f"{MODELS}/samples.py",
         "_repetitions(latents, context) if context in (None, UNCONDITIONAL_FIRST) else 1",
         "_repetitions(latents, context)",
-        "two prompts of one named branch are two, whatever noise they begin with",
+        "two prompts of a named branch stay separate, even with equal noise",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
     Mutant(
@@ -22,7 +22,7 @@ MUTANTS = [
         f"{MODELS}/samples.py",
         "leaf.ndim > 0 and len(leaf) == batch",
         "leaf.ndim > 0",
-        "an argument with one entry for all samples goes along whole",
+        "an argument with one entry for all samples is passed unchanged",
         f"{TEST_LOOP}/test_per_prompt.py",
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
         f"{MODELS}/samples.py",
         "if known is None or known[0] != version:",
         "if known is None:",
-        "a mask that was written into has other lengths",
+        "a mask modified in place has new lengths",
         f"{TEST_MODELS}/test_text_lengths.py",
     ),
     Mutant(
@@ -38,7 +38,7 @@ MUTANTS = [
         f"{MODELS}/samples.py",
         "dtype=torch.int32).clamp(min=1)",
         "dtype=torch.int32)",
-        "an empty prompt runs and gives numbers",
+        "an empty prompt runs without NaN",
         f"{TEST_MODELS}/test_text_lengths.py",
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = [
         f"{MODELS}/block_costs.py",
         "left_out / len(states)",
         "left_out",
-        "attention over each sample apart leaves out its mean over samples",
+        "attention run sample by sample reports the mean of the skipped shares",
         f"{TEST_MODELS}/test_block_costs.py",
     ),
     Mutant(
@@ -70,7 +70,7 @@ MUTANTS = [
         f"{MODELS}/beside/control_net.py",
         "or known is None or known[0] != form",
         "or known is None",
-        "a control net that is called with other shapes gives other shapes",
+        "a control net called with other shapes returns other shapes",
         f"{TEST_MODELS}/test_control_net.py",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = [
         f"{MODELS}/beside/control_net.py",
         "leaf if isinstance(leaf, bool) else type(leaf)",
         "type(leaf)",
-        "a control net that is called with another flag gives what that flag asks for",
+        "a control net called with another flag follows that flag",
         f"{TEST_MODELS}/test_control_net.py",
     ),
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = [
         f"{MODELS}/beside/control_net.py",
         "pytree.tree_leaves(self._run()), None",
         "pytree.tree_leaves(self._run()), self._run",
-        "a deferred call is made once, however many tensors of it are read",
+        "a deferred call runs once, even if several of its tensors are read",
         f"{TEST_MODELS}/test_control_net.py",
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = [
         f"{MODELS}/token_order_hook.py",
         "(grid, x.device, undo),",
         "(x.device, undo),",
-        "tokens of another clip run in that clip's order",
+        "tokens of another video run in that video's order",
         f"{TEST_MODELS}/test_token_order_hook.py",
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
         f"{MODELS}/component_times.py",
         "always_call=True",
         "always_call=False",
-        "a component that raises leaves the times of later calls right",
+        "an exception in a component leaves the times of later calls correct",
         f"{TEST_MODELS}/test_component_times.py",
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = [
         f"{MODELS}/families/family.py",
         "8 * batch * others * width**2",
         "4 * batch * others * width**2",
-        "FLOPs are those that torch counts",
+        "FLOPs equal torch's count",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS = [
         f"{MODELS}/families/family.py",
         "output // given * made * patch",
         "output",
-        "expected memory is what outputs take, where a model gives fewer channels than it gets",
+        "expected memory fits the outputs of a model with fewer output than input channels",
         f"{TEST_LOOP}/test_memory.py",
     ),
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = [
         f"{MODELS}/families/qwen_image.py",
         "made = len(images) - 1 if",
         "made = len(images) if",
-        "the image that is taken apart is not judged",
+        "the extra conditioning image does not enter the error",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -134,7 +134,7 @@ MUTANTS = [
         f"{MODELS}/families/wan.py",
         "made = (timestep > 0)",
         "made = (timestep >= 0)",
-        "frames that are given are not judged",
+        "given frames do not enter the error",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
         f"{MODELS}/families/ltx.py",
         "return output * (timestep > 0)",
         "return output * (timestep >= 0)",
-        "tokens that are given are not judged",
+        "given tokens do not enter the error",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -150,7 +150,7 @@ MUTANTS = [
         f"{MODELS}/families/lumina2.py",
         'text = max(_masks.lengths(arguments["encoder_attention_mask"]).lengths)',
         'text = min(_masks.lengths(arguments["encoder_attention_mask"]).lengths)',
-        "the sequence of a batch is that of its longest prompt",
+        "a batch is as long as its longest prompt",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -158,7 +158,7 @@ MUTANTS = [
         f"{MODELS}/part_hook.py",
         "if call.records:",
         "if call.mode is StepMode.UPDATE:",
-        "blocks remember what the warm-up computed",
+        "blocks keep the outputs of the warm-up",
         f"{TEST_MODELS}/test_facts.py",
     ),
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = [
         f"{MODELS}/parallel/context_parallel.py",
         "(rank < count % ranks)",
         "(rank <= count % ranks)",
-        "ranks share all tokens, and none twice",
+        "every token belongs to exactly one rank",
         f"{TEST_MODELS}/test_context_parallel.py",
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = [
         f"{MODELS}/graphs/collectives.py",
         "or function._schema.is_mutable or kwargs",
         "or kwargs",
-        "a collective that writes in place is refused in a capture",
+        "an in-place collective is refused during capture",
         f"{TEST_MODELS}/test_collectives.py",
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS = [
         f"{MODELS}/families/wan_relatives.py",
         'arguments.get("enable_diffusion_forcing") or transformer',
         "transformer",
-        "under diffusion forcing tokens keep their order",
+        "diffusion forcing keeps the order of tokens",
         f"{TEST_MODELS}/test_token_order_hook.py",
     ),
 ]

@@ -1,4 +1,4 @@
-"""One change of the code, as a line of the table."""
+"""One change of the code, a row of the table."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one place in the code.
+    """Change of one place in the code.
 
     Args:
         name: for ``--only`` and the table.
         file: path from the checkout's root.
-        old: text that occurs there exactly once.
-        new: text in its place.
-        breaks: the property that no longer holds.
-        tests: nearest test files, separated by spaces, as pytest takes them.
+        old: text that occurs exactly once in the file.
+        new: replacement.
+        breaks: property that no longer holds.
+        tests: nearest test files, separated by spaces, as for pytest.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Mutant:
     tests: str
 
     def of(self, source: str) -> str:
-        """The changed source.
+        """Return the changed source.
 
         Raises:
-            ValueError: the old text is not there exactly once.
+            ValueError: the old text does not occur exactly once.
         """
         count = source.count(self.old)
         if count != 1:

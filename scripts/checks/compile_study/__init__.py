@@ -1,1 +1,1 @@
-"""Kernels compiled for GPUs that are not at hand; see compiled_kernels.py."""
+"""Kernels compiled for GPUs that are not available; see compiled_kernels.py."""

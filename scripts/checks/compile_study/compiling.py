@@ -1,4 +1,4 @@
-"""A stand-in for Triton's driver that names a GPU and has none, and what ptxas says of kernels compiled under it."""
+"""Compile kernels for a GPU that is not present, with a replacement for Triton's driver, and read ptxas' figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dit_accel.kernels import backends
 from dit_accel.kernels._triton import launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Products on the matrix units, copies to shared memory that run beside them, and loads of whole tiles from there.
+# Instructions: products on the matrix units, asynchronous copies to shared memory, and loads of whole tiles from it.
 INSTRUCTIONS = {
     "products": r"\b(?:HMMA|IMMA|QMMA|HGMMA|IGMMA|QGMMA|DMMA)\b",
     "copies": r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b",
@@ -31,13 +31,13 @@ INSTRUCTIONS = {
 
 
 class Gpu(NamedTuple):
-    """A compute capability and what a multiprocessor of it has (CUDA C++ Programming Guide, table of capabilities).
+    """Compute capability and limits of a multiprocessor (CUDA C++ Programming Guide, table of capabilities).
 
     Args:
         capability: times ten.
-        shared: bytes of shared memory that one program may take.
-        of_all: bytes that all programs of a multiprocessor share.
-        warps: that it holds.
+        shared: bytes of shared memory available to one program.
+        of_all: bytes shared by all programs of a multiprocessor.
+        warps: resident warps per multiprocessor.
     """
 
     capability: int
@@ -47,17 +47,17 @@ class Gpu(NamedTuple):
 
 
 KIB = 1024
-REGISTERS = 65536  # of a multiprocessor, 32 bits each
+REGISTERS = 65536  # per multiprocessor, 32 bits each
 GPUS = {
     "sm80": Gpu(80, 163 * KIB, 164 * KIB, 64),  # A100
     "sm89": Gpu(89, 99 * KIB, 100 * KIB, 48),  # RTX 4090, L40S
     "sm120": Gpu(120, 99 * KIB, 100 * KIB, 48),  # RTX 5090
-    "sm90": Gpu(90, 227 * KIB, 228 * KIB, 64),  # H100, H200: the yardstick
+    "sm90": Gpu(90, 227 * KIB, 228 * KIB, 64),  # H100, H200: for comparison
 }
 
 
 class _Driver:
-    """What Triton's launcher asks of a driver before it compiles."""
+    """Answers the calls of Triton's launcher to its driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -66,7 +66,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return self._capability  # kernels are kept by device
+        return self._capability  # kernels are cached by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -74,7 +74,7 @@ class _Driver:
 
 @contextmanager
 def _standing_in(gpu: Gpu, kernels: list[Any]) -> Iterator[None]:
-    """Within, Triton's ops take CPU tensors, choose what they would on ``gpu``, and put what they compile into
+    """Let Triton's ops accept CPU tensors, choose their settings for ``gpu``, and append compiled kernels to
     ``kernels``.
     """
     run, is_hopper = JITFunction.run, gpu.capability == 90
@@ -97,7 +97,7 @@ def _standing_in(gpu: Gpu, kernels: list[Any]) -> Iterator[None]:
 
 
 def compiled(gpu: Gpu, call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What each kernel is made of that an op launches."""
+    """Resource figures of each kernel that an op launches."""
     kernels: list[Any] = []
     with _standing_in(gpu, kernels):
         call()
@@ -106,8 +106,8 @@ def compiled(gpu: Gpu, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
-    """Per program: warps, registers of a thread, bytes of shared memory and of spills, instructions; and how many
-    programs a multiprocessor holds.
+    """Figures per program: warps, registers per thread, bytes of shared memory and of spills, instructions; and the
+    number of programs per multiprocessor.
     """
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ def _described(gpu: Gpu, kernel: Any) -> dict[str, Any]:
     spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", told))
     counts = Counter({name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()})
     limits = [gpu.warps // warps, REGISTERS // (32 * warps * _rounded(registers, 8))]
-    limits += [gpu.of_all // (shared + KIB)] if shared else []  # a program takes 1 KiB more than it asks for
+    limits += [gpu.of_all // (shared + KIB)] if shared else []  # the driver adds 1 KiB per program
     return {
         "kernel": kernel.name,
         "warps": warps,

@@ -1,4 +1,4 @@
-"""The ops as models call them, on CPU tensors of a few blocks; longer sequences get the same kernels."""
+"""Ops as models call them, on CPU tensors of a few blocks; longer sequences use the same kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _slices() -> None:
 
 
 def _marginal_plan() -> AttentionPlan:
-    """Half of the tiles compute, and the others are marginal."""
+    """Plan with half of the tiles computed and the others marginal."""
     blocks = block_count(TOKENS, 64)
     critical = torch.rand(1, DENSE.heads, blocks, blocks) < 0.5
     rows = kernels.pack_bits(torch.ones(1, blocks, DENSE.heads, dtype=torch.bool))
@@ -69,7 +69,7 @@ def _gemm_o() -> None:
 
 
 def _quantized_linear(dtype: str) -> None:
-    """Layers as wide as FLUX's: what comes from a block's norm, and attention with the MLP behind it."""
+    """Run layers as wide as FLUX's: after a block's norm, and after attention and the MLP."""
     inputs = make_inputs(DENSE, "cpu")
     x, hidden, bias = inputs.normal(128, 3072), inputs.normal(128, 12288), inputs.normal(128)
     for gelu in (None, hidden):
@@ -78,7 +78,7 @@ def _quantized_linear(dtype: str) -> None:
 
 
 def _block() -> None:
-    """What a fused block has beside its products: norms, modulation, gates, RoPE."""
+    """Run the parts of a fused block other than products: norms, modulation, gates, RoPE."""
     inputs = make_inputs(DENSE, "cpu")
     x, one = inputs.normal(1, TOKENS, WIDTH), inputs.normal(1, 1, WIDTH)
     kernels.norm_modulate(x, one, one, backend="triton")
@@ -89,7 +89,7 @@ def _block() -> None:
 
 
 def _symbols() -> None:
-    """From queries and keys to a plan, as SpargeAttn and FG-Attn draw them."""
+    """Compute a plan from queries and keys, like SpargeAttn and FG-Attn."""
     inputs = make_inputs(DENSE, "cpu")
     q, k, _ = inputs.qkv()
     kernels.pooled_map(q, k, DENSE.block, backend="triton")
@@ -122,4 +122,4 @@ OPS: dict[str, Callable[[], None]] = {
     "norms and gates": _block,
     "symbols": _symbols,
 }
-SINCE = {"linear layers, float8": 89}  # compute capability, times ten, of GPUs that run an op
+SINCE = {"linear layers, float8": 89}  # lowest compute capability, times ten, for an op

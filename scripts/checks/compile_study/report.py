@@ -1,4 +1,4 @@
-"""The kernels as a table."""
+"""Table of the kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ HEAD += ["tile loads"]
 
 
 def fits(row: dict[str, Any]) -> bool:
-    """Whether a program of the kernel can run on its GPU."""
+    """Return True if a program of the kernel can run on its GPU."""
     return row["shared"] <= row["most_shared"] and row["programs"] > 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line a kernel."""
+    """Format the rows, one line per kernel."""
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for row in rows:
         cells = [row["gpu"], row["op"], f"`{row['kernel'].lstrip('_')}`", row["warps"], row["registers"]]

@@ -1,1 +1,1 @@
-"""What conformance.py is made of."""
+"""Parts of conformance.py."""

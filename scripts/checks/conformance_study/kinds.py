@@ -1,22 +1,22 @@
-"""In which ways pipelines are accelerated, and what a test that fails only then has found.
+"""Kinds of acceleration, and classes of tests that fail only when accelerated.
 
-A test counts as a *failure* of a kind if it passes plainly and fails with it by one of these:
+A *failure* of a kind is a test that passes plainly and fails with it in one of these ways:
 
-| class | what it is |
+| class | meaning |
 |---|---|
-| crash | any exception but an assertion's, be it of torch, of diffusers or of ours by accident |
+| crash | any exception except an assertion's, from torch, diffusers or (by accident) this plugin |
 | shape | an assertion on a shape, a type, a dtype, a length or NaN |
-| assertion | another assertion, under a kind that has to give the plain outputs (`exact`, `fused`) |
+| assertion | another assertion, with a kind that must give the plain outputs (`exact`, `fused`) |
 | timeout | the test takes longer than `--seconds` |
-| lost | its process ended without a result |
+| lost | the process ended without a result |
 
-These are classed apart, for the plugin does what it says:
+These classes are counted separately, because the plugin works as documented:
 
-| class | what it is |
+| class | meaning |
 |---|---|
-| values | another assertion, under a kind that changes outputs: on numbers, or on what follows from them |
-| inspects | an assertion on the hooks or the attributes of a module, where the test wants none but diffusers' |
-| refused | the plugin's own error (`DitAccelError`), which says what to do |
+| values | another assertion, with a kind that changes outputs: on numbers, or on their consequences |
+| inspects | an assertion on the hooks or attributes of a module, where the test accepts only diffusers' own |
+| refused | the plugin's own error (`DitAccelError`), whose message says what to do |
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _INSPECTS = re.compile(r"hook", re.IGNORECASE)
 
 
 def accelerate(pipe: Any, kind: str) -> None:
-    """Accelerates a pipeline as that kind does.
+    """Accelerate a pipeline with this kind.
 
     `exact` and `balanced` are the presets; `fused` is `exact` with fused kernels, as on a GPU; `forecast` computes
-    every second step and `flashomni` works inside the blocks of every second step, both from the first step on, as
-    tests run two or three.
+    every second step and `flashomni` works inside the blocks of every second step, both from the first step on, because
+    tests run only two or three.
 
     Raises:
-        UnsupportedError: the pipeline can't be accelerated, or has no preset of that kind.
+        UnsupportedError: the pipeline is unsupported, or has no preset of this kind.
     """
     accelerate_pipeline(pipe, _preset(pipe, kind))
 
@@ -68,21 +68,21 @@ def _preset(pipe: Any, kind: str) -> Preset | str | None:
 
 
 def fuses_kernels(reader: CallReader, x: torch.Tensor) -> bool:
-    """Where a GPU would run fused kernels, though of float32 too: their references run on this device."""
+    """Return True if a GPU would run fused kernels, and also for float32: their references run on this device."""
     is_plain = not torch.is_autocast_enabled(x.device.type) and not torch.is_grad_enabled()
     return is_plain and x.dtype in FLOAT_DTYPES
 
 
 def cuts_padding(reader: CallReader, device: torch.device, is_compiled: bool) -> bool:
-    """As a GPU does, where blocks are fused."""
+    """Return True if blocks are fused, as a GPU does."""
     return reader.family.cuts_padding
 
 
 def found(error: BaseException, statement: str, kind: str) -> str:
-    """Class of what a test failed by.
+    """Return the class of a test's failure.
 
     Args:
-        statement: source of the line that raised it.
+        statement: source of the line that raised the error.
     """
     if isinstance(error, DitAccelError):
         return "refused"

@@ -1,10 +1,10 @@
-"""A pytest plugin that accelerates every pipeline that a test calls, and records what came of each test.
+"""Pytest plugin that accelerates every pipeline that a test calls, and records the outcome of each test.
 
     python -m pytest -p scripts.checks.conformance_study.plugin --conformance-kind exact \
         --conformance-record found.jsonl tests/…
 
-A pipeline is accelerated before its first call and stays so, as users leave it. What ``accelerate_pipeline`` refuses
-runs plainly, and the record says why. The kind ``plain`` only records.
+A pipeline is accelerated before its first call and stays accelerated, as in users' code. Pipelines that
+``accelerate_pipeline`` refuses run plainly, and the record says why. The kind ``plain`` only records.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from scripts.checks.conformance_study.kinds import KINDS, accelerate, cuts_paddi
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
     group.addoption("--conformance-kind", choices=["plain", *KINDS], default="plain")
-    group.addoption("--conformance-record", type=Path, help="file of one JSON object a test")
-    group.addoption("--conformance-seconds", type=float, default=120.0, help="after which a test is given up")
+    group.addoption("--conformance-record", type=Path, help="file with one JSON object per test")
+    group.addoption("--conformance-seconds", type=float, default=120.0, help="time limit of a test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,18 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Study:
-    """What one process does and finds.
+    """State and findings of one process.
 
     Args:
-        kind: of acceleration.
+        kind: kind of acceleration.
         record: file that gets a line when the tests are collected, and one for each test.
-        seconds: that a test may take.
+        seconds: time limit of a test.
     """
 
     def __init__(self, kind: str, record: Path, seconds: float) -> None:
         self._kind, self._record, self._seconds = kind, record, seconds
         self._test: dict[str, Any] = {}
-        self._changed: list[tuple[type, str, Any]] = []  # classes, names and originals
+        self._changed: list[tuple[type, str, Any]] = []  # classes, attribute names and original values
         if kind != "plain":
             self._watch()
         if kind == "fused":
@@ -89,7 +89,7 @@ class Study:
             setattr(changed, name, original)
 
     def _watch(self) -> None:
-        """Has the call of every pipeline class go through :meth:`_call` from its first instance on."""
+        """Route the calls of every pipeline class through :meth:`_call`, starting with its first instance."""
         register, study = DiffusionPipeline.register_modules, self
 
         def register_modules(pipe: Any, **modules: Any) -> None:

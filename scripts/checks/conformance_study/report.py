@@ -1,4 +1,4 @@
-"""What the processes recorded, counted by file and kind, and as Markdown."""
+"""Count the processes' records by file and kind, and format them as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Test = dict[str, Any]
 
 
 def read(record: Path) -> dict[str, Test]:
-    """Tests of one process by their id; those that it collected and told nothing of are lost."""
+    """Tests of one process by id; collected tests without a result are lost."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     tests = {line["test"]: line for line in lines if "test" in line}
     for test in (test for line in lines for test in line.get("collected", ())):
@@ -25,12 +25,13 @@ def read(record: Path) -> dict[str, Test]:
 
 
 def summary(plain: dict[str, Test], by_kind: dict[str, dict[str, Test]]) -> dict[str, Any]:
-    """Of one family: tests counted by file, those that fail only when accelerated, and what became of pipelines.
+    """Summarise one family: tests by file, tests that fail only when accelerated, and outcomes of pipelines.
 
     Returns:
-        ``files``: for each its tests that ran plainly (``ran``), that passed then (``passed``), and of these those that
-        pass with each kind; ``only``: tests that pass plainly and fail with a kind; ``accelerated``: by kind the
-        numbers of pipelines' tests, of those in which a step was forecast, and the pipelines left plain, with reasons.
+        ``files``: for each file the tests that ran plainly (``ran``), that passed plainly (``passed``), and the passed
+        ones that also pass with each kind; ``only``: tests that pass plainly and fail with a kind; ``accelerated``: by
+        kind the numbers of tests with an accelerated pipeline and with a forecast step, and the plain pipelines with
+        reasons.
     """
     passed = {test for test, told in plain.items() if told["outcome"] == "passed"}
     files = {}
@@ -50,7 +51,7 @@ def summary(plain: dict[str, Test], by_kind: dict[str, dict[str, Test]]) -> dict
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table of files, what fails only when accelerated, and what ran plainly."""
+    """Tables of files, of tests that fail only when accelerated, and of pipelines that ran plainly."""
     run, kinds = document["run"], _kinds(document)
     parts = [
         f"diffusers {run['diffusers']}, tests of {document['tests']}, torch {run['torch']}, {run['device']}.",
@@ -67,19 +68,17 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def _kinds(document: dict[str, Any]) -> list[str]:
-    """Those in which some family's tests ran."""
+    """Kinds with which some family's tests ran."""
     ran = {kind for found in document["families"].values() for kind in found["accelerated"]}
     return [kind for kind in KINDS if kind in ran]
 
 
 def _chosen(document: dict[str, Any]) -> list[str]:
-    """Which families ran some of their tests only."""
+    """Sentences on families that ran only some of their tests."""
     families: dict[str, list[str]] = {}
     for family, found in document["families"].items():
         families.setdefault(found.get("chosen", ""), []).append(family)
-    return [
-        f'Of {", ".join(names)} those tests that `-k "{only}"` chooses.' for only, names in families.items() if only
-    ]
+    return [f'{", ".join(names)}: only tests that `-k "{only}"` chooses.' for only, names in families.items() if only]
 
 
 def _totals(document: dict[str, Any], of_kinds: list[str]) -> list[list[Any]]:
@@ -112,7 +111,7 @@ def _only(document: dict[str, Any]) -> list[list[str]]:
 
 
 def _plain(document: dict[str, Any]) -> list[list[str]]:
-    """Reasons, each with the kinds that have it and the pipelines."""
+    """Rows of reasons, each with its kinds and pipelines."""
     told: dict[str, tuple[list[str], list[str]]] = {}
     for found in document["families"].values():
         for kind, each in found["accelerated"].items():

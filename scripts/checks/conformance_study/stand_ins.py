@@ -1,8 +1,8 @@
-"""Small stand-ins for the models that diffusers' tests load from the Hub, so that they run offline.
+"""Small replacements for the Hub models of diffusers' tests, so that the tests run offline.
 
-``from_pretrained`` takes a folder of that name in the working directory before it asks the Hub, so tests that run in
-the folder of :func:`write` get these. Tokenizers are those of :mod:`tests.tiny.encoders`, one token a
-character. A test that compares with numbers that the Hub's models gave fails with them, plainly too.
+``from_pretrained`` looks for a folder of the model's name in the working directory before it asks the Hub, so tests
+that run in the folder of :func:`write` load these. Tokenizers are from :mod:`tests.tiny.encoders`, one token per
+character. Tests that compare with numbers of the Hub's models fail, plainly too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write(folder: Path) -> None:
-    """Writes configurations, tokenizers and weights, each into a folder of its name on the Hub."""
+    """Write configurations, tokenizers and weights, each into a folder named like the model on the Hub."""
     for name, parts in _parts().items():
         for part in parts:
             part.save_pretrained(folder / name)
 
 
 def _parts() -> dict[str, list]:
-    """What is loaded by each name; a model brings its configuration."""
+    """Return the objects to save under each name; a model includes its configuration."""
     import transformers
 
     t5, clip, llama, qwen = encoders.t5(), encoders.clip(), encoders.llama(), encoders.qwen()

@@ -1,1 +1,1 @@
-"""Situations that a replayed step must follow."""
+"""Changes that a replayed step must follow."""

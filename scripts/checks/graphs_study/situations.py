@@ -1,7 +1,7 @@
-"""What may change between runs of a pipeline whose steps are replayed: a table, for the CPU's tests and for a GPU.
+"""Changes between runs of a pipeline whose steps are replayed: a table for the CPU's tests and for a GPU.
 
-Each situation is a row of runs. A run begins with a change to the pipeline and has arguments of its own. Outputs,
-symbols and decisions must equal, bit for bit, those of a pipeline that never captures.
+Each situation is a list of runs. A run begins with a change to the pipeline and has its own arguments. Outputs, symbols
+and decisions must equal, bit for bit, those of a pipeline that never captures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dit_accel import accelerate_pipeline, load_preset
 from dit_accel.presets import Preset
 from tests.tiny import _redraw, tiny_output, tiny_pipeline
 
-BUILDING = threading.Lock()  # weights are drawn from the process's one generator
+BUILDING = threading.Lock()  # building uses the process's only random generator
 STEPS = 5
 LONG = "a dog that runs across a field of yellow flowers"
 COMPARED = ("output", "symbols", "steps", "fallbacks")
@@ -32,13 +32,13 @@ Run = tuple[Change, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Situation:
-    """Runs one after the other, with one pipeline.
+    """Runs one after the other with one pipeline.
 
     Args:
-        family: of the tiny pipeline.
-        runs: what changes before each, and its arguments.
-        preset: with which it is accelerated.
-        config: of the transformer, where kernels want other heads than a tiny one has.
+        family: family of the tiny pipeline.
+        runs: the change before each run, and its arguments.
+        preset: preset of the acceleration.
+        config: transformer config, for kernels that need other heads than a tiny model has.
         replays: whether the last run must have replayed steps.
     """
 
@@ -54,17 +54,17 @@ def nothing(pipe: Any) -> None:
 
 
 def changed(family: str, *changes: Change, **more: Any) -> Situation:
-    """A run before each change and one behind the last, all with the same arguments."""
+    """Run before each change and after the last one, always with the same arguments."""
     return Situation(family, tuple((change, {}) for change in (nothing, *changes)), **more)
 
 
 def called(family: str, *arguments: Mapping[str, Any], **more: Any) -> Situation:
-    """A pipeline that stays as it is, with other arguments in each run."""
+    """Run an unchanged pipeline with other arguments each time."""
     return Situation(family, tuple((nothing, given) for given in arguments), **more)
 
 
 def adapter(config: Any) -> Change:
-    """Add an adapter of peft with drawn weights."""
+    """Add a peft adapter with random weights."""
 
     def add(pipe: Any) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -83,7 +83,7 @@ def with_adapters(pipe: Any) -> None:
 
 
 def set_value(path: str, value: Any) -> Change:
-    """Set an attribute of the transformer, by its dotted path."""
+    """Set an attribute of the transformer by its dotted path."""
     owner, _, name = path.rpartition(".")
 
     def change(pipe: Any) -> None:
@@ -93,14 +93,14 @@ def set_value(path: str, value: Any) -> Change:
 
 
 def scale_buffer(pipe: Any) -> None:
-    """Put another tensor in the place of a buffer."""
+    """Replace a buffer with another tensor."""
     owner = next(module for module in pipe.transformer.modules() if module._buffers)
     name, buffer = next((name, each) for name, each in owner._buffers.items() if each is not None)
     owner._buffers[name] = buffer * 0.5
 
 
 def scale_weight(pipe: Any) -> None:
-    """Put other data in the place of a weight's."""
+    """Replace the data of a weight."""
     weight = pipe.transformer.proj_out.weight
     weight.data = weight.data * 1.5
 
@@ -110,7 +110,7 @@ def scale_weight_in_place(pipe: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer whose output is multiplied by numbers in a nested attribute."""
+    """Layer whose output is multiplied by numbers in a nested attribute."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ SITUATIONS = {
 
 
 def build(situation: Situation, device: str, dtype: torch.dtype) -> Any:
-    """The tiny pipeline of a situation."""
+    """Build the tiny pipeline of a situation."""
     pipe = tiny_pipeline(situation.family)
     if situation.config:
         with torch.random.fork_rng(devices=[]):
@@ -243,7 +243,7 @@ def build(situation: Situation, device: str, dtype: torch.dtype) -> Any:
 
 
 def differences(situation: Situation, device: str, dtype: torch.dtype) -> list[str]:
-    """Runs in which captured steps give anything else than steps that were never captured, and what."""
+    """List the runs in which captured steps differ from steps that were never captured, and the difference."""
     plain, replayed = (runs(situation, device, dtype, graphs) for graphs in ("never", "always"))
     wrong = []
     for number, rows in enumerate(zip(plain, replayed, strict=True), 1):
@@ -254,7 +254,7 @@ def differences(situation: Situation, device: str, dtype: torch.dtype) -> list[s
 
 
 def runs(situation: Situation, device: str, dtype: torch.dtype, graphs: str) -> list[dict[str, Any]]:
-    """What the runs of a situation give where `kernels.graphs` is ``graphs``."""
+    """Results of a situation's runs with `kernels.graphs` set to ``graphs``."""
     with BUILDING:
         pipe = accelerate_pipeline(build(situation, device, dtype), situation.preset, **{"kernels.graphs": graphs})
     rows = []
@@ -268,7 +268,7 @@ def runs(situation: Situation, device: str, dtype: torch.dtype, graphs: str) -> 
 
 
 def threads(device: str, dtype: torch.dtype) -> list[str]:
-    """Pipelines of their own in two threads, which capture side by side; each on a stream of its own on a GPU."""
+    """Run pipelines in two threads that capture at the same time; on a GPU each has its own stream."""
     situation, found = SITUATIONS["sizes"], {}
     expected = runs(situation, device, dtype, "never")
 
@@ -290,7 +290,7 @@ def threads(device: str, dtype: torch.dtype) -> list[str]:
 
 
 def streams(device: str, dtype: torch.dtype) -> list[str]:
-    """Runs of one pipeline that begin on another stream while the one before still computes; a CPU has no streams."""
+    """Start runs of one pipeline on another stream while the previous one still computes; a CPU has no streams."""
     side, steps = (512, 30) if device == "cuda" else (64, 6)
     pipe = accelerate_pipeline(tiny_pipeline("flux").to(device, dtype), "exact", **{"kernels.graphs": "always"})
 

@@ -1,1 +1,1 @@
-"""Attention methods measured on recorded queries, keys and values: errors, curves over thresholds, tables, a plot."""
+"""Attention methods on recorded queries, keys and values: errors, curves over thresholds, tables, a plot."""

@@ -1,4 +1,4 @@
-"""Every method's error against its sparsity, over its threshold, on attentions as they pass."""
+"""Error of every method against its sparsity, over its threshold, measured while attention runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dit_accel.tools.capture import Site
 from .dense import DenseAttention
 
 TARGETS = (0.01, 0.03, 0.05)  # relative L1 errors at which methods are compared
-LOST = (0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.7, 0.9)  # mass that a row may lose
+LOST = (0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.7, 0.9)  # mass that each row may lose
 KEPT = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)  # share of a row's tiles
 LEVELS = tuple(2.0 ** (half / 2) for half in range(-10, 15))  # probabilities, in units of 1/N
-SLICE_LEVELS = LEVELS[:14]  # up to 2.8 / N; beyond, queries lose their best keys
+SLICE_LEVELS = LEVELS[:14]  # up to 2.8 / N; above, queries lose their best keys
 BLOCKS = (128, 64)
-SMALL_BLOCKS = (32, 16)  # of FG-Attn's table 1; no policy cuts so finely
-JUDGES = (None, 0.3, 0.4, 0.5)  # theta, the mean pairwise cosine that a block needs to be stood for by its mean
+SMALL_BLOCKS = (32, 16)  # of FG-Attn's table 1; no policy uses blocks this small
+JUDGES = (None, 0.3, 0.4, 0.5)  # theta, the mean pairwise cosine that a block needs to be represented by its mean
 SPARGE, AVERAGE_QUERY, SLICES_ABOVE = "SpargeAttn", "FG-Attn, average query", "FG-Attn, exact"
-WITH_MEANS = ", means"  # of the others, each as one key
+WITH_MEANS = ", means"  # skipped tiles count as one key each, by their means
 MEANS_OF = (SPARGE, "top-k")
 TRUE_MASS, TILES_ABOVE = "tiles by true mass", "tiles with any score above c/N"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A policy over the range of its threshold."""
+    """A policy with a range of thresholds."""
 
     name: str
     thresholds: tuple[float, ...]
@@ -44,7 +44,7 @@ class Method:
 
 
 def judged(theta: float | None) -> str:
-    """SpargeAttn's name with that judge."""
+    """SpargeAttn's name with a self-similarity threshold."""
     return SPARGE if theta is None else f"{SPARGE}, judge {theta}"
 
 
@@ -66,7 +66,7 @@ METHODS = (
 
 @dataclass
 class Curve:
-    """Sparsity and error over a method's thresholds, of every attention measured."""
+    """Sparsity and error over a method's thresholds, for every attention measured."""
 
     thresholds: tuple[float, ...]
     layers: list[str] = field(default_factory=list)
@@ -91,9 +91,9 @@ class Curve:
 
 
 def sparsity_at(target: float, sparsity: Sequence[float], error: Sequence[float]) -> float:
-    """The largest sparsity at which a curve errs by no more than ``target``; its end, where it stays below.
+    """Return the largest sparsity with an error of at most ``target``; the curve's end if it stays below.
 
-    Between two points it is a power law, and from (0, 0) to the first one straight.
+    Between two points the curve is a power law, and a straight line from (0, 0) to the first point.
     """
     best = 0.0
     points = sorted([(0.0, 0.0), *zip(sparsity, error, strict=True)])
@@ -113,10 +113,10 @@ class Measurement:
     """Errors of all methods on each attention that it visits; :meth:`visit` is for an ``AttentionTap``.
 
     Args:
-        orders: of a clip's tokens, as ``dit_accel.sparse.token_order`` names them.
-        every: one step in so many is measured.
-        methods: policies that are measured, beside what needs all probabilities: tiles by their true masses, tiles and
-            slices by their largest probabilities.
+        orders: orders of a video's tokens, named as in ``dit_accel.sparse.token_order``.
+        every: measure every n-th step.
+        methods: policies to measure. Methods that need all probabilities are always measured: tiles by their true
+            masses, tiles and slices by their largest probabilities.
     """
 
     def __init__(self, orders: Sequence[str], every: int = 1, methods: Sequence[Method] = METHODS) -> None:
@@ -124,12 +124,12 @@ class Measurement:
         self._orders = orders
         self._every = every
         self._methods = methods
-        self._curves: dict[tuple[str, str, str], Curve] = {}  # by method, order and size of a tile
+        self._curves: dict[tuple[str, str, str], Curve] = {}  # by method, order and tile size
         self._layer = ""  # of the attention in progress
         self._order = ""
 
     def visit(self, site: Site, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Measures the attention of ``[B, S, H, D]`` and leaves it as it is."""
+        """Measure the attention of ``[B, S, H, D]`` without changing it."""
         if site.step % self._every != self._every // 2:
             return
         self.attentions += 1
@@ -145,7 +145,7 @@ class Measurement:
                 self._measure_levels(dense, (block, *SMALL_BLOCKS) if block == min(BLOCKS) else (block,))
 
     def results(self) -> list[dict[str, Any]]:
-        """Each curve's summary."""
+        """Summary of each curve."""
         return [
             {"method": method, "order": order, "tile": tile, **curve.summary()}
             for (method, order, tile), curve in self._curves.items()
@@ -154,7 +154,7 @@ class Measurement:
     def _measure_policies(self, dense: DenseAttention) -> None:
         q, k, layout, kv_len = dense.q, dense.k, dense.layout, dense.kv_len
         pooled = pooled_map(q, k, layout.block, kv_len=kv_len)
-        tiles = {}  # masks of whole tiles, by the method's name and thresholds
+        tiles = {}  # masks of whole tiles, by method name and thresholds
         for method in self._methods:
             configs = map(method.config, method.thresholds)
             drawn = [policies.draw(q, k, layout, config, kv_len=kv_len, pooled=pooled) for config in configs]
@@ -174,7 +174,7 @@ class Measurement:
                     self._add(name + WITH_MEANS * means, f"{layout.block} x {layout.block}", thresholds, each)
 
     def _measure_levels(self, dense: DenseAttention, sizes: Sequence[int]) -> None:
-        """Tiles and slices that hold a probability above c/N (FG-Attn, table 1)."""
+        """Measure tiles and slices with a probability above c/N (FG-Attn, table 1)."""
         block = dense.layout.block
         for size in sizes:
             maxima = levels(dense, size, size)
@@ -191,10 +191,10 @@ class Measurement:
 
 
 def levels(dense: DenseAttention, block_q: int, block_k: int) -> torch.Tensor:
-    """The level c up to which a tile of ``block_q`` × ``block_k`` stays: ``[B, H, Tq, Tk]``.
+    """Compute the level c up to which a tile of ``block_q`` × ``block_k`` is kept: ``[B, H, Tq, Tk]``.
 
-    It is N times the tile's largest probability; keys of blocks that hold text stay at any level, as in the policies.
-    Single keys above a level are FG-Attn's exact mask; from level 1 on the policy keeps each query's best key as well.
+    It is N times the tile's largest probability; keys in blocks with text are always kept, as in the policies. Single
+    keys above a level are FG-Attn's exact mask; from level 1 on the policy also keeps each query's best key.
     """
     block, text = dense.layout.block, dense.layout.text_blocks
     maxima = dense.maxima(block_q, block_k) * dense.keys
@@ -203,18 +203,18 @@ def levels(dense: DenseAttention, block_q: int, block_k: int) -> torch.Tensor:
 
 
 def kept_tiles(symbols: SparseSymbols) -> torch.Tensor:
-    """Tiles that compute, bool ``[B, H, T, T]``, of symbols whose rows all compute."""
+    """Computed tiles, bool ``[B, H, T, T]``, of symbols whose rows are all computed."""
     return unpack_bits(symbols.skip_bits, symbols.blocks)
 
 
 def kept_keys(symbols: SparseSymbols) -> torch.Tensor:
-    """Keys that a query block attends to, bool ``[B, H, T, S]``: those of its whole tiles, and its single ones."""
+    """Keys that a query block attends to, bool ``[B, H, T, S]``: keys of whole tiles, and single keys."""
     single = unpack_bits(symbols.slice_bits, symbols.blocks * symbols.block)
     return (single | kept_tiles(symbols).repeat_interleave(symbols.block, -1))[..., : symbols.tokens]
 
 
 def _places(site: Site, order: str, block: int) -> torch.Tensor:
-    """Where each place of the sequence takes its token from, int64 ``[S]``: a clip's in that order, text as it is."""
+    """Source index of each token, int64 ``[S]``: video tokens in the given order, text tokens unchanged."""
     layout = site.layout
     places = torch.arange(layout.tokens)
     if site.grid:

@@ -1,7 +1,7 @@
-"""What attention loses without part of its (query, key) pairs: relative L1 error against sparsity, many masks at once.
+"""Error of attention over a subset of (query, key) pairs: relative L1 error against sparsity, many masks at once.
 
-With ``P = softmax(q kᵀ / √D)`` of the dense attention, attention over the kept pairs M is ``O' = (P∘M) V / (P∘M) 1``.
-Both sums are made tile by tile once, for ``[V, 1]``; then each mask of whole tiles costs one small product.
+With ``P = softmax(q kᵀ / √D)`` of dense attention, attention over the kept pairs M is ``O' = (P∘M) V / (P∘M) 1``. Both
+sums are computed tile by tile once, for ``[V, 1]``; then each mask of whole tiles costs one small product.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.nn import functional
 
 from dit_accel.kernels.layout import TokenLayout, block_count
 
-SMALLEST_MASS = 1e-30  # a query that keeps less attends to nothing, and gives 0
+SMALLEST_MASS = 1e-30  # a query with less remaining mass attends to nothing and gives 0
 
 
 class DenseAttention:
-    """One attention in full, in float32; what others are measured by.
+    """One dense attention in float32, the reference for masks.
 
     Args:
         q, k, v: ``[B, S, H, D]``.
-        layout: which tokens are vision; errors and pairs of their queries count, those of text do not.
+        layout: vision tokens; errors and pairs count for vision queries only, not for text.
         kv_len: int32 ``[B]``, valid keys of each sample; None = all.
     """
 
@@ -39,7 +39,7 @@ class DenseAttention:
         token = torch.arange(tokens, device=q.device)
         lengths = torch.full((batch,), tokens, device=q.device) if kv_len is None else kv_len
         self._is_key = token < lengths[:, None]  # [B, S]
-        self.keys = lengths[:, None, None, None]  # N, how many a query may attend to
+        self.keys = lengths[:, None, None, None]  # N, number of keys that a query may attend to
         self._is_vision = (token >= layout.vision_start) & (token < layout.vision_start + layout.vision)
         scores = torch.einsum("bqhd,bkhd->bhqk", self.q, self.k) * head_dim**-0.5
         scores.masked_fill_(~self._is_key[:, None, None], -torch.inf)
@@ -53,24 +53,24 @@ class DenseAttention:
         return self._output[:, :, self._is_vision].abs().sum()
 
     def maxima(self, block_q: int, block_k: int) -> torch.Tensor:
-        """The largest probability of each tile of ``block_q`` queries × ``block_k`` keys: ``[B, H, Tq, Tk]``."""
+        """Largest probability of each tile of ``block_q`` queries × ``block_k`` keys: ``[B, H, Tq, Tk]``."""
         return _tiles(self.probabilities, block_q, block_k).amax((-2, -1))
 
     def masses(self, block: int) -> torch.Tensor:
-        """Share of a query block's probability that each key block holds, float32 ``[B, H, T, T]``; rows sum to 1."""
+        """Share of a query block's probability on each key block, float32 ``[B, H, T, T]``; rows sum to 1."""
         masses = _tiles(self.probabilities, block, block).sum((-2, -1))
         return masses / masses.sum(-1, keepdim=True)
 
     def by_tiles(self, kept: torch.Tensor, block: int, *, means: bool = False) -> torch.Tensor:
-        """Sparsity and error of masks of square tiles.
+        """Compute sparsity and error of masks of square tiles.
 
         Args:
             kept: bool ``[n, B, H, T, T]``, tiles of ``block`` × ``block`` tokens.
             block: any number of tokens.
-            means: whether each tile that is left out counts by the means of its keys and values.
+            means: whether each skipped tile counts by the means of its keys and values.
 
         Returns:
-            float32 ``[n, 2]``: share of vision's pairs left out; ``Σ|O' − O| / Σ|O|`` over vision's rows.
+            float32 ``[n, 2]``: skipped share of vision's pairs; ``Σ|O' − O| / Σ|O|`` over vision's rows.
         """
         tiles = _tiles(self.probabilities, block, block)  # [B, H, Tq, Tk, block, block]
         values = _blocks(self._values, block, 2)[:, :, None]
@@ -84,7 +84,7 @@ class DenseAttention:
         return torch.stack([self._sparsity(kept, block, keys), self._error(sums)], -1)
 
     def _means(self, block: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a block's mean key weighs for each query, ``[B, H, Tq, block, Tk]``, and ``[v mean, 1]`` of each block,
+        """Weight of each block's mean key for each query, ``[B, H, Tq, block, Tk]``, and ``[v mean, 1]`` of each block,
         ``[B, H, 1, Tk, D + 1]``.
         """
         is_key = self._is_key[:, None, :, None]
@@ -97,7 +97,7 @@ class DenseAttention:
         return _blocks(weights, block, 2), values[:, :, None]
 
     def by_slices(self, masks: Iterable[torch.Tensor], block: int) -> torch.Tensor:
-        """The same of masks of single keys, bool ``[B, H, Tq, S]`` each, for blocks of ``block`` queries."""
+        """Sparsity and error of masks of single keys, bool ``[B, H, Tq, S]`` each, for blocks of ``block`` queries."""
         rows = _blocks(self.probabilities, block, 2)  # [B, H, Tq, block, S]
         listed = []
         for kept in masks:
@@ -107,24 +107,24 @@ class DenseAttention:
         return torch.stack(listed)
 
     def _sparsity(self, kept: torch.Tensor, block_q: int, keys: torch.Tensor) -> torch.Tensor:
-        """float32 ``[n]`` from masks ``[n, B, H, Tq, Tk]``; ``keys`` ``[B, Tk]`` = valid keys of each column."""
+        """Sparsity ``[n]`` of masks ``[n, B, H, Tq, Tk]``; ``keys`` ``[B, Tk]`` = valid keys of each column."""
         queries = _blocks(self._is_vision.float(), block_q, 0).sum(-1)  # [Tq]
         pairs = (queries[:, None] * keys[:, None])[:, None]  # [B, 1, Tq, Tk]
         return 1 - (kept * pairs).sum((1, 2, 3, 4)) / (pairs.sum() * kept.shape[2])
 
     def _error(self, sums: torch.Tensor) -> torch.Tensor:
-        """float32 ``[n]`` from sums over the kept keys, ``[n, B, H, Tq, block, D + 1]``."""
+        """Error, float32 ``[n]``, of sums over the kept keys, ``[n, B, H, Tq, block, D + 1]``."""
         outputs = (sums[..., :-1] / sums[..., -1:].clamp(min=SMALLEST_MASS)).flatten(3, 4)[..., : self.layout.tokens, :]
         return (outputs - self._output)[..., self._is_vision, :].abs().sum((1, 2, 3, 4)) / self._size
 
 
 def _tiles(x: torch.Tensor, block_q: int, block_k: int) -> torch.Tensor:
-    """``[B, H, S, S]`` -> ``[B, H, Tq, Tk, block_q, block_k]``, padded with zeros."""
+    """Split ``[B, H, S, S]`` into ``[B, H, Tq, Tk, block_q, block_k]``, padded with zeros."""
     return _blocks(_blocks(x, block_k, 3), block_q, 2).transpose(3, 4)
 
 
 def _blocks(x: torch.Tensor, block: int, axis: int) -> torch.Tensor:
-    """An axis of tokens cut into blocks, ``[..., S, ...]`` -> ``[..., T, block, ...]``, padded with zeros."""
+    """Split an axis of tokens into blocks, ``[..., S, ...]`` -> ``[..., T, block, ...]``, padded with zeros."""
     blocks = block_count(x.shape[axis], block)
     padding = [0, 0] * (x.dim() - 1 - axis) + [0, blocks * block - x.shape[axis]]
     return functional.pad(x, padding).unflatten(axis, (blocks, block))

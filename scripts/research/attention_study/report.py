@@ -1,4 +1,4 @@
-"""Tables and the plot of measured curves."""
+"""Tables and plot of the measured curves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .curves import (
 )
 
 PAPER_LEVEL = 0.5  # c of FG-Attn's table 1
-JUDGED_AT = 0.12  # the lost mass at which judges are compared
+JUDGED_AT = 0.12  # lost mass at which similarity thresholds are compared
 JUDGED = [judged(theta) for theta in JUDGES]
 
 Results = list[dict[str, Any]]
 
 
 def tables(results: Results) -> str:
-    """All three tables as Markdown, each under a line that says what it shows."""
+    """All three tables as Markdown, each with a caption."""
     named = [each for method in METHODS for each in (method.name, method.name + WITH_MEANS)]
     named += [SLICES_ABOVE, TRUE_MASS]
     by_method = sorted(
@@ -42,14 +42,14 @@ def tables(results: Results) -> str:
     )
     errors = [f"{target:.0%} error" for target in TARGETS]
     paragraphs = [
-        "Share of vision's (query, key) pairs that a method leaves out at a mean relative L1 error.",
+        "Skipped share of vision's (query, key) pairs at a given mean relative L1 error.",
         _table(
             ["order", "tile", "method", *errors],
             [[r["order"], r["tile"], r["method"], *map(_percent, r["sparsity_at"])] for r in by_method],
         ),
-        f"SpargeAttn's judge: where a row may lose {JUDGED_AT:.0%} of its mass.",
+        f"SpargeAttn's similarity threshold, where a row may lose {JUDGED_AT:.0%} of its mass.",
         _table(
-            ["order", "tile", "method", "left out", "mean error", "worst error"],
+            ["order", "tile", "method", "skipped", "mean error", "worst error"],
             [
                 [r["order"], r["tile"], r["method"], *_at(r, JUDGED_AT, "sparsity", "error", "worst")]
                 for r in by_method
@@ -58,7 +58,7 @@ def tables(results: Results) -> str:
         ),
         "FG-Attn's table 1: tiles without a probability above c/N, for the paper's c = 0.5 and for the c of an error.",
         _table(
-            ["order", "tile", "c = 0.5", "its error", *errors],
+            ["order", "tile", "c = 0.5", "error at c = 0.5", *errors],
             [
                 [r["order"], r["tile"], *_at(r, PAPER_LEVEL, "sparsity", "error"), *map(_percent, r["sparsity_at"])]
                 for r in by_level
@@ -69,7 +69,7 @@ def tables(results: Results) -> str:
 
 
 def plot(results: Results, title: str, path: Path) -> None:
-    """Writes error against sparsity: SpargeAttn's judges and orders, all methods, and sizes of tiles."""
+    """Plot error against sparsity: SpargeAttn's similarity thresholds and orders, all methods, and tile sizes."""
     orders = [order for order in TOKEN_ORDERS if any(r["order"] == order for r in results)]
     curves = {(r["method"], r["order"], r["tile"]): r for r in results}
     by_level = [key for key in curves if key[0] in (TILES_ABOVE, SLICES_ABOVE) and key[1] == orders[0]]
@@ -99,7 +99,7 @@ def plot(results: Results, title: str, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_ylim(1e-3, 1.0)
         axes.set_xlim(0.0, 1.0)
-        axes.set_xlabel("share of (query, key) pairs left out")
+        axes.set_xlabel("share of (query, key) pairs skipped")
         if axes.lines:
             axes.legend(frameon=False, loc="lower right", fontsize=8)
         tidy_axes(axes, grid="both")

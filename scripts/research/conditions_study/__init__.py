@@ -1,1 +1,1 @@
-"""Cells of the study of conditions, and what is told of them."""
+"""Cells and report of the study of conditions."""

@@ -1,4 +1,4 @@
-"""Conditions under which the closed loop and its rivals are measured: what a cell is, and its pipeline and call."""
+"""Conditions of the closed loop's comparison with other methods: a cell, its pipeline and its call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cell:
     Args:
         scheduler: Euler's, or one of `dit_accel.tools.compare.solvers.SOLVERS`.
         guidance: true classifier-free guidance of an image model, with an empty negative prompt.
-        strength: image-to-image, from the pictures of other prompts.
+        strength: image-to-image, starting from the images of other prompts.
     """
 
     model: str
@@ -98,13 +98,13 @@ CELLS = [
 
 
 class Conditions:
-    """A cell's plain pipeline and the runs on it.
+    """A cell's plain pipeline and its runs.
 
     Args:
-        cell: what is run.
-        folder: of its model.
-        prompts: how many.
-        split: of the held-out prompts.
+        cell: conditions of the runs.
+        folder: folder of the model.
+        prompts: number of prompts.
+        split: split of the held-out prompts.
     """
 
     def __init__(self, cell: Cell, folder: str, prompts: int, split: str, device: str) -> None:
@@ -126,7 +126,7 @@ class Conditions:
         self.pipe = pipe
         self._sources: dict[int, torch.Tensor] = {}  # by seed
         if cell.strength is not None:
-            made = run(pipe, self.arguments, [unseen, *self.prompts])  # each begins from the picture before it
+            made = run(pipe, self.arguments, [unseen, *self.prompts])  # each starts from the previous image
             self._sources = {each.seed: picture for each, picture in zip([*self.prompts, unseen], made, strict=True)}
             self.pipe = FluxImg2ImgPipeline.from_pipe(pipe)
             self.pipe.set_progress_bar_config(disable=True)
@@ -136,13 +136,13 @@ class Conditions:
         self.subject = Subject(self.pipe, steps, branches, lambda: self.run([unseen]))
 
     def run(self, prompts: Sequence[Any]) -> torch.Tensor:
-        """What the pipeline makes of prompts in one batch, values 0..1."""
+        """Run prompts in one batch and return the outputs, 0..1."""
         source = {"image": torch.stack([self._sources[each.seed] for each in prompts])} if self._sources else {}
         return run(self.pipe, self.arguments | source, prompts)
 
 
 def run(pipe: Any, arguments: dict[str, Any], prompts: Sequence[Any]) -> torch.Tensor:
-    """What a pipeline makes of prompts in one batch, values 0..1."""
+    """Run a pipeline on prompts in one batch and return the outputs, 0..1."""
     call = dict(arguments)
     each = {"negative_prompt": call.pop("negative_prompt")} if "negative_prompt" in call else None
     return paint(pipe, list(prompts), batch=len(prompts), each=each, **call).clamp(0, 1)

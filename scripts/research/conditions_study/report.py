@@ -1,4 +1,4 @@
-"""Tables and a figure of what was measured under conditions."""
+"""Tables and figure of the study of conditions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """The loop at fractions beside the best rival there, what the leads come to, and presets cell by cell."""
+    """Tables: the loop and the best other method at several fractions, the leads, and presets cell by cell."""
     lines = [_row("cell", *(f"{share:g}" for share in FRACTIONS)), _row(*["---"] * (len(FRACTIONS) + 1))]
     leads: dict[str, list[float]] = {"mean of prompts": [], "worst prompt": []}
     for cell, own in by_cell(rows).items():
@@ -54,7 +54,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """What presets mean in every cell: computed fraction and PSNR."""
+    """Plot computed fraction and PSNR of the presets in every cell."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     for level in LEVELS:
@@ -74,7 +74,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each cell, by what it is called."""
+    """Group rows by cell name."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: json.dumps(row["cell"])):
         found.setdefault(str(Cell(**row["cell"])), []).append(row)
@@ -82,7 +82,7 @@ def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def at(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
-    """The loop's dB at a computed fraction, between the targets measured; None beyond them."""
+    """The loop's PSNR in dB at a computed fraction, interpolated between targets; None outside of them."""
     points = sorted((row["computed"], statistic(row["psnr"])) for row in rows if row["series"] == LOOP)
     if not points or not points[0][0] <= share <= points[-1][0]:
         return None
@@ -90,7 +90,7 @@ def at(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
 
 
 def best_rival(rows: Sequence[Row], share: float, statistic: Statistic) -> float | None:
-    """The most dB of any other setting that computes no more."""
+    """Highest PSNR in dB of any other setting with at most this computed fraction."""
     others = [row for row in rows if row["series"] != LOOP and row["computed"] <= 1.02 * share]
     return max((statistic(row["psnr"]) for row in others), default=None)
 

@@ -1,1 +1,1 @@
-"""Parts of `finetune_sla.py`: what is trained on, how, and how the results are judged."""
+"""Parts of `finetune_sla.py`: training data, training, and evaluation."""

@@ -1,7 +1,7 @@
-"""Calls of a pipeline's transformer: what a student is trained and judged on, whatever the model's family.
+"""Calls of a pipeline's transformer: data for training and evaluating a student, for any model family.
 
-A teacher's calls come from its own runs, with the velocity that it gave. Calls for flow matching hold clean latents
-instead, which get their noise when they are used.
+A teacher's calls come from its own runs, with the velocity that it returned. Calls for flow matching hold clean latents
+instead; noise is added when they are used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Calls:
     """N calls of one sample each.
 
     Args:
-        arguments: of the transformer's forward, by name: ``[N, ...]`` each, but for those of `SHARED`.
-        velocity: what the transformer gave, ``[N, ...]``. None: `hidden_states` are clean latents.
+        arguments: arguments of the transformer's forward by name, ``[N, ...]`` each, except those in `SHARED`.
+        velocity: output of the transformer, ``[N, ...]``. None: `hidden_states` are clean latents.
     """
 
     arguments: dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ class Calls:
         return len(self.arguments["hidden_states"])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calls:
-        """Moved, and matrices of floats cast; timesteps and guidance scales keep their digits."""
+        """Move the calls and cast float matrices; timesteps and guidance scales keep their precision."""
 
         def moved(values: torch.Tensor) -> torch.Tensor:
             cast = values.is_floating_point() and values.ndim > 1
@@ -52,7 +52,7 @@ class Calls:
         return Calls(arguments, None if self.velocity is None else moved(self.velocity))
 
     def rows(self, rows: torch.Tensor | slice) -> Calls:
-        """Some of the calls."""
+        """Return some of the calls."""
         arguments = {name: values if name in SHARED else values[rows] for name, values in self.arguments.items()}
         return Calls(arguments, None if self.velocity is None else self.velocity[rows])
 
@@ -67,7 +67,7 @@ class Calls:
 
 
 class CallRecorder:
-    """Within a ``with`` block it keeps a random ``share`` of each batch that the transformer is called with."""
+    """Keeps a random ``share`` of each batch of the transformer's calls within a ``with`` block."""
 
     def __init__(self, transformer: nn.Module, share: float = 1.0, seed: int = 0) -> None:
         self._transformer = transformer
@@ -88,7 +88,7 @@ class CallRecorder:
         self._kept.append(call.rows(rows.sort().values.to(output[0].device)))
 
     def calls(self) -> Calls:
-        """All that was kept, in the order in which it ran."""
+        """Return all kept calls in the order in which they ran."""
         first = self._kept[0].arguments
         arguments = {
             name: first[name] if name in SHARED else torch.cat([kept.arguments[name] for kept in self._kept])
@@ -101,12 +101,12 @@ class CallRecorder:
 def record_calls(
     pipe: DiffusionPipeline, prompts: Sequence[str], call: dict[str, Any], *, share: float, batch: int, seed: int
 ) -> Calls:
-    """A share of the calls that the pipeline makes of its transformer for these prompts, without decoding anything.
+    """Record a share of the transformer's calls in the pipeline for these prompts, without decoding.
 
     Args:
-        call: arguments of the pipeline's call, without prompt and generator.
-        batch: prompts at once.
-        seed: of the initial noise and of which calls are kept.
+        call: arguments of the pipeline's call, except prompt and generator.
+        batch: prompts at a time.
+        seed: seed of the initial noise and of the choice of kept calls.
     """
     with CallRecorder(pipe.transformer, share, seed) as recorder:
         for start in range(0, len(prompts), batch):
@@ -127,14 +127,14 @@ def clip_calls(
     *,
     batch: int = 16,
 ) -> Calls:
-    """Calls for flow matching on drawn clips.
+    """Make calls for flow matching on rendered videos.
 
     Args:
-        family: of the pipeline, a demo video model.
-        prompts: what the clips show.
-        numbers: that they are drawn from, ``[N, K]``, as `demo_models.clips.pack` gives them.
-        call: as for `record_calls`; says the clips' size.
-        batch: clips at once.
+        family: family of the pipeline, a demo video model.
+        prompts: prompts of the videos.
+        numbers: packed videos, ``[N, K]``, from `scripts.demo_training.clips.pack`.
+        call: as for `record_calls`; gives the size of the videos.
+        batch: videos at a time.
     """
     unguided = {**call, "num_inference_steps": 1, family.guidance_argument: 1.0}
     calls = record_calls(pipe, prompts, unguided, share=1.0, batch=batch, seed=0)

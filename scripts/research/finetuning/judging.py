@@ -1,4 +1,4 @@
-"""What a demo pipeline is worth beside the dense one, on prompts, pictures and clips that no training sees."""
+"""Evaluate a demo pipeline against the dense one, on prompts, images and videos never seen in training."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from scripts.demo_training.prompts import HeldOutPrompt
 from .calls import CallRecorder, Calls, velocity_error
 from .subjects import AT_ONCE, Subject
 
-SHARE = 0.05  # of the dense pipeline's calls, on which velocities are compared
+SHARE = 0.05  # of the dense pipeline's calls, for comparing velocities
 TEACHER, DRAWN = "held-out-calls.safetensors", "drawn-calls.safetensors"
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What pipelines are judged on.
+    """Data for evaluating pipelines.
 
     Args:
-        subject: of the model.
-        prompts: with the seed of each.
-        dense: what the dense pipeline made of them, uint8 [N, 3, F, H, W].
-        teacher: some of its calls as it painted them.
-        drawn: calls for flow matching on drawings of the same scenes; None where the subject has none.
+        subject: subject of the model.
+        prompts: prompts with their seeds.
+        dense: the dense pipeline's outputs, uint8 [N, 3, F, H, W].
+        teacher: some of its calls for these outputs.
+        drawn: calls for flow matching on renderings of the same scenes; None if the subject has none.
     """
 
     subject: Subject
@@ -53,10 +53,10 @@ class HeldOut:
 
 
 def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[str, Any]) -> HeldOut:
-    """Paint, record and draw for the first `count` prompts of the reporting list.
+    """Sample, record and render the first `count` prompts of the reporting list.
 
     Args:
-        call: arguments of the pipeline's call, without prompt and generator.
+        call: arguments of the pipeline's call, except prompt and generator.
     """
     prompts = subject.held_out(count)
     with CallRecorder(pipe.transformer, SHARE) as recorder:
@@ -67,24 +67,25 @@ def hold_out(subject: Subject, pipe: DiffusionPipeline, count: int, call: dict[s
 def paint(
     subject: Subject, pipe: DiffusionPipeline, prompts: list[HeldOutPrompt], call: dict[str, Any]
 ) -> torch.Tensor:
-    """What the pipeline makes of prompts, uint8 [N, 3, F, H, W] on the CPU."""
+    """Sample prompts with the pipeline, uint8 [N, 3, F, H, W] on the CPU."""
     painted = subject.paint(pipe, prompts, call)
     if not painted.isfinite().all():
-        raise FloatingPointError("the pipeline paints values that are not finite")
+        raise FloatingPointError("the pipeline returns values that are not finite")
     return (painted * 255).round().to(torch.uint8)
 
 
 @torch.no_grad()
 def judge(pipe: DiffusionPipeline, painted: torch.Tensor, held_out: HeldOut) -> dict[str, Any]:
-    """Figures of a pipeline and of what it painted.
+    """Return a pipeline's quality figures.
 
-    ``psnr_db``: against what the dense pipeline made of the same noise, None where it is this. ``velocity_mse``: of its
-    velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on drawings at random noise
-    levels, None where there are none. ``agreement``: fraction in which what the prompt says can be read.
+    ``psnr_db``: against the dense pipeline's outputs from the same noise; None for the dense pipeline.
+    ``velocity_mse``: its velocities against the dense ones, on the dense pipeline's latents. ``flow_loss``: on rendered
+    scenes at random noise levels; None without rendered scenes. ``agreement``: share of the prompts' attributes that
+    can be read in the outputs.
 
     Args:
-        pipe: as it painted.
-        painted: what it made of the held-out prompts, uint8 [N, 3, F, H, W].
+        pipe: the pipeline, in the state of these outputs.
+        painted: its outputs for the held-out prompts, uint8 [N, 3, F, H, W].
     """
     pairs = zip(painted.transpose(1, 2), held_out.dense.transpose(1, 2), strict=True)
     decibels = None if painted is held_out.dense else [psnr(ours, dense) for ours, dense in pairs]
@@ -99,7 +100,7 @@ def judge(pipe: DiffusionPipeline, painted: torch.Tensor, held_out: HeldOut) -> 
 
 
 def mean_error(pipe: DiffusionPipeline, calls: Calls, rounds: int = 8) -> float:
-    """`velocity_error` over all calls, of clean latents at `rounds` noise levels each, the same for all pipelines."""
+    """Mean `velocity_error` over all calls, with the same `rounds` noise levels per clean latent for all pipelines."""
     calls = calls.to(pipe.device, pipe.transformer.dtype)
     generator = torch.Generator(pipe.device).manual_seed(0)
     total = 0.0

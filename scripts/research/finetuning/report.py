@@ -1,4 +1,4 @@
-"""The experiment's results as JSON, as a Markdown table and as a sheet of pictures."""
+"""Results of the experiment as JSON, as a Markdown table and as a sheet of images."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def write_report(stem: Path, rows: list[dict[str, Any]], experiment: Experiment,
     print(table(rows))
     for row in rows[1:]:
         print(f"{row['variant']:10s} {row['steps']} steps in {row['seconds']:.0f} s")
-    print(f"all of it took {origin['seconds']} s")
+    print(f"total: {origin['seconds']} s")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown; the dense model, which nothing is done to, has figures before only."""
+    """Rows as Markdown; the dense model has only figures before fine-tuning."""
     lines = [
-        "| attention | tiles that attend | steps | PSNR dB before | after | velocity MSE before | after "
+        "| attention | critical tiles | steps | PSNR dB before | after | velocity MSE before | after "
         "| flow loss before | after | all attributes right before | after |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]

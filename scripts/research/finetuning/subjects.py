@@ -1,4 +1,4 @@
-"""What demo models are trained and judged on: clips of the video models, pictures of the image model."""
+"""Training and evaluation data of demo models: videos of the video models, images of the image model."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from scripts.demo_training.wan import Wan
 
 from .calls import Calls, clip_calls
 
-AT_ONCE = 32  # pictures or clips
+AT_ONCE = 32  # images or videos
 
 
 class Subject(ABC):
-    """What a demo model shows; a picture is a clip of one frame here.
+    """Scenes of a demo model; an image counts as a video with one frame here.
 
     Args:
-        family: of the model.
+        family: family of the model.
     """
 
-    variants: tuple[str, ...]  # that SLA is compared with by default, names of `finetuning.variants`
+    variants: tuple[str, ...]  # default variants to compare with SLA, names of `finetuning.variants`
 
     def __init__(self, family: Family) -> None:
         self.family = family
 
     @abstractmethod
     def draw(self, count: int, seed: int) -> tuple[list[str], torch.Tensor]:
-        """Prompts of training scenes, and the numbers that they are drawn from, ``[N, K]``."""
+        """Prompts of training scenes, and the packed numbers of their renderings, ``[N, K]``."""
 
     @abstractmethod
     def held_out(self, count: int) -> list[HeldOutPrompt]:
-        """The first prompts of the reporting list."""
+        """Return the first prompts of the reporting list."""
 
     @abstractmethod
     def paint(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> torch.Tensor:
-        """What the pipeline makes of prompts, each from its own seed: float ``[N, 3, F, H, W]`` in 0..1 on the CPU.
+        """Sample prompts with the pipeline, each with its own seed: float ``[N, 3, F, H, W]`` in 0..1 on the CPU.
 
         Args:
-            call: arguments of the pipeline's call, without prompt and generator.
+            call: arguments of the pipeline's call, except prompt and generator.
         """
 
     @abstractmethod
     def agreement(self, painted: torch.Tensor, held_out: list[HeldOutPrompt]) -> dict[str, float]:
-        """Fraction in which what the prompt says can be read, by attribute, of ``[N, 3, F, H, W]`` in 0..1."""
+        """Share of the prompts' attributes that can be read, by attribute, in ``[N, 3, F, H, W]`` in 0..1."""
 
     def drawn_calls(self, pipe: DiffusionPipeline, held_out: list[HeldOutPrompt], call: dict[str, Any]) -> Calls | None:
-        """Calls for flow matching on drawings of the prompts' scenes; None where this can't be had."""
+        """Calls for flow matching on renderings of the prompts' scenes; None if not available."""
         return None
 
     def strips(self, painted: torch.Tensor) -> torch.Tensor:
-        """Pictures ``[N, 3, H, W]`` of ``[N, 3, F, H, W]``, for a sheet."""
+        """Images ``[N, 3, H, W]`` of ``[N, 3, F, H, W]``, for a sheet."""
         return painted[:, :, 0]
 
 

@@ -1,7 +1,7 @@
-"""SLA's tables 2 and 3 on a demo model: every variant before and after the same fine-tuning, beside the dense model.
+"""SLA's tables 2 and 3 on a demo model: every variant before and after the same fine-tuning, and the dense model.
 
-One process records the dense model's calls and what it paints; then each variant trains and is judged in a process of
-its own, several side by side, since a small model keeps a GPU waiting for Python.
+One process records the dense model's calls and outputs; then each variant trains and is evaluated in its own process.
+Several processes run in parallel, because a small model is launch-bound.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ TEACHER, SAMPLES = "teacher-calls.safetensors", "samples.safetensors"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the experiment is.
+    """Sizes of the experiment.
 
     Args:
-        prompts: of training scenes, which the dense model paints.
-        share: of its calls that are kept.
-        held_out: prompts that all are judged on.
-        changes: to the arguments of a pipeline's call.
-        training: of each variant.
-        variants: their names; none = the subject's own.
+        prompts: number of training prompts that the dense model samples.
+        share: kept share of its calls.
+        held_out: number of prompts for the evaluation.
+        changes: changes to the arguments of a pipeline's call.
+        training: training of each variant.
+        variants: names of the variants; none = the subject's own.
     """
 
     prompts: int
@@ -81,14 +81,14 @@ SMOKE = Sizes(
 
 
 class Experiment:
-    """The experiment on one model, in a work folder that its processes share.
+    """The experiment on one model, in a work folder shared by its processes.
 
     Args:
-        subject: of the model.
+        subject: subject of the model.
         model: its pipeline folder.
-        sizes: how large.
-        device: of all that computes.
-        work: the folder.
+        sizes: sizes of the experiment.
+        device: device of all computation.
+        work: the work folder.
     """
 
     def __init__(self, subject: Subject, model: Path, sizes: Sizes, device: torch.device, work: Path) -> None:
@@ -98,7 +98,7 @@ class Experiment:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def prepare(self) -> dict[str, Any]:
-        """Record what all variants need; returns the dense model's figures."""
+        """Record the data that all variants need; return the dense model's figures."""
         self.work.mkdir(parents=True, exist_ok=True)
         pipe = self._load()
         prompts, _ = self.subject.draw(self.sizes.prompts, seed=1)
@@ -110,14 +110,14 @@ class Experiment:
         return {"variant": "dense", "critical": 1.0, "before": judge(pipe, held_out.dense, held_out)}
 
     def run(self, name: str) -> dict[str, Any]:
-        """Train and judge one variant; writes its row and what is shown of it to the work folder."""
+        """Train and evaluate one variant; write its row and its samples to the work folder."""
         variant, held_out, folder = VARIANTS[name], HeldOut.load(self.subject, self.work), self.work / name
         pipe = self._load()
         variant.swap_in(pipe)
         before = judge(pipe, paint(self.subject, pipe, held_out.prompts, self.call), held_out)
         calls = Calls.load(self.work / TEACHER).to(self.device, self.dtype)
         log = fine_tune(pipe.transformer, calls, self.sizes.training, folder)
-        if variant.feature_map != HEDGEHOG:  # whose maps no preset takes
+        if variant.feature_map != HEDGEHOG:  # no preset supports its maps
             save_swapped(pipe, folder)
             load_swapped(pipe, folder)
         painted = paint(self.subject, pipe, held_out.prompts, self.call)
@@ -128,9 +128,9 @@ class Experiment:
         return row
 
     def run_all(self, jobs: int) -> list[dict[str, Any]]:
-        """Run all variants, `jobs` at a time, each in a process started as this one was.
+        """Run all variants, `jobs` at a time, each in a new process with the same command.
 
-        Returns their rows; one that fails is left out, and its output printed.
+        Returns their rows; a variant that fails is left out, and its output printed.
         """
         with ThreadPoolExecutor(jobs) as pool:
             return [row for row in pool.map(self._run_apart, self.variants) if row is not None]
@@ -144,7 +144,7 @@ class Experiment:
         return json.loads((self.work / name / "row.json").read_text())
 
     def sheet(self, names: list[str]) -> Image.Image:
-        """Pictures of two held-out prompts, dense and after the fine-tuning of these variants."""
+        """Images of two held-out prompts, dense and after fine-tuning of these variants."""
         held_out = HeldOut.load(self.subject, self.work)
         shown = {"dense": held_out.dense[:SHOWN]}
         for name in names:

@@ -1,4 +1,4 @@
-"""Fine-tuning of a transformer with SLA in it, by accelerate: on one device, or on several by `accelerate launch`."""
+"""Fine-tune a transformer with SLA, with accelerate: on one device, or on several by `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from scripts.demo_training.training import MasterWeights, Pace, finite, trained_
 
 from .calls import Calls, velocity_error
 
-AVERAGE = 0.99  # decay of the running average of the weights, which is what a training gives
-LOOK_EVERY = 10  # steps between looks at the clock, each of which waits for the device
+AVERAGE = 0.99  # decay of the running average of the weights, which is the result of training
+LOOK_EVERY = 10  # steps between time checks, each of which waits for the device
 LOG = "training.json"
 STATE = "state"
 
 
 @dataclass(frozen=True)
 class Training:
-    """How long and how fast.
+    """Length and rates of a training.
 
     Args:
-        steps: of the whole training; the rate rises at first and then falls to 2% by the last of them.
-        batch: calls in each step and process.
-        rate: of AdamW, at its peak; orthogonalised steps of matrices take it as `MasterWeights` says.
-        projection_rate: times which SLA's projections are faster than other matrices, for they begin at zero.
-        seed: of the rows and the noise of each step.
-        seconds: within which the training ends whatever steps are left, the rate having fallen.
-        minutes: after so many this run stops, and another one with the same settings goes on.
+        steps: steps of the whole training; the rate rises first and falls to 2% by the last step.
+        batch: calls per step and process.
+        rate: peak rate of AdamW; orthogonalised steps of matrices use it as in `MasterWeights`.
+        projection_rate: factor of the rate of SLA's projections over other matrices, because they start at zero.
+        seed: seed of the rows and the noise of each step.
+        seconds: time limit of the training; the rate follows the time if it is shorter than the steps.
+        minutes: time limit of this run; another run with the same settings resumes.
     """
 
     steps: int
@@ -48,7 +48,7 @@ class Training:
 
 
 class Budget(Pace):
-    """Steps, and time that earlier runs may have begun to spend: what is nearer its end counts."""
+    """Steps and time, including the time of earlier runs; the one nearer to its end counts."""
 
     def __init__(self, training: Training, earlier: dict[str, Any]) -> None:
         super().__init__("sla", training.seconds, training.rate, most_steps=training.steps)
@@ -65,20 +65,20 @@ class Budget(Pace):
 
 
 def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: Path) -> dict[str, Any]:
-    """Train what requires a gradient, in place, and return the log; the weights become their running average.
+    """Train the weights that require a gradient, in place, and return the log; they become their running average.
 
-    After the last step and when the time is up it leaves `training.json` and accelerate's state in `folder`, from which
-    the next run goes on.
+    After the last step, and when the time is up, it saves `training.json` and accelerate's state in `folder`, from
+    which the next run resumes.
 
     Args:
-        transformer: with SLA swapped in. It computes in its own dtype; what is trained is kept in float32 beside it.
-        calls: what to learn, on the transformer's device and in its dtype.
-        training: how.
-        folder: for the state.
+        transformer: with SLA swapped in. It computes in its own dtype; trained weights also have float32 copies.
+        calls: training data, on the transformer's device and in its dtype.
+        training: length and rates.
+        folder: folder of the state.
 
     Raises:
         ValueError: `folder` holds the state of a training with other settings.
-        FloatingPointError: the loss is infinite or not a number.
+        FloatingPointError: the loss is infinite or NaN.
     """
     accelerator = Accelerator(mixed_precision="no", cpu=transformer.device.type == "cpu")
     masters = [weight.detach().clone().float() for _, weight in trained_weights(transformer)]
@@ -100,7 +100,7 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
         if budget.steps % LOOK_EVERY == 0:
             if time.monotonic() - budget.started > 60 * training.minutes:
                 accelerator.set_trigger()
-            if accelerator.check_trigger():  # all processes stop together
+            if accelerator.check_trigger():  # all processes stop at the same step
                 break
     accelerator.save_state(str(folder / STATE))
     log = {
@@ -117,7 +117,7 @@ def fine_tune(transformer: nn.Module, calls: Calls, training: Training, folder: 
 
 
 def _settings(transformer: nn.Module, calls: Calls, training: Training) -> dict[str, Any]:
-    """What the runs of one training have in common."""
+    """Settings that all runs of one training share."""
     attention = next(iter(swapped_attention(transformer).values()))
     objective = {"objective": "flow" if calls.velocity is None else "teacher", "calls": len(calls)}
     given = {key: value for key, value in asdict(training).items() if key not in ("seconds", "minutes")}
@@ -125,7 +125,7 @@ def _settings(transformer: nn.Module, calls: Calls, training: Training) -> dict[
 
 
 def _resume(accelerator: Accelerator, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The log of earlier runs, with the state that they left loaded."""
+    """Load the state of earlier runs and return their log."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / LOG).exists():
         return {"steps": 0, "seconds": 0.0, "losses": []}
@@ -140,7 +140,7 @@ def _resume(accelerator: Accelerator, settings: dict[str, Any], folder: Path) ->
 
 
 def _draw(count: int, training: Training, step: int, accelerator: Accelerator) -> tuple[torch.Tensor, torch.Generator]:
-    """Rows of a step, and where its noise comes from: the same whether a run was interrupted or not."""
+    """Return the rows of a step and its noise generator: the same whether a run was interrupted or not."""
     seed = (training.seed * training.steps + step) * accelerator.num_processes + accelerator.process_index
     rows = torch.randint(count, (training.batch,), generator=torch.Generator().manual_seed(seed))
     return rows.to(accelerator.device), torch.Generator(accelerator.device).manual_seed(seed)

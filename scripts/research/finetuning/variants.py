@@ -1,4 +1,4 @@
-"""What SLA is compared with: attention with one of its parts missing or another one, most of them settings of it."""
+"""Variants to compare with SLA: attention with one part missing or replaced, mostly by SLA's settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dit_accel.kernels.linear_attention_backward import differentiable_linear_at
 from dit_accel.sla.module import SparseLinearAttention
 from dit_accel.sla.swap import SlaProcessor, swap_attention, swapped_attention
 
-NEGLIGIBLE = 0.10  # of the tiles, SLA's default
+NEGLIGIBLE = 0.10  # share of tiles, SLA's default
 HEDGEHOG = "hedgehog"
 
 
 class HedgehogAttention(SparseLinearAttention):
-    """SLA with Hedgehog's features: ``phi(x) = softmax([2 W x, -2 W x])``, 2 D of them, W learned and at first the
-    identity (Zhang et al. 2024, *The Hedgehog & the Porcupine*, equation 6).
+    """SLA with Hedgehog's features: ``phi(x) = softmax([2 W x, -2 W x])``, 2 D of them, with a learned W that starts as
+    the identity (Zhang et al. 2024, *The Hedgehog & the Porcupine*, equation 6).
 
-    Queries and keys of an attention share W. Features are made before the kernels, whose "relu" leaves them as they
-    are, and values are padded to as many channels.
+    Queries and keys of an attention layer share W. Features are computed before the kernels, whose "relu" does not
+    change them, and values are padded to as many channels.
 
     Args:
-        attention: with "relu", whose place it takes.
+        attention: SLA layer with "relu", which it replaces.
     """
 
     def __init__(self, attention: SparseLinearAttention) -> None:
@@ -59,15 +59,15 @@ class HedgehogAttention(SparseLinearAttention):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to attend.
+    """One variant of attention.
 
     Args:
-        name: in tables.
-        critical: share of the tiles that attend; the others are sparse.
-        projection: what linear attention goes through. learned: SLA. identity: it is added as it is. zero: it is left
-            out, and only critical tiles count.
-        negligible: share of the tiles that take no part.
-        feature_map: of linear attention, or HEDGEHOG.
+        name: name in tables.
+        critical: share of critical tiles; the others are sparse.
+        projection: projection of linear attention. learned: SLA. identity: added unchanged. zero: left out, so only
+            critical tiles count.
+        negligible: share of negligible tiles.
+        feature_map: feature map of linear attention, or HEDGEHOG.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Variant:
     feature_map: str = "softmax"
 
     def swap_in(self, pipe: Any) -> None:
-        """Make the pipeline, or a transformer, attend so."""
+        """Use this variant in the pipeline or transformer."""
         shares = {"critical": self.critical, "negligible": self.negligible}
         if self.feature_map == HEDGEHOG:
             swap_attention(pipe, **shares, feature_map="relu")

@@ -1,4 +1,4 @@
-"""Tables of what was measured, and for each model a figure and a sheet of one prompt."""
+"""Tables of the results, and for each model a figure and a sheet of one prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.demo_training.exporting import contact_sheet
 
 Row = dict[str, Any]
 
-# Headings and digits of what rows hold by prompt.
+# Headings and digits of the figures per prompt.
 COLUMNS = {
     "psnr": ("PSNR dB", 1),
     "ssim": ("SSIM", 3),
@@ -26,11 +26,11 @@ COLUMNS = {
     "colour": ("colour", 2),
     "histogram": ("histogram", 2),
 }
-CELL = 192  # pixels of a sheet's picture
+CELL = 192  # pixels of an image in the sheet
 
 
 def runs_in(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Rows with figures, by model and steps of its plain runs; the plain runs' first, ours next."""
+    """Rows with figures, by model and steps of its plain runs; the plain run's first, ours next."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in sorted((row for row in rows if "psnr" in row), key=_order):
         found.setdefault((row["model"], row["steps"]), []).append(row)
@@ -55,7 +55,7 @@ def failed(rows: Sequence[Row]) -> list[Row]:
 
 
 def figure(own: Sequence[Row], path: Path) -> None:
-    """Share of prompts whose attributes are all right over the computed fraction, PSNR where there are none to read."""
+    """Plot the share of prompts with all attributes correct over the computed fraction; PSNR if no attributes exist."""
     readable = own[0]["right"] is not None
     points = [(row["series"], row["computed"], _right(row) if readable else mean(row["psnr"])) for row in own[1:]]
     points = [point for point in points if point[0] != "plain"]
@@ -69,7 +69,7 @@ def figure(own: Sequence[Row], path: Path) -> None:
 
 
 def sheet(own: Sequence[Row], at: float | None, path: Path) -> None:
-    """The first prompt's plain picture and that of every setting at a fraction; None = at any."""
+    """Show the first prompt's plain output and the output of every setting at a fraction; None = at any."""
     chosen = [own[0], *(row for row in own if row["series"] != "plain" and (at is None or row.get("at") == at))]
     pictures = torch.from_numpy(np.stack([row["shown"] for row in chosen])).float() / 255
     captions = [_caption(row) for row in chosen]

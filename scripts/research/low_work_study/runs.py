@@ -1,4 +1,4 @@
-"""A demo model in one process, and methods that run on it beside its plain pictures or clips."""
+"""Run a demo model in one process, with methods that are compared with its plain images or videos."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from scripts.research.conditions_study.cells import HELD_OUT, run
 
 from .settings import ALONE, Search, few_settings, low_settings, searches
 
-NEAR = 0.05  # of the wanted fraction, within which a setting counts for it
-CLOSE = 0.03  # the same for a search, which ends within half of that
+NEAR = 0.05  # maximum distance of a setting from the wanted fraction
+CLOSE = 0.03  # the same for a search, which stops within half of it
 TRIES = 10
-PROBED = 4  # prompts that tell a fraction, where a method decides by what it sees
+PROBED = 4  # prompts that estimate the fraction of adaptive methods
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured on, and how.
+    """Model and conditions of a measurement.
 
     Args:
         model: a demo model's name.
-        folder: of its pipeline.
-        store: folder of the plain pictures, which processes share.
-        steps, size: of a run; None = the model's own.
-        fractions: wanted; none = whatever settings come to.
-        prompts: of the split.
-        batch: prompts that the pipeline gets at once.
-        alone: prompts of methods that decide for a batch as a whole and get them one by one.
+        folder: folder of its pipeline.
+        store: folder of the plain outputs, shared by all processes.
+        steps, size: steps and size of a run; None = the model's own.
+        fractions: wanted computed fractions; none = any.
+        prompts: number of prompts of the split.
+        batch: prompts per batch.
+        alone: number of prompts for methods that decide for a batch as a whole and get prompts one by one.
         changes: keys of the closed loop's preset, with their values.
     """
 
@@ -68,7 +68,7 @@ class Case:
 
 
 class Runs:
-    """A pipeline that methods are put on, and its plain run's work."""
+    """A pipeline to which methods are applied, and the work of its plain run."""
 
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
@@ -97,7 +97,7 @@ class Runs:
         self._snapshot = Snapshot(self.pipe)
 
     def paint(self, prompts: Sequence[HeldOutPrompt], **changes: Any) -> torch.Tensor:
-        """What the pipeline makes of prompts in one batch."""
+        """Run prompts in one batch and return the outputs."""
         return run(self.pipe, self._arguments | changes, prompts)
 
     def plain(self) -> torch.Tensor:
@@ -111,10 +111,10 @@ class Runs:
         return self.prompts[: self.case.alone] if method.series in ALONE else self.prompts
 
     def made(self, method: Method, prompts: Sequence[HeldOutPrompt]) -> tuple[torch.Tensor, float]:
-        """Pictures or clips, and the computed fraction; in batches, but one by one where the method must."""
+        """Outputs and computed fraction of a method; in batches, or one by one if the method requires it."""
         try:
             with method.put_on(self.subject):
-                pass  # what needs calibration does it now, and not where work is counted
+                pass  # calibrates here if needed, before work is counted
             groups = _groups(prompts, 1 if method.series in ALONE else self.case.batch)
             parts = [self._made(method, group) for group in groups]
         finally:
@@ -122,7 +122,7 @@ class Runs:
         return torch.cat([part for part, _ in parts]), sum(work for _, work in parts) / len(prompts)
 
     def _made(self, method: Method, group: Sequence[HeldOutPrompt]) -> tuple[torch.Tensor, float]:
-        """The same of a batch, with its work in plain runs of one prompt."""
+        """Outputs of one batch, and its work in plain runs of one prompt."""
         with ExitStack() as stack:
             if not method.reports_work:
                 counted = stack.enter_context(self._counter.counting())
@@ -133,7 +133,7 @@ class Runs:
             return made, counted()
 
     def searched(self, search: Search, wanted: float) -> tuple[Method, torch.Tensor, float]:
-        """The method at the number that comes nearest to a fraction, by bisection over the number's logarithm."""
+        """Find the method's number nearest to a fraction, by bisection over the number's logarithm."""
         low, high = math.log(search.low), math.log(search.high)
         best: tuple[Method, torch.Tensor, float] | None = None
         for _ in range(TRIES):
@@ -150,13 +150,13 @@ class Runs:
 
 @lru_cache(maxsize=1)
 def runs_of(case: Case) -> Runs:
-    """The model in this process, which keeps the latest."""
+    """Return the model of this process, which keeps the latest one."""
     return Runs(case)
 
 
 def begin(case: Case) -> tuple[Case, list[tuple[str, float | None]], list[Row], dict[str, str]]:
-    """Stores the plain pictures; names of what there is to measure with a wanted fraction where one is searched for,
-    rows of the plain run, and why peers are left out.
+    """Store the plain outputs; return the names to measure (with a wanted fraction for searches), the plain run's rows,
+    and the reasons of missing methods.
     """
     runs = runs_of(case)
     made = runs.plain()
@@ -169,9 +169,9 @@ def begin(case: Case) -> tuple[Case, list[tuple[str, float | None]], list[Row], 
 
 
 def measure(case: Case, name: str, wanted: float | None) -> Row:
-    """The row of a setting, or of a search's method at the fraction that was wanted.
+    """Measure a setting, or a search's method at the wanted fraction.
 
-    A row of what fails has `error`, one of what does not come near a wanted fraction nothing but that it computed.
+    If it fails the row has `error`; if it misses the wanted fraction, the row has only the computed fraction.
     """
     runs = runs_of(case)
     try:
@@ -188,13 +188,13 @@ def measure(case: Case, name: str, wanted: float | None) -> Row:
         if case.fractions and wanted is None:
             return _told(case, method, computed)
         return _row(runs, method, made, computed) | {"at": wanted}
-    except Exception as error:  # whatever one method raises, the others go on
+    except Exception as error:  # any failure; the other methods go on
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"model": case.model, "steps": runs.steps, "series": name, "name": name, "error": told}
 
 
 def near(computed: float, fractions: Sequence[float], within: float = NEAR) -> float | None:
-    """The wanted fraction that a computed one counts for, or None."""
+    """Return the wanted fraction that is close to a computed one, or None."""
     return next((wanted for wanted in fractions if abs(computed / wanted - 1) <= within), None)
 
 
@@ -216,7 +216,7 @@ def _row(runs: Runs, method: Method, made: torch.Tensor, computed: float) -> Row
     case, device = runs.case, runs.case.device
     plain = torch.load(_stored(case), mmap=True)[: len(made)]
     if not bool(made.isfinite().all()):
-        raise ValueError("pictures hold values that are not finite")
+        raise ValueError("outputs hold values that are not finite")
     return {
         **_told(case, method, computed),
         "prompts": len(made),
@@ -237,6 +237,6 @@ def _stored(case: Case) -> Path:
 
 
 def _shown(made: torch.Tensor) -> np.ndarray:
-    """The first picture, or the middle frame of the first clip: uint8 [3, H, W]."""
+    """First image, or middle frame of the first video: uint8 [3, H, W]."""
     picture = made if made.ndim == 3 else made[len(made) // 2]
     return (255 * picture).round().byte().numpy()

@@ -1,4 +1,4 @@
-"""What is measured: settings of methods, and numbers to be searched for that bring a method to a computed fraction."""
+"""Settings of methods, and numbers to search so that a method reaches a computed fraction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dit_accel.tools.compare import PEERS, Method, our_methods, spread
 from dit_accel.tools.compare.methods import OURS
 from scripts.research.fixed_schedules import fixed_schedules
 
-# They decide by values of the whole batch, so that a prompt of it would not get what it gets alone.
+# They decide by values of the whole batch, so a prompt in a batch would get another result than alone.
 ALONE = (
     "SeaCache",
     "FirstBlockCache",
@@ -21,9 +21,9 @@ ALONE = (
     "DBCache + FoCa (cache-dit)",
     "SCM + TaylorSeer (cache-dit)",
 )
-MOST_STEPS = 50  # from one computed step to the next, in the closed loop at low work
+MOST_STEPS = 50  # maximum distance between computed steps, in the closed loop at low work
 
-# The closed loop's series, and what they change in `turbo`.
+# Series of the closed loop, with their changes to `turbo`.
 LOOPS: dict[str, dict[str, Any]] = {
     OURS: {},
     f"{OURS}, warm-up 1": {"warmup": 1},
@@ -34,7 +34,7 @@ INTERVALS = [(1, 20), (1, 14), (1, 9), (1, 6), (3, 46), (3, 24), (3, 12), (3, 8)
 _TAYLOR = [(1, 20), (1, 12), (1, 8), (1, 6), (3, 24), (3, 12), (3, 8)]
 _DBCACHE: list[tuple] = [(3, 1.0), (3, 1.5), (3, 2.5), (1, 1.0), (1, 2.5)]
 _STEPS: list[tuple] = [(count,) for count in (5, 6, 8, 10)]
-# More settings of peers, whose own don't reach so low.
+# More settings of other methods, whose own settings do not reach such low work.
 LOWER: dict[str, list[tuple]] = {
     "taylorseer-lite": [(warmup, order, interval) for warmup, interval in _TAYLOR for order in (1, 2)],
     "taylorseer-layers": [(warmup, 1, interval) for warmup, interval in _TAYLOR],
@@ -52,7 +52,7 @@ LOWER: dict[str, list[tuple]] = {
     "fewer-steps-dpm": _STEPS,
     "fewer-steps-unipc": _STEPS,
 }
-# Peers whose threshold is searched for, with the rest of their setting.
+# Other methods with a threshold to search, and the rest of their setting.
 SEARCHED: dict[str, Callable[[float], tuple]] = {
     "sea-cache": lambda threshold: (threshold, 16),
     "first-block-cache": lambda threshold: (threshold,),
@@ -64,11 +64,11 @@ FEW_INTERVALS = [(1, 2), (1, 3), (2, 2), (2, 3)]
 
 @dataclass(frozen=True)
 class Search:
-    """A method whose work a number sets, of which more means less work.
+    """A method whose work depends on a number; a larger number means less work.
 
     Args:
-        of: the method with such a number.
-        low, high: between which numbers it is looked for.
+        of: returns the method for a number.
+        low, high: range of the search.
     """
 
     of: Callable[[float], Method]
@@ -77,7 +77,7 @@ class Search:
 
 
 def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[str, Search]:
-    """By name: the closed loop, whose target is searched for, and peers with a threshold.
+    """Return by name the closed loop, whose target is searched, and other methods with a threshold.
 
     Args:
         changes: keys of the closed loop's preset.
@@ -98,14 +98,14 @@ def searches(pipe: Any, peers: Sequence[str], changes: dict[str, Any]) -> dict[s
 
 
 def low_settings(pipe: Any, steps: int, peers: Sequence[str]) -> list[Method]:
-    """Settings that may come near the wanted fractions of runs of ``steps``; which do shows when they run."""
+    """Settings that may reach the wanted fractions of runs with ``steps``; running them shows which do."""
     others = [method for name in peers if name not in SEARCHED for method in PEERS[name].methods(steps)]
     others += [PEERS[name].of(*setting) for name in peers for setting in LOWER.get(name, ()) if PEERS[name].of]
     return _distinct([*_intervals(pipe, INTERVALS), *fixed_schedules(pipe), *others])
 
 
 def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str, Any]) -> list[Method]:
-    """Settings on top of runs of few steps: our presets, the closed loop over targets, and some of everyone else's."""
+    """Settings on top of runs with few steps: our presets, the closed loop over targets, some of each other method."""
     presets = [_loop(pipe, name, OURS, name=name, **changes) for name in ("quality", "balanced", "turbo")]
     swept = [
         _loop(pipe, "turbo", series, target_error=target, **LOOPS[series], **changes)
@@ -117,13 +117,13 @@ def few_settings(pipe: Any, steps: int, peers: Sequence[str], changes: dict[str,
 
 
 def _loop(pipe: Any, preset: str, series: str, *, name: str | None = None, **changes: Any) -> Method:
-    """The closed loop, each prompt of a batch decided by itself."""
+    """The closed loop with separate decisions for each prompt of a batch."""
     method = our_methods(pipe, [preset_for(pipe, preset, per_prompt=True, **changes)])[0]
     return replace(method, series=series, name=name or f"{series}, target {changes['target_error']:.4g}")
 
 
 def _intervals(pipe: Any, settings: Sequence[tuple[int, int]]) -> list[Method]:
-    """A fixed interval over the whole stack, of order 1 and 2."""
+    """Fixed intervals over the whole stack, of order 1 and 2."""
     methods = []
     for warmup, interval in settings:
         for order in (1, 2):
@@ -134,7 +134,7 @@ def _intervals(pipe: Any, settings: Sequence[tuple[int, int]]) -> list[Method]:
 
 
 def _distinct(methods: Sequence[Method]) -> list[Method]:
-    """One of each name, the first."""
+    """Return the first method of each name."""
     found: dict[str, Method] = {}
     for method in methods:
         found.setdefault(method.name, method)

@@ -1,1 +1,1 @@
-"""What the papers' tables ran, and how it is measured again on the demo models; see paper_tables.py."""
+"""Settings of the papers' tables, and how the demo models reproduce them; see paper_tables.py."""

@@ -1,4 +1,4 @@
-"""How stable FG-Attn's masks are over steps (its figure 9): scores that come to matter after they did not."""
+"""Stability of FG-Attn's masks over steps (its figure 9): scores that matter later but did not before."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dit_accel.tools.capture import Site
 
 SLICES = (128, 64, 32, 16, 8)  # queries that share one mask of single keys
 THRESHOLD = 0.5  # in units of 1 / N, the paper's
-APART = 5  # steps between masks that are compared, as in the figure
-HEADS = 4  # of each attention that are looked at, in one sample
+APART = 5  # steps between compared masks, as in the figure
+HEADS = 4  # of each attention layer, in one sample
 
 
 class Flips:
     """A visitor of an :class:`~dit_accel.tools.capture.AttentionTap`.
 
-    For each slice size the share of single keys that were left out (no query of the slice gave them more than
-    ``THRESHOLD / N``) and ``APART`` steps later are not. Branches of guidance that run one after the other are compared
-    each with itself.
+    It measures for each slice size the share of skipped single keys (no query of the slice gave them more than
+    ``THRESHOLD / N``) that are no longer skipped ``APART`` steps later. Guidance branches that run one after the other
+    are compared separately.
     """
 
     def __init__(self) -> None:
-        self._visits: Counter[tuple[str, int]] = Counter()  # of a block in a step, one a branch
+        self._visits: Counter[tuple[str, int]] = Counter()  # visits of a block in a step, one per branch
         self._kept: dict[tuple[str, int, int], torch.Tensor] = {}  # by block, branch and slice size
         self._flips: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
 
@@ -44,7 +44,7 @@ class Flips:
             self._kept[site.block, branch, size] = kept
 
     def results(self) -> list[dict[str, int | str | float]]:
-        """Of all attentions together, by slice size and steps."""
+        """Shares over all attention layers, by slice size and steps."""
         return [
             {
                 "slice": size,

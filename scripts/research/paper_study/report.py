@@ -1,4 +1,4 @@
-"""The study's tables and its plot."""
+"""Tables and plot of the study."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from dit_accel.tools.figures import new_figure, tidy_axes
 
 Result = dict[str, Any]
-MOST_LINES = 6  # of the plot
+MOST_LINES = 6  # in the plot
 
 
 def tables(document: dict[str, Any]) -> str:
-    """One a source, with what the paper prints beside what was measured, and that of the masks."""
+    """Format a table per source with the paper's and the measured figures, and the table of the masks."""
     columns = ["setting", "sparsity: claimed", "measured", "PSNR dB: claimed", "measured", "worst"]
     columns += ["SSIM: claimed", "measured"]
     lines: list[str] = []
@@ -24,7 +24,7 @@ def tables(document: dict[str, Any]) -> str:
     if flips := document.get("flips"):
         steps = list(dict.fromkeys(each["steps"] for each in flips))
         lines += [
-            "FG-Attn, figure 9: single keys that were left out and five steps later are not, of all left out:",
+            "FG-Attn, figure 9: share of skipped single keys that are no longer skipped five steps later:",
             "",
         ]
         lines += [f"| queries in a slice | {' | '.join(steps)} |", "|---|" + "---|" * len(steps)]
@@ -55,7 +55,7 @@ def _told(value: float | None, form: str) -> str:
 
 
 def density_plot(results: list[Result], path: Path) -> None:
-    """FlashOmni's figure 7: the share of pairs that attention computes, step by step; nothing where no row is of it."""
+    """Plot FlashOmni's figure 7: the share of computed attention pairs by step; nothing without its rows."""
     first = [each for each in results if "table 1" in each["source"] or each["name"].startswith("tuned")]
     if not first:
         return

@@ -1,4 +1,4 @@
-"""The rows of the papers' tables as presets, with what the papers print for them on their own models."""
+"""Rows of the papers' tables as presets, with the papers' figures for their own models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from dit_accel.presets import Preset, load_preset
 
 MODELS = {"demo-flux": "flux", "demo-hunyuan": "hunyuan_video", "demo-wan": "wan"}
-PRESETS = "Presets"  # the source of rows that no paper has
-TRIO = ("flux-flashomni-quality", "flux-flashomni", "flux-flashomni-turbo")  # nearest first
+PRESETS = "Presets"  # source of rows that are in no paper
+TRIO = ("flux-flashomni-quality", "flux-flashomni", "flux-flashomni-turbo")  # highest quality first
 WARMUPS = (2, 3, 5, 8, 12)  # steps of figure 9, whose axis has no numbers in the text
 
 
@@ -20,10 +20,10 @@ class Row:
 
     Args:
         source: paper, and its table or figure.
-        name: as the paper prints it.
-        preset: that is changed.
-        changes: of its keys.
-        psnr, ssim, sparsity: that the paper prints, dB and shares; None = it prints none.
+        name: name in the paper.
+        preset: preset to change.
+        changes: changed keys of the preset.
+        psnr, ssim, sparsity: the paper's figures, dB and shares; None = not in the paper.
     """
 
     source: str
@@ -35,7 +35,7 @@ class Row:
     sparsity: float | None = None
 
     def load(self, model: str) -> Preset:
-        """The preset for a demo model."""
+        """Load the preset for a demo model."""
         return load_preset(self.preset, model=MODELS[model], **self.changes)
 
 
@@ -45,7 +45,7 @@ def rows(model: str) -> list[Row]:
 
 
 def _flashomni(source: str, preset: str, values: tuple, *claimed: float | None, **more: Any) -> Row:
-    """FlashOmni's (tau_q, tau_kv, N, D, S_q), in percent where the paper has percents."""
+    """Row with FlashOmni's (tau_q, tau_kv, N, D, S_q), in percent where the paper has percents."""
     tau_q, tau_kv, interval, order, share = values
     changes = {
         "reuse": {"tau_q": tau_q / 100, "degrade_below": share / 100},
@@ -102,7 +102,7 @@ def _wan() -> Iterator[Row]:
 
 
 def _presets() -> Iterator[Row]:
-    """FlashOmni's method with settings of ours."""
+    """Rows with FlashOmni's method and our settings."""
     for name in TRIO:
         yield Row(PRESETS, name, name)
 

@@ -1,4 +1,4 @@
-"""SpargeAttn with thresholds of each layer, tuned as its section 3.6 says, beside one value for all layers."""
+"""SpargeAttn with thresholds tuned per layer as in its section 3.6, against one value for all layers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .settings import MODELS
 
 SOURCE = "SpargeAttn, section 3.6"
 SAMPLES = 5  # prompts of the tuning split
-BOUNDS = {  # l1 and l2: SpargeAttn's own (section 4.1), and those that FlashOmni ran it with (table 1)
+BOUNDS = {  # l1 and l2: SpargeAttn's own (section 4.1), and FlashOmni's for it (table 1)
     "demo-flux": ((0.07, 0.08), (0.065, 0.07)),
     "demo-hunyuan": ((0.05, 0.06), (0.06, 0.065)),
     "demo-wan": ((0.05, 0.06),),
 }
 UNTUNED = (0.02, 0.05, 0.1, 0.15, 0.2)  # tau_kv for all layers
-JUDGE = 0.3  # similarity, where the layers' own is searched as well
+JUDGE = 0.3  # similarity threshold where it is not searched per layer
 
 
 def base(model: str) -> Preset:
-    """SpargeAttn on every step, blocks of 64 as the paper's keys have them; λ is searched where it is not None."""
+    """SpargeAttn on every step, with blocks of 64 like the paper's key blocks; λ is searched unless it is None."""
     skip = {"policy": "sparge", "steps": "all", "similarity": JUDGE, "pv_threshold": -9.0, "tau_kv": 0.05}
     return load_preset("exact", model=MODELS[model], skip=skip, blocks={"size": 64}, schedule={"warmup": 0})
 
 
 def curves(pipe: Any, model: str, run: Any, prompts: list[Any], steps: int) -> Curves:
-    """How sparse and how wrong each layer gets, over its thresholds, on plain runs of ``prompts``."""
+    """Measure sparsity and error of each layer over its thresholds, on plain runs of ``prompts``."""
     recorder = Recorder(base(model), steps, len(prompts))
     for place, prompt in enumerate(prompts):
         with recorder.tap(pipe, place):
@@ -36,7 +36,7 @@ def curves(pipe: Any, model: str, run: Any, prompts: list[Any], steps: int) -> C
 
 
 def presets(model: str, measured: Curves) -> list[tuple[str, Preset]]:
-    """Tuned ones under the papers' bounds, with and without λ, and untuned ones."""
+    """Tuned presets for the papers' bounds, with and without λ, and untuned presets."""
     found = []
     for l1, l2 in BOUNDS[model]:
         for name, kept in (("", measured), (", no λ", {block: _without(each) for block, each in measured.items()})):

@@ -1,4 +1,4 @@
-"""The FLUX adapter against a naive FLUX that computes everything and overwrites what should be reused."""
+"""The FLUX adapter against a naive FLUX that computes everything and overwrites the reused parts."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def pipe():
 
 
 def inputs(name="flux", **overrides):
-    # 420 picture tokens and 37 of text: 8 blocks of 64, the first of which holds both and the last of which is ragged.
+    # 420 image tokens and 37 of text: 8 blocks of 64, the first of which holds both and the last of which is ragged.
     return tiny_inputs(name, **{"steps": STEPS, "height": 160, "width": 168, **overrides})
 
 
@@ -66,7 +66,7 @@ def accelerate(pipe, preset, **call):
     ],
 )
 def test_heads_equal_naive_overwriting(pipe, backend, overrides):
-    """GEMM-Q, sparse attention and the cached bias give what overwriting O before the projection gives."""
+    """GEMM-Q, sparse attention and the cached bias equal overwriting O before the projection."""
     preset = head_preset(**overrides, kernels={"attention": backend, "gemm": backend})
     picture = SMALL_PICTURE if backend == "triton" else {}
     expected, processors = run_heads(pipe, preset, inputs(**picture), TEXT)
@@ -84,7 +84,7 @@ def test_heads_equal_naive_overwriting(pipe, backend, overrides):
 
 @pytest.mark.parametrize("history_dtype", [None, "float8"], ids=["plain", "float8"])
 def test_update_projects_heads_whose_symbol_changed(pipe, history_dtype, monkeypatch):
-    """The second UPDATE goes on from the biases of the first, and counts so; from float8 it makes them anew."""
+    """The second UPDATE starts from the first one's biases, and its cost shows it; from float8 it recomputes them."""
     updates = {}
 
     def spy(o, weight, *arguments, previous, **options):
@@ -114,7 +114,7 @@ def test_update_projects_heads_whose_symbol_changed(pipe, history_dtype, monkeyp
 
 @pytest.mark.parametrize("level", ["output", "layer", "head"])
 def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, level):
-    """With ``skip.steps: all`` every computed step after the warm-up attends to tiles of its own, and they count."""
+    """With ``skip.steps: all`` every computed step after the warm-up has its own tiles, and they count."""
     preset = skipping_preset(level)
     expected, processors = run_heads(pipe, preset, inputs(), TEXT)
     result, report = accelerate(pipe, preset)
@@ -133,7 +133,7 @@ def test_tiles_skipped_on_computed_steps_equal_naive_masking(pipe, level):
 
 @pytest.mark.parametrize("method, order", [("taylor", 1), ("taylor", 2), ("newton", 2), ("reuse", 0)])
 def test_layers_equal_naive_overwriting(pipe, method, order):
-    """Level layer forecasts what modules put out, before the gates."""
+    """Level layer forecasts the modules' outputs before the gates."""
     preset = load_preset("flux-taylorseer", forecast={"method": method, "order": order}, schedule={"interval": 3})
     expected = run_layers(pipe, preset, inputs())
     result, report = accelerate(pipe, preset)
@@ -158,7 +158,7 @@ def test_variants_at_zero_thresholds_equal_plain(name):
 
 
 def test_kontext_reference_tokens_are_vision():
-    """Reference tokens follow the latents, can be reused, and are not judged by the closed loop."""
+    """Reference tokens follow the latents, can be reused, and do not enter the closed loop's error."""
     pipe = tiny_pipeline("flux-kontext")
     accelerate_pipeline(pipe, head_preset())
     pipe(**tiny_inputs("flux-kontext", steps=STEPS))
@@ -188,7 +188,7 @@ def test_ip_adapter_at_level_layer_forecasts_its_output_too():
 
 
 def test_fused_projections_change_nothing(pipe):
-    """``fuse_qkv_projections`` before or after accelerating gives the same picture."""
+    """``fuse_qkv_projections`` before or after accelerating gives the same image."""
     apart, _ = accelerate(pipe, head_preset())
     accelerate_pipeline(pipe, head_preset())
     pipe.transformer.fuse_qkv_projections()
@@ -212,7 +212,7 @@ def test_true_cfg_branches_keep_apart(pipe):
 
 @pytest.mark.parametrize("level", ["head", "layer", "output"])
 def test_batch_equals_single_pictures(pipe, level):
-    """A batch of two prompts gives what each gives alone."""
+    """A batch of two prompts equals two single calls."""
     preset = {
         "head": head_preset(),
         "layer": load_preset("flux-taylorseer", schedule={"interval": 3}),
@@ -230,7 +230,7 @@ def test_batch_equals_single_pictures(pipe, level):
 
 
 def test_autocast_runs_densely(pipe):
-    """Autocast casts what modules get, and the sparse path calls no modules: every block runs its own forward."""
+    """Autocast casts the modules' inputs, and the sparse path calls no modules: every block runs its own forward."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = pipe(**inputs())[0]
         accelerate_pipeline(pipe, head_preset())

@@ -1,4 +1,4 @@
-"""Qwen-Image's and FLUX.2's blocks: level head against naive attention that overwrites, and what their forms add."""
+"""Blocks of Qwen-Image and FLUX.2: level head against naive attention with overwriting, and their special features."""
 
 import copy
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ def distance(a, b):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_heads_equal_naive_overwriting(name, backend):
-    """GEMM-Q, sparse attention and the cached bias give what overwriting attention before its projection gives."""
+    """GEMM-Q, sparse attention and the cached bias equal overwriting attention before its projection."""
     pipe, preset = tiny.pipeline(name), at_heads(name, kernels={"attention": backend, "gemm": backend})
     plain = tiny.output(name, STEPS, **ONE_BRANCH[name])
     with overwritten_rows(pipe.transformer, Schedule(pipe, preset, STEPS), SEQUENCES[name]):
@@ -71,7 +71,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def test_pictures_to_edit_may_have_a_timestep_of_their_own(as_on_a_gpu, monkeypatch):
-    """As with Qwen-Image-Edit-2511: their tokens are modulated apart."""
+    """Like Qwen-Image-Edit-2511: tokens of the given image have their own modulation."""
     transformer = tiny.pipeline("qwen-image-edit").transformer
     alike = tiny.output("qwen-image-edit", steps=2)
     for module in (transformer, *transformer.transformer_blocks):

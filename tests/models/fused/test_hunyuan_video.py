@@ -85,7 +85,7 @@ def accelerate(pipe, chosen, **call):
     ],
 )
 def test_result_equals_naive_overwriting(pipes, name, chosen):
-    """Cut padding, GEMM-Q, sparse attention, cached biases and whole features give what overwriting gives."""
+    """Cut padding, GEMM-Q, sparse attention, cached biases and whole features equal overwriting."""
     pipe = pipes(name)
     expected, processors = run(pipe, chosen, inputs(name))
     result, report = accelerate(pipe, chosen, **inputs(name))
@@ -184,7 +184,7 @@ def test_a_cpu_keeps_the_padding_where_all_is_computed(pipes, name, preset):
     "prompt", [PROMPTS[0], [PROMPTS[0]] * 2, PROMPTS], ids=["one-prompt", "equal-prompts", "unequal-prompts"]
 )
 def test_cut_padding_equals_masked_padding(pipes, as_on_a_gpu, name, prompt):
-    """Without padding no attention gets a mask or a token more than the longest prompt, and the result is the same."""
+    """Without padding, attention has no mask and no token beyond the longest prompt, and the result is the same."""
     pipe = pipes(name)
     plain = pipe(**inputs(name, prompt=prompt))[0]
     seen = []
@@ -260,7 +260,7 @@ def test_any_mask_in_a_loop_of_ones_own(pipes, as_on_a_gpu):
     ],
 )
 def test_batch_of_unequal_prompts_equals_single_clips(pipes, as_on_a_gpu, chosen):
-    """Each prompt of a batch gets what it gets alone: the other's length is of no consequence."""
+    """Each prompt of a batch gets the same result as alone: the other's length does not matter."""
     pipe = pipes("hunyuan")
     noise = [torch.randn(1, 4, 3, 24, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     both, _ = accelerate(pipe, chosen, **inputs(prompt=PROMPTS, latents=torch.cat(noise)))
@@ -279,7 +279,7 @@ def test_guidance_branches_keep_apart(pipes):
 
 
 def test_replaced_first_frame_is_not_judged(pipes):
-    """The pipeline drops what comes out at the frame that the picture replaces, so the closed loop does too."""
+    """The pipeline drops the output at the frame that the image replaces, and so does the closed loop."""
     arguments, output = {}, torch.randn(1, 4, 3, 8, 8)
     for name, frames in (("hunyuan-i2v", slice(1, None)), ("hunyuan", slice(None))):
         assert torch.equal(FAMILY.used(pipes(name).transformer, output, arguments), output[:, :, frames])
@@ -307,7 +307,7 @@ class AttendingByProducts(TorchFunctionMode):
 
 @pytest.mark.parametrize("level", ["output", "layer"])
 def test_a_processor_of_ones_own_runs_sparsely_too(pipes, level):
-    """What it hands to torch's attention is caught there, as diffusers' own processor's is."""
+    """A custom processor's call to torch's attention is intercepted, like that of diffusers' own processor."""
     pipe = tiny_pipeline("hunyuan")
     everywhere, _ = accelerate(pipe, skipping(level), **inputs())
     pipe.transformer.transformer_blocks[0].attn.set_processor(PlainlyOther())
@@ -320,7 +320,7 @@ def test_a_processor_of_ones_own_runs_sparsely_too(pipes, level):
     "level, processor", [("output", ByMatrixProducts), ("layer", ByMatrixProducts), ("head", PlainlyOther)]
 )
 def test_foreign_processor_keeps_its_attention(pipes, level, processor):
-    """A block whose attention can't be caught attends as it does, and the report says so; the others go on."""
+    """A block whose attention can't be intercepted keeps it, and the report says so; the others are sparse."""
     pipe = tiny_pipeline("hunyuan")
     chosen = skipping(level)
     everywhere, _ = accelerate(pipe, chosen, **inputs())

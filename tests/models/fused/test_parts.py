@@ -36,7 +36,7 @@ def distance(result, expected):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_block_is_what_it_was(name, as_on_a_gpu):
-    """To rounding; and once restored, to the bit."""
+    """Results are equal up to rounding, and bit for bit after restoring."""
     pipe, plain = tiny.pipeline(name), tiny.output(name, steps=2)
     accelerate_pipeline(pipe, "exact")
     assert distance(tiny.output(name, steps=2), plain) < 1e-5
@@ -59,7 +59,7 @@ def test_lora_keeps_its_effect(as_on_a_gpu):
 
 @pytest.mark.parametrize("part, reasons", [("norm1", ["its norm1 carries hooks"]), ("attn", [])], ids=["norm", "attn"])
 def test_parts_that_carry_hooks_are_called(part, reasons, as_on_a_gpu):
-    """Without its norms a block has nothing left to fuse; without its attention it has."""
+    """A block without its norms has nothing to fuse; a block without its attention has."""
     pipe, calls = tiny_pipeline("flux"), []
     plain = tiny_output(pipe, "flux", steps=2)
     block = pipe.transformer.transformer_blocks[0]
@@ -132,7 +132,7 @@ def test_a_hooked_norm_is_called():
 @pytest.mark.parametrize("width", [16, 32], ids=["per-head", "across-heads"])
 @pytest.mark.parametrize("norm_class", [RMSNorm, nn.RMSNorm, nn.LayerNorm], ids=lambda each: each.__module__)
 def test_norm_and_rope_in_one_equal_the_two(width, norm_class):
-    """Whatever kind of norm it is; those that no kernel knows are called."""
+    """For any kind of norm; kinds without a kernel are called."""
     norm, x = norm_class(width, eps=1e-6), torch.randn(2, 5, 2, 16)
     nn.init.normal_(norm.weight)
     rotary = torch.randn(5, 16), torch.randn(5, 16)
@@ -177,7 +177,7 @@ def test_every_mlp_gives_what_it_gave(activation):
 
 
 def test_recorded_features_go_on_from_fused_blocks(monkeypatch):
-    """Level layer gives what it gives without fused kernels."""
+    """Level layer gives the same result as without fused kernels."""
     pipe = tiny_pipeline("flux")
     accelerate_pipeline(pipe, load_preset("flux-taylorseer", schedule={"warmup": 2, "interval": 3}))
     apart = tiny_output(pipe, "flux", steps=8)

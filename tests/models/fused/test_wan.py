@@ -1,4 +1,4 @@
-"""The Wan adapter against a naive Wan that computes everything and overwrites what should be reused."""
+"""The Wan adapter against a naive Wan that computes everything and overwrites the reused parts."""
 
 import functools
 
@@ -106,7 +106,7 @@ def test_naive_comparison_meets_every_kind_of_row_block(pipe):
 @pytest.mark.parametrize("values", [HEADS, LAYERS], ids=["heads", "layers"])
 @pytest.mark.parametrize("name", ["wan-i2v-clip", "wan22", "wan22-5b-i2v"])
 def test_variants_equal_naive_overwriting(name, values):
-    """Image tokens beside the prompt, two transformers, and a timestep per token, each with two branches."""
+    """Image tokens with the prompt, two transformers, and a timestep per token, each with two branches."""
     expected = naive_wan.run(shared(name), preset(values), inputs(name))
     result, report = accelerate(shared(name), preset(values), name)
     assert _distance(result, expected) < 2e-5
@@ -123,7 +123,7 @@ def test_variants_at_zero_thresholds_equal_plain(name):
 
 
 def test_kernels_equal_references(pipe):
-    """A step of GEMM-Q by row-block, attention and GEMM-O by the Triton kernels gives what the references give."""
+    """A step of GEMM-Q by row-block, attention and GEMM-O by the Triton kernels equals the references."""
     call = {"steps": 4, "height": 64, "width": 64, "guidance_scale": 1.0}
     wanted = preset(HEADS, schedule={"warmup": 1, "interval": 2})
     expected, _ = accelerate(pipe, wanted, **call)
@@ -135,7 +135,7 @@ def test_kernels_equal_references(pipe):
 @pytest.mark.parametrize("level", ["layer", "output"])
 @pytest.mark.parametrize("tiles, method, order", [(False, "taylor", 1), (True, "newton", 2)], ids=["dense", "tiles"])
 def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, order):
-    """What modules or the transformer put out is forecast; computed steps after the warm-up may leave tiles out."""
+    """Outputs of modules or of the transformer are forecast; computed steps after the warm-up may skip tiles."""
     skip = {"skip": {"policy": "sparge", "steps": "all", "tau_kv": 0.4}, "blocks": {"size": 64}} if tiles else {}
     wanted = preset(LAYERS, forecast={"level": level, "method": method, "order": order}, **skip)
     expected = naive_wan.run(pipe, wanted, inputs())
@@ -147,7 +147,7 @@ def test_layers_and_outputs_equal_naive_overwriting(pipe, level, tiles, method, 
 
 
 def test_second_transformer_starts_with_computed_steps():
-    """Wan 2.2's transformers share the schedule; each layer is accounted in the steps of its own transformer only."""
+    """Wan 2.2's transformers share the schedule; each layer counts only the steps of its own transformer."""
     _, report = accelerate(shared("wan22"), preset(LAYERS, schedule={"warmup": 2, "interval": 8}), "wan22", steps=12)
     called = {
         name: [step for step, share in enumerate(density) if share is not None]
@@ -170,7 +170,7 @@ def test_branches_keep_apart(pipe):
 
 
 def test_closed_loop_goes_by_the_worse_branch(pipe):
-    """The error of a computed step is that of the branch whose forecast was farther off."""
+    """The error of a computed step is that of the branch with the larger forecast error."""
     outputs: list[torch.Tensor] = []
     handle = pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: outputs.append(output))
     loop = {"control": "adaptive", "target_error": 0.2, "warmup": 1}
@@ -191,7 +191,7 @@ def test_closed_loop_goes_by_the_worse_branch(pipe):
 
 @pytest.mark.parametrize("name", ["wan", "wan-i2v-clip"])
 def test_work_is_what_torch_counts(name):
-    """FLOPs of a block, cross-attention to prompt and image tokens included, are those of the products that it runs."""
+    """FLOPs of a block, including cross-attention to prompt and image tokens, equal its products'."""
     transformer, calls = shared(name).transformer, []
     handle = transformer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
     shared(name)(**inputs(name, steps=1, guidance_scale=1.0))
@@ -204,7 +204,7 @@ def test_work_is_what_torch_counts(name):
 
 
 def test_clean_frames_are_not_judged():
-    """Where tokens have timestep 0, which pipelines keep as they are, the closed loop takes no notice of the output."""
+    """The closed loop ignores outputs at tokens with timestep 0, which pipelines keep unchanged."""
     timestep = torch.full((1, 3, 2, 4), 700.0)
     timestep[:, 0] = 0
     timestep[:, 2, 1, 3] = 0
@@ -218,7 +218,7 @@ def test_clean_frames_are_not_judged():
 
 @pytest.mark.parametrize("level", ["head", "layer", "output"])
 def test_batch_equals_single_clips(pipe, level):
-    """A batch of two prompts gives what each gives alone."""
+    """A batch of two prompts equals two single calls."""
     wanted = preset(HEADS) if level == "head" else preset(LAYERS, **{"forecast.level": level})
     prompts, seeds = ["a fox", "a large dark forest"], [3, 4]
 
@@ -233,7 +233,7 @@ def test_batch_equals_single_clips(pipe, level):
 
 @pytest.mark.parametrize("name", ["wan", "wan-i2v-clip"])
 def test_fused_projections_change_nothing(name):
-    """``fuse_qkv_projections`` gives the same clip, with slices of the fused weights."""
+    """``fuse_qkv_projections`` gives the same video, with slices of the fused weights."""
     pipe = tiny_pipeline(name)
     apart, _ = accelerate(pipe, preset(HEADS), name)
     pipe.transformer.fuse_qkv_projections()
@@ -243,9 +243,9 @@ def test_fused_projections_change_nothing(name):
 
 
 def test_lora_falls_back_and_keeps_its_effect():
-    """With a LoRA on the projections their weights are not sliced: blocks run densely at level head, and say so.
+    """With a LoRA the projections' weights are not sliced: blocks use dense attention at level head, and say so.
 
-    Level layer and tiles on computed steps call the projections themselves, and need not fall back.
+    Level layer, and tiles on computed steps, call the projections themselves and need not fall back.
     """
     peft = pytest.importorskip("peft")
     pipe = tiny_pipeline("wan")
@@ -272,7 +272,7 @@ class EightBitLinear(nn.Linear):
 
 @pytest.mark.parametrize("projection", ["attn1.to_q", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0"])
 def test_quantised_projections_fall_back(projection):
-    """A block one of whose projections is quantised runs densely; the other block runs sparsely."""
+    """A block with a quantised projection uses dense attention; the other block uses sparse attention."""
     pipe, call = tiny_pipeline("wan"), {"steps": 5, "height": 64, "width": 64}
     pipe.transformer.blocks[1].get_submodule(projection).__class__ = EightBitLinear
     plain = pipe(**inputs(**call))[0]

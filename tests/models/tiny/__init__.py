@@ -31,7 +31,7 @@ PIPELINES = {
 
 @functools.cache
 def built(name: str):
-    """A tiny pipeline in evaluation mode, and what to call it with."""
+    """A tiny pipeline in evaluation mode, and the arguments of its call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe, arguments = PIPELINES[name]() if name in PIPELINES else others.build(name)

@@ -46,7 +46,7 @@ def z_image():
 
 
 def qwen_image_edit():
-    """The picture that is edited follows the latents; the pipeline blows it up to a megapixel, here of 64 tokens."""
+    """The given image follows the latents; the pipeline scales it to a megapixel, here of 64 tokens."""
     transformer = diffusers.QwenImageTransformer2DModel(**SIZES, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12))
     pipe = diffusers.QwenImageEditPipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe.vae_scale_factor = 64
@@ -59,7 +59,7 @@ def qwen_image_edit():
 
 
 class NoPrompts:
-    """Stands for the processor of Qwen-Image 2.1, whose pipeline asks for tokens as it is built."""
+    """Replaces the processor of Qwen-Image 2.1, whose pipeline needs tokens when it is built."""
 
     tokenizer = SimpleNamespace(encode=lambda text: [0])
 
@@ -106,12 +106,12 @@ def hidream():
         prompt[f"{name}prompt_embeds_llama3"] = text(2, 1, TOKENS, WIDTH, seed=seed)
         prompt[f"{name}pooled_prompt_embeds"] = text(1, WIDTH, seed=seed)
     pipe = diffusers.HiDreamImagePipeline(flow(shift=3.0), flux.image_vae(), *[None] * 8, transformer)
-    pipe.default_sample_size = 24  # what it makes of every size, in latents
+    pipe.default_sample_size = 24  # its output's size in latents, for every input
     return pipe, prompt
 
 
 def lumina2():
-    """The padding of a prompt is left out of the joint sequence."""
+    """The joint sequence does not include a prompt's padding."""
     transformer = diffusers.Lumina2Transformer2DModel(
         in_channels=4,
         hidden_size=64,

@@ -12,7 +12,7 @@ HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
 TWO_KINDS = {**HEADS, "num_layers": 1, "num_single_layers": 1}
 ROPE = {"axes_dims_rope": (8, 12, 12)}
 
-# by pipeline: transformer, its sizes, and what else the call wants
+# by pipeline: transformer, its sizes, and more arguments of the call
 OTHERS = {
     "AuraFlowPipeline": (
         "AuraFlowTransformer2DModel",
@@ -71,7 +71,7 @@ WANT_VAE = ("BriaPipeline",)  # for its configuration
 
 
 def build(name: str):
-    """A pipeline without encoders, and what to call it with."""
+    """A pipeline without encoders, and the arguments of its call."""
     transformer, sizes, arguments = OTHERS[name]
     kind = getattr(diffusers, name)
     taken = inspect.signature(kind).parameters.values()

@@ -1,4 +1,4 @@
-"""What tiny pipelines are built with and called with."""
+"""Components and arguments of tiny pipelines."""
 
 import diffusers
 import torch
@@ -9,7 +9,7 @@ TOKENS, WIDTH = 12, encoders.FEATURES  # of prompts
 
 
 def text(*shape: int, seed: int = 0) -> torch.Tensor:
-    """What a text encoder might give."""
+    """Random text embeddings, as from a text encoder."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -13,7 +13,7 @@ from tests.tiny.inputs import random_picture
 
 
 def kandinsky5():
-    """Latents ``[B, F, H, W, C]``, and text in blocks of its own."""
+    """Latents ``[B, F, H, W, C]``, and text in separate blocks."""
     transformer = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
@@ -99,7 +99,7 @@ WAN_CALL = {
 
 
 def wan_vace():
-    """Blocks of its own make hints for some of Wan's."""
+    """Separate blocks make hints for some of Wan's."""
     transformer = diffusers.WanVACETransformer3DModel(
         **WAN, in_channels=16, out_channels=16, vace_layers=[0], vace_in_channels=48
     )
@@ -109,7 +109,7 @@ def wan_vace():
 
 
 def wan_animate():
-    """Faces of another clip are attended to between blocks."""
+    """Faces of another video are attended to between blocks."""
     transformer = diffusers.WanAnimateTransformer3DModel(
         **WAN,
         in_channels=36,
@@ -142,7 +142,7 @@ def skyreels_v2():
 
 
 def diffusion_forcing():
-    """Each latent frame has a copy of the scheduler and timesteps of its own, and the pipeline's takes no step."""
+    """Each latent frame has its own copy of the scheduler and its own timesteps; the pipeline's own takes no step."""
     parts = tiny_pipeline("wan").components
     transformer = diffusers.SkyReelsV2Transformer3DModel(
         **SIZES, in_channels=16, out_channels=16, text_dim=WIDTH, ffn_dim=192, rope_max_seq_len=64
@@ -155,7 +155,7 @@ def diffusion_forcing():
 
 
 def anyflow_far():
-    """A clip is made chunk by chunk; each call gives its keys and values back beside its prediction."""
+    """A video is made chunk by chunk; each call returns its keys and values with its prediction."""
     transformer = diffusers.AnyFlowFARTransformer3DModel(
         compressed_patch_size=(1, 4, 4),
         full_chunk_limit=3,

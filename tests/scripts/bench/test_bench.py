@@ -1,4 +1,4 @@
-"""The benchmark: what it checks, that a wrong result never gets a speed-up, and the files of a whole run on a CPU."""
+"""The benchmark: its checks, no speed-up for wrong results, and the files of a whole run on a CPU."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def whole_run(tmp_path_factory):
 
 
 def test_a_run_writes_json_tables_and_a_plot(whole_run):
-    """Each op has rows that passed; every row's ratios are those of its own milliseconds."""
+    """Each op has rows that passed; every row's ratios follow from its own milliseconds."""
     folder, document = whole_run
     assert {file.name for file in folder.iterdir()} == {"kernels.json", "kernels.md", "kernels.png"}
     ops = {row["op"] for row in document["results"]}
@@ -54,8 +54,8 @@ def test_a_run_writes_json_tables_and_a_plot(whole_run):
 
 
 def test_the_ideal_is_that_of_the_symbols_drawn(whole_run):
-    """1 / density for attention and GEMMs; an UPDATE takes D entries over at the cost of the symbols that changed, of
-    which two draws have at most 2 min(density, 1 - density); a window's follows from its parts."""
+    """1 / density for attention and GEMMs; an UPDATE rebases D entries at the cost of the symbols that changed, for two
+    random choices at most 2 min(density, 1 - density); a window's ideal follows from its parts."""
     _, document = whole_run
     update_work = {
         (row["kind"], row["sparsity"]): 1 / row["ideal"] for row in document["results"] if row["op"] == "gemm_o_update"
@@ -98,7 +98,7 @@ def wrong(op, factor=1.05):
 
 
 def test_a_red_gate_stops_before_anything_is_timed(monkeypatch, tmp_path, capsys):
-    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or drawn."""
+    """A wrong op fails the small checks: exit 1, the failures are named, and nothing is measured or plotted."""
     monkeypatch.setattr(kernels, "weighted_sum", wrong(kernels.weighted_sum))
     assert main([*CPU, "--ops", "forecast", "--output", str(tmp_path / "k")]) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"k.json"}
@@ -121,7 +121,7 @@ def test_a_kernel_that_does_not_run_fails_the_gate(error, monkeypatch):
 
 
 def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, tmp_path):
-    """What is right is measured and kept, but the run has failed."""
+    """Correct backends are measured and their rows kept, but the run fails."""
     checks = [
         gate.outcome("attention", "triton", "a case", "wrong"),
         gate.outcome("lower", "reference", "a case", None),
@@ -136,7 +136,7 @@ def test_a_backend_that_fails_the_gate_is_not_timed_and_others_are(monkeypatch, 
 
 
 def test_a_wrong_row_has_no_time_and_no_speedup(monkeypatch, tmp_path):
-    """What only fails at a timed size is not timed there; an earlier run's files go, by --force alone."""
+    """A backend that fails only at a timed size is not timed there; only --force deletes an earlier run's files."""
     (tmp_path / "k.png").write_bytes(b"earlier")
     monkeypatch.setattr(gate, "check_kernels", lambda *arguments: [])
     monkeypatch.setattr(kernels, "gemm_q", wrong(kernels.gemm_q))
@@ -162,7 +162,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_exit_with_2_and_write_nothing(arguments, message, tmp_path, monkeypatch, capsys):
-    """What was asked for wrongly is said in one line."""
+    """Invalid options give one line."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*arguments, "--output", str(tmp_path / "k")]) == 2
     error = capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_an_op_that_breaks_fails_the_run_and_keeps_the_others(monkeypatch, tmp_p
 
 
 def test_runs_merge_and_later_rows_replace(whole_run, tmp_path):
-    """A row measured again counts once, from its own run; files are those of a run."""
+    """A row measured again counts once, from its latest run; the files are those of one run."""
     _, document = whole_run
     again = json.loads(json.dumps(document))
     again["results"] = [row for row in again["results"] if row["op"] == "gemm_q"]
@@ -255,7 +255,7 @@ def masked_row(tokens, block, kind, ratio):
 
 
 def test_masks_have_a_panel_a_block_and_a_way_of_timing():
-    """Long sequences, which are timed in one way only, stand with the GPU time of short ones."""
+    """Long sequences, timed in one way only, are in the panel with the GPU time of short ones."""
     rows = [
         masked_row(512, 64, "causal 64, graph", 2.0),
         masked_row(1024, 64, "causal 64, graph", 1.9),
@@ -273,7 +273,7 @@ def test_masks_have_a_panel_a_block_and_a_way_of_timing():
 
 
 def test_masks_are_drawn_over_two_lengths(tmp_path):
-    """A single length makes no panel, and without FlexAttention there is nothing to draw."""
+    """A single length makes no panel, and without FlexAttention there is nothing to plot."""
     rows = [masked_row(tokens, 128, "causal 128", 1.5) for tokens in (8192, 32768)]
     assert speedup_plot({"results": rows}, tmp_path / "k.png") and (tmp_path / "k.png").stat().st_size > 10_000
     assert not speedup_plot({"results": rows[:1]}, tmp_path / "one.png")
@@ -331,7 +331,7 @@ def test_relative_error_is_that_of_the_norms():
 
 
 def test_samples_are_spread_and_hold_the_last():
-    """Of 100 entries, 4 evenly spread ones; of 3, all."""
+    """4 evenly spread entries of 100; all of 3."""
     assert verify.spread(torch.arange(100), 4).tolist() == [25, 50, 74, 99]
     assert verify.spread(torch.arange(3), 4).tolist() == [0, 1, 2]
 
@@ -354,7 +354,7 @@ def test_patterns_say_what_their_pairs_say(tokens, family):
 
 
 def test_every_check_stands_under_a_benchmark():
-    """The gate's own list, which is everything, is that of all benchmarks together."""
+    """The gate's full list equals the lists of all benchmarks together."""
     assert set(gate.ALL_CHECKS) == {check for _, checks in OPS.values() for check in checks}
 
 
@@ -368,7 +368,7 @@ def test_the_gate_checks_what_a_benchmark_stands_on():
 
 
 def test_sparse_cases_draw_the_sparsity_that_they_name():
-    """Rows, tiles, and both together leave out the share that was asked for, published points among them."""
+    """Rows, tiles, and both together skip the requested share, published points included."""
     cases = list(sparse_cases(Case(4608), FULL))
     assert cases[0] == ("dense", Case(4608))
     shares = sorted((kind, round(1 - case.rows * case.tiles, 6)) for kind, case in cases[1:])
@@ -382,12 +382,12 @@ def test_sparse_cases_draw_the_sparsity_that_they_name():
 
 @pytest.mark.parametrize("sizes", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
 def test_every_op_runs_at_some_size(sizes):
-    """Each benchmark has a case, and no case belongs to none."""
+    """Each benchmark has a case, and every case belongs to a benchmark."""
     assert sizes.cases.keys() == OPS.keys() and all(sizes.cases.values())
 
 
 def test_shapes_select(tmp_path):
-    """Only what has a case of that length is checked and timed; another choice is an error."""
+    """Only ops with a case of that length are checked and timed; another choice is an error."""
     options = ["--ops", "lowering", "--shapes", "300", "--output", str(tmp_path / "k")]
     assert main([*CPU, *options]) == 0
     rows = json.loads((tmp_path / "k.json").read_text())["results"]

@@ -1,4 +1,4 @@
-"""The benchmark of SpargeAttn: what it draws has tiles to leave out, and its plot shows shares of attention's time."""
+"""Benchmark of SpargeAttn: its random inputs have tiles to skip, and its plot shows shares of attention's time."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CASE = Case(1300, heads=2, head_dim=64, block=64, dtype=torch.float32)
 
 
 def test_blocks_have_directions_but_for_one_in_ten():
-    """The judge finds one block in ten unlike, which compute whole; of the other tiles most are left out."""
+    """One block in ten is dissimilar and computed whole; of the other tiles most are skipped."""
     inputs = make_inputs(CASE, "cpu")
     q, k = sparge._clustered(inputs), sparge._clustered(inputs)
     pooled = kernels.pooled_map(q, k, CASE.block)

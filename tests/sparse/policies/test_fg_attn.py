@@ -109,7 +109,7 @@ def test_attention_of_the_plan_is_the_masked_softmax(mask):
 
 
 def test_the_masks_agree_where_the_queries_of_a_block_are_alike():
-    """Then their mean is each of them (FG-Attn's reason for the average), and most keys are left out."""
+    """Then their mean equals each of them (FG-Attn's reason for the average), and most keys are skipped."""
     layout = LAYOUTS["no-text"]
     q, k = queries_and_keys(layout, sharpness=4.0)
     q = block_means(q, layout.block).mul(8).repeat_interleave(layout.block, 1)[:, : layout.tokens]

@@ -1,4 +1,4 @@
-"""FlashOmni's rows: equation 1 block by block, and what never depends on the threshold."""
+"""FlashOmni's rows: equation 1 block by block, and decisions that do not depend on the threshold."""
 
 from itertools import pairwise
 
@@ -80,7 +80,7 @@ def test_threshold_0_computes_everything(layout):
 
 @every_layout
 def test_threshold_1_reuses_all_of_vision(layout):
-    """The whole score is within itself, whatever the rounding; text still computes."""
+    """The whole score is within 1, for any rounding; text is still computed."""
     rows = row_mask(pooled(layout, heads=16), layout, 1.0)
     assert not rows[..., layout.vision_blocks].any()
     assert rows[..., layout.text_blocks].all()
@@ -88,7 +88,7 @@ def test_threshold_1_reuses_all_of_vision(layout):
 
 @pytest.mark.parametrize("tau", [0.0, 0.5, 1.0])
 def test_without_vision_blocks_all_compute(tau):
-    """Where every block holds text, there is nothing to reuse."""
+    """If every block has text, no block can be reused."""
     layout = TokenLayout(100, 20, BLOCK)
     assert row_mask(pooled(layout), layout, tau).all()
 
@@ -109,7 +109,7 @@ def reused_by_received_mass(probabilities: torch.Tensor, tau: float) -> set[int]
     "batch, heads, blocks", [(2, 3, 13), (2, 9, 4), (1, 1, 1)], ids=["more-blocks", "more-heads", "one-block"]
 )
 def test_without_text_blocks_that_receive_least_attention_are_reused(batch, heads, blocks, tau):
-    """Each head by itself, in order of the attention received, while the running sum stays within tau."""
+    """Each head separately, in order of the attention received, while the running sum stays within tau."""
     layout = TokenLayout(0, BLOCK * blocks - 7, BLOCK)
     probabilities = pooled(layout, batch=batch, heads=heads)
     rows = row_mask(probabilities, layout, tau)
@@ -120,7 +120,7 @@ def test_without_text_blocks_that_receive_least_attention_are_reused(batch, head
 
 
 def test_heads_and_samples_are_independent():
-    """The rows of a head are those that it would have alone."""
+    """The rows of a head are the same as for that head alone."""
     probabilities = pooled(TEXT_FIRST)
     together = row_mask(probabilities, TEXT_FIRST, 0.5)
     for b in range(2):
@@ -131,7 +131,7 @@ def test_heads_and_samples_are_independent():
 
 
 def test_larger_threshold_reuses_no_less():
-    """What a threshold reuses, every larger one reuses too."""
+    """Rows reused at a threshold are reused at every larger one."""
     probabilities = pooled(TEXT_FIRST)
     reused = [~row_mask(probabilities, TEXT_FIRST, tau / 10) for tau in range(11)]
     assert all((small <= large).all() for small, large in pairwise(reused))

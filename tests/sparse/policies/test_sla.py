@@ -1,4 +1,4 @@
-"""SLA's classes, drawn from queries and keys by the shares of a preset."""
+"""SLA's classes, chosen from queries and keys by the shares of a preset."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def features(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_classes_come_from_the_pooled_map(layout):
-    """Every row computes; with text, its rows and columns are critical and the shares are those of the others."""
+    """Every row is computed; with text, its rows and columns are critical and the shares apply to the others."""
     q, k = features(0), features(1)
     symbols = draw(q, k, layout, CONFIG)
     assert unpack_bits(symbols.cache_bits, 3).all()
@@ -39,7 +39,7 @@ def test_classes_come_from_the_pooled_map(layout):
 
 
 def test_a_map_that_is_there_is_not_made_again():
-    """Classes follow the map that is passed, whatever q and k are."""
+    """Classes follow the given map, whatever q and k are."""
     layout, q = LAYOUTS["no-text"], features(0)
     pooled = pooled_map(q, features(1), BLOCK)
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""SpargeAttn's tiles: the kept mass, row by row, the judge of self-similarity, and what attention makes of it all."""
+"""SpargeAttn's tiles: the kept mass, row by row, the similarity test, and the resulting attention."""
 
 import math
 from itertools import pairwise
@@ -34,7 +34,7 @@ def tile_mask(probabilities: torch.Tensor, layout: TokenLayout, tau_kv: float) -
 
 
 def kept_by_definition(row: list[float], tau_kv: float) -> set[int]:
-    """From the largest down until the mass reaches 1 − tau_kv."""
+    """Keep tiles from the largest down until the mass reaches 1 − tau_kv."""
     kept, mass = set(), 0.0
     for j in sorted(range(len(row)), key=lambda j: -row[j]):
         if kept and mass >= (1 - tau_kv) * sum(row):
@@ -74,7 +74,7 @@ def test_kept_mass_reaches_its_share_and_no_tile_is_spare(tau_kv):
 
 @pytest.mark.parametrize("tau_kv", [0.5, 0.999, 1.0])
 def test_every_row_keeps_a_tile(tau_kv):
-    """A row that computes has at least its largest tile, whatever it may lose."""
+    """A computed row has at least its largest tile, at any threshold."""
     probabilities = pooled(NO_TEXT, sharpness=8.0)
     tiles = tile_mask(probabilities, NO_TEXT, tau_kv)
     assert tiles.gather(-1, probabilities.argmax(-1, keepdim=True)).all()
@@ -88,7 +88,7 @@ def test_threshold_0_keeps_every_tile_of_positive_mass(sharpness):
 
 
 def test_larger_threshold_keeps_no_more():
-    """What a threshold drops, every larger one drops too."""
+    """Tiles dropped at a threshold are dropped at every larger one."""
     probabilities = pooled(NO_TEXT)
     tiles = [tile_mask(probabilities, NO_TEXT, tau / 10) for tau in range(10)]
     assert all((large <= small).all() for small, large in pairwise(tiles))
@@ -206,7 +206,7 @@ def test_zero_tokens_are_no_reason_to_compute(qkv):
 
 
 def test_judged_columns_do_not_crowd_out_others(qkv):
-    """A key block that a row takes for most of its mass would leave nothing else; judged unlike, it counts for none."""
+    """A key block with most of a row's mass would leave no others; dissimilar, it does not count in any row."""
     q, k, _ = (x[:1].clone() for x in qkv)
     k[:, 3 * 64 : 4 * 64] += 8 * torch.nn.functional.normalize(q.mean(1, keepdim=True), dim=-1)
     noise = torch.randn(k[:, 3 * 64 : 4 * 64].shape, generator=torch.Generator().manual_seed(1))
@@ -222,7 +222,7 @@ def test_judged_columns_do_not_crowd_out_others(qkv):
 
 
 def attended_pairs(q, k, lowered, **options) -> torch.Tensor:
-    """Which pairs attend, bool ``[B, H, S, S]``: values that are one-hot in the key's position bring them out."""
+    """Attended pairs, bool ``[B, H, S, S]``, read from outputs for values that are one-hot in the key's position."""
     batch, tokens, heads, _ = q.shape
     parts = []
     for start in range(0, tokens, HEAD_DIM):
@@ -249,7 +249,7 @@ def test_attention_is_to_the_pairs_of_the_tiles(qkv, tokens, block, causal):
 
 
 def test_plan_needs_nothing_but_queries_and_keys(qkv):
-    """Without a layout all tokens count alike and blocks have 128 tokens."""
+    """Without a layout all tokens count equally and blocks have 128 tokens."""
     q, k, _ = qkv
     lowered = plan(q, k, Skip(policy="sparge", tau_kv=0.2))
     assert (lowered.tokens, lowered.block) == (TOKENS, 128)
@@ -259,7 +259,7 @@ def test_plan_needs_nothing_but_queries_and_keys(qkv):
 
 
 def test_ramp_grows_what_is_left_out():
-    """At growth 0 nothing is left out, at 1 what the section says; shares of SLA stay as they were trained."""
+    """At growth 0 nothing is skipped, at 1 as much as the section says; shares of SLA stay as trained."""
 
     def ramped(growth, config):
         return policy_of(config).ramped(config, growth)

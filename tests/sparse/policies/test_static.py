@@ -1,4 +1,4 @@
-"""Static masks, made tile by tile, are those that their words say about each pair."""
+"""Static masks, made tile by tile, equal their definition for each pair."""
 
 from itertools import pairwise
 
@@ -53,7 +53,7 @@ def test_documents(causal, lengths, block):
 @every_block
 @every_lengths
 def test_interleaved(lengths, block):
-    """Every second segment is an image, and sees all of itself; all see what comes before."""
+    """Every second segment is an image and attends to all of itself; all tokens attend to earlier ones."""
     is_text = [number % 2 == 0 for number in range(len(lengths))]
     text = torch.tensor(is_text)
     expected = by_pair(lengths, lambda q, k, of_q, of_k: (k <= q) | ((of_q == of_k) & ~text[of_q]))
@@ -61,7 +61,7 @@ def test_interleaved(lengths, block):
 
 
 def test_the_papers_interleaved_tiles():
-    """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as the paper draws them."""
+    """OmniAttention, appendix: segments 133, 309, 70 in blocks of 64, as in the paper's figure."""
     symbols = static.interleaved([133, 309, 70], [True, False, True], block=64)
     letters = {FULL_TILE: "F", CAUSAL_TILE: "C"}
     computes = unpack_bits(symbols.skip_bits, 8)[0, 0]
@@ -76,7 +76,7 @@ def test_the_papers_interleaved_tiles():
 @every_block
 @pytest.mark.parametrize("window", [1, 2, 33, 128, 200, 1000])
 def test_sliding(window, block):
-    """``window`` keys, those beyond the ends left out: as many before the query as behind it, or one more."""
+    """``window`` keys, except those beyond the ends: equally many before and after the query, or one more."""
     key = torch.arange(300)
     expected = (key >= key[:, None] - window // 2) & (key < key[:, None] - window // 2 + window)
     assert torch.equal(mask_of(static.sliding(300, window, block=block)), expected)
@@ -104,7 +104,7 @@ def test_random_tiles(kinds, block):
 @every_block
 @every_lengths
 def test_no_two_entries_are_equal_and_no_tile_is_partial_without_need(lengths, block):
-    """The symbols are those of the whole mask, which keeps one entry of equal ones."""
+    """The symbols equal those of the whole mask, which keeps one of several equal entries."""
     symbols = static.documents(lengths, causal=[number % 3 == 0 for number in range(len(lengths))], block=block)
     expected = symbols_from_mask(mask_of(symbols)[None, None], block=block)
     assert all(torch.equal(own, other) for own, other in zip(symbols.tensors(), expected.tensors(), strict=True))

@@ -1,4 +1,4 @@
-"""Rivals' forecasts are what their formulas say, their schedules compute the steps they should, and nothing stays."""
+"""Forecasts of other methods follow their formulas, their schedules compute the right steps, and nothing stays."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def test_hicache_is_taylorseer_in_scaled_hermite_polynomials(scale):
 
 
 def test_foca_forecasts_with_bdf2_and_calibrates_with_heun():
-    """Its own forecasts are among the values that the next goes on from."""
+    """Its own forecasts are among the values for the next forecast."""
     known = records([0, 4], noise)
     known.append(Record(5, noise(5), False))
     slope = (noise(4) - noise(0)) / 4
@@ -88,7 +88,7 @@ def test_foca_forecasts_with_bdf2_and_calibrates_with_heun():
 
 
 def test_dmd_continues_what_oscillates_and_decays():
-    """Exactly, between records as well, and each sample for itself; what lies at uneven distances is left out."""
+    """Exactly, between records as well, and each sample separately; records at uneven distances are left out."""
 
     def wave(step):
         turn = 0.9**step * torch.tensor([math.cos(0.3 * step), math.sin(0.3 * step)], dtype=torch.float64)
@@ -119,14 +119,14 @@ def test_dmd_is_the_decomposition_by_singular_values():
 
 @pytest.mark.parametrize("at", [[0], [0, 1], [0, 1, 2, 5], [0, 2, 3, 4]], ids=str)
 def test_dmd_is_a_line_where_records_are_few(at):
-    """Through the last two, of fewer than four at even distances; one alone is repeated."""
+    """The line goes through the last two of fewer than four records at even distances; a single one is repeated."""
     expected = line(at[-1] + 2) if len(at) > 1 else line(at[-1])
     torch.testing.assert_close(forecasters.dmd(records(at, line), at[-1] + 2), expected)
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_forecasts_have_the_outputs_shape_and_dtype(formula):
-    """From one record on; zeros stay zeros."""
+    """Forecasts need one record; zeros stay zeros."""
     for count in (1, 2, 6):
         known = records(range(count), lambda step: torch.zeros(2, 4, 3, dtype=torch.bfloat16))
         made = FORMULAS[formula](known, count)
@@ -144,7 +144,7 @@ def test_a_mean_velocity_is_read_off_a_window():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["skipped", "whole"])
 def test_meancache_takes_the_cheapest_path(whole):
-    """Of all choices of so many steps; a constant velocity costs nothing."""
+    """The path is the best of all with this number of steps; a constant velocity costs nothing."""
     sigmas = torch.linspace(1, 0, 8).square().tolist()
     trails = [[noise(step) for step in range(7)], [noise(step + 9) for step in range(7)]]
     costs = velocity_costs(trails, sigmas, whole)
@@ -179,7 +179,7 @@ def computed_steps(pipe, name, steps=8):
 
 @pytest.mark.parametrize(("name", "branches"), [("flux", 1), ("wan", 2), ("hunyuan", 1)])
 def test_a_run_computes_the_plans_steps(name, branches):
-    """And as many of them in the next run, and all of them once the plan is off, with nothing left behind."""
+    """The next run has the same number, and without the plan all steps are computed, with nothing left behind."""
     pipe = tiny_pipeline(name)
     plain = tiny_output(pipe, name, steps=8)
     snapshot = Snapshot(pipe)
@@ -192,7 +192,7 @@ def test_a_run_computes_the_plans_steps(name, branches):
 
 
 def test_branches_are_forecast_from_their_own_records():
-    """Of two that come one after the other; what is repeated is what the same branch gave before."""
+    """Two branches run one after the other; a repeated output is the same branch's last one."""
     pipe = tiny_pipeline("wan")
     given = []
     with forecasting(pipe, Plan({0, 2}, reuse)):
@@ -206,7 +206,7 @@ def test_branches_are_forecast_from_their_own_records():
 
 @pytest.mark.parametrize("moves", forecasters.MOVES)
 def test_meancache_learns_from_the_tuning_run(moves):
-    """One run of it for all settings; a share of all steps gives the plain picture."""
+    """One tuning run serves all settings; with all steps the result is the plain image."""
     pipe = tiny_pipeline("wan")
     plain = tiny_output(pipe, "wan", steps=6)
     runs = []

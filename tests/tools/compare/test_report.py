@@ -35,7 +35,7 @@ def test_a_frontier_is_read_between_its_settings():
 
 
 def test_leads_are_over_the_best_of_all_others():
-    """The rival is the frontier of all peers together; settings that failed count for nobody."""
+    """The lead is over the frontier of all other methods together; settings that failed do not count."""
     leads = {lead["name"]: lead for lead in margins(ROWS)}
     assert leads["balanced"] == {"name": "balanced", "rival_db": 30.0, "lead_db": 8.0}
     assert leads["quality"]["lead_db"] == pytest.approx(45 - 35)
@@ -48,7 +48,7 @@ def test_leads_are_over_the_best_of_all_others():
 
 
 def test_tables_and_plots_are_written(tmp_path):
-    """Ours stand first, what failed or was left out is said, and both plots are there."""
+    """Our rows come first, failed and missing methods are listed, and both plots are written."""
     written = table(DOCUMENT)
     lines = written.splitlines()
     assert lines[2].startswith("| dit-accel | – | 38.0 |") and "| **lead of dit-accel** | – | +8.0 |" in written
@@ -80,7 +80,7 @@ def test_speedups_are_shown_with_their_spread():
 
 
 def test_disturbed_times_are_told():
-    """Those whose repeats, or plain steps, lie apart, unless their prompts took as different work."""
+    """Times are marked if repeats, or plain steps, differ, unless the prompts needed different work."""
     steady, shaken = [*ROWS, STEADY, OF_PROMPTS], [SHAKEN, PLAIN_SHAKEN]
     assert not [each for each in remarks({**DOCUMENT, "results": steady}) if "disturbed" in each]
     (told,) = (each for each in remarks({**DOCUMENT, "results": [*steady, *shaken]}) if "disturbed" in each)

@@ -1,4 +1,4 @@
-"""Methods measured on a tiny pipeline: every peer runs, leaves nothing behind, and a method that does is found out."""
+"""Methods measured on a tiny pipeline: each runs and leaves nothing behind; a method that does is detected."""
 
 import weakref
 from contextlib import contextmanager
@@ -70,14 +70,14 @@ def test_a_peer_runs_and_leaves_nothing_behind(bench, peer):
 
 @pytest.mark.parametrize("peer", ["pab", "faster-cache", "sea-cache", "mag-cache", "meancache", "dmd"])
 def test_a_peer_takes_guidance_in_two_branches(guided_bench, peer):
-    """Where branches run one after the other, peers that know one state keep one for each."""
+    """If branches run one after the other, methods with one state keep one state per branch."""
     assert guided_bench.subject.branches == 2
     row = guided_bench.measure(spread(peer_methods(guided_bench.pipe, STEPS, [peer])[0], 1)[0])
     assert "error" not in row and not row["reloaded"], row
 
 
 def test_a_plain_run_is_its_own_equal(bench):
-    """A method that does nothing computes everything and gives the same picture."""
+    """A method that does nothing computes everything and gives the same image."""
     row = bench.measure(Method("nothing", "nothing", nothing))
     assert (row["computed_fraction"], row["psnr_db"], row["latent_error"]) == (1.0, IDENTICAL, 0.0)
     assert row["left_behind"] == {} and bench.repeatable
@@ -99,7 +99,7 @@ def test_what_a_method_leaves_is_taken_off(bench):
 
 @pytest.mark.parametrize("factor", [2.0, float("nan")], ids=["other", "nan"])
 def test_changed_weights_make_the_pipeline_load_again(factor):
-    """What no attribute shows, the repeated first steps do; the old pipeline is gone before the new one comes."""
+    """Repeated first steps show changes that no attribute shows; the old pipeline is freed before the new one loads."""
     loaded = []
 
     def load():
@@ -123,7 +123,7 @@ def test_changed_weights_make_the_pipeline_load_again(factor):
 
 
 def test_a_method_that_fails_is_a_row_with_its_error(bench):
-    """The comparison goes on after it."""
+    """The comparison continues after it."""
 
     @contextmanager
     def failing(subject):
@@ -134,7 +134,7 @@ def test_a_method_that_fails_is_a_row_with_its_error(bench):
 
 
 def test_our_presets_and_a_sweep_of_the_target(bench):
-    """Closed-loop presets are ours, fixed schedules on our engine are rivals; head levels tell their own work."""
+    """Closed-loop presets are ours, fixed schedules on our engine are other methods; head levels report their work."""
     methods = our_methods(bench.pipe, ["turbo", "flux-flashomni-paper", "flux-taylorseer"], "balanced")
     assert [method.ours for method in methods[:3]] == [True, False, False]
     assert [method.reports_work for method in methods[:3]] == [False, True, True]
@@ -214,7 +214,7 @@ def test_a_run_that_compiles_kernels_is_not_timed(paces, monkeypatch):
 
 
 def test_times_anew_are_repeats_too(paces):
-    """Of plain steps as well, of which the median stands for the plain run."""
+    """Plain steps are repeated too, and their median is the plain run's time."""
     paces += [1.0] * 3
     bench = make_bench(repeats=3)
     paces += [0.5, 1.0, 40.0, 1.0, 0.5, 1.0]
@@ -233,6 +233,6 @@ def test_settings_are_spread_over_a_sweep():
 
 
 def test_an_unknown_peer_is_refused(bench):
-    """The message lists those that there are."""
+    """The message lists the valid ones."""
     with pytest.raises(UnsupportedError, match="'magic' is unknown; methods are taylorseer, "):
         peer_methods(bench.pipe, STEPS, ["magic"])

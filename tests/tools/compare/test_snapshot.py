@@ -1,4 +1,4 @@
-"""What is left on a pipeline is found and taken off."""
+"""Leftovers on a pipeline are found and removed."""
 
 import types
 

@@ -37,7 +37,7 @@ def schedule(pipe, name, **changes):
     ids=["flux-static", "flux-dynamic", "hunyuan-static", "framepack-dynamic"],
 )
 def test_noise_levels_are_the_pipelines_own(name, config, solver):
-    """Whatever shifts them, to 1e-4, from the first to the final 0; timesteps with them."""
+    """With any shift, to 1e-4, from the first level to the final 0; timesteps too."""
     pipe = tiny_pipeline(name)
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**config)
     for steps in (10, 20):
@@ -53,7 +53,7 @@ def test_noise_levels_are_the_pipelines_own(name, config, solver):
 
 @pytest.mark.parametrize("solver", solvers.SOLVERS)
 def test_noise_levels_are_even_before_the_shift_where_the_pipeline_has_no_wish(solver):
-    """As the solver itself would choose them, and not with the leap to 0 that Euler's end in."""
+    """The levels are the solver's own choice, without the jump to 0 at the end of Euler's."""
     pipe = tiny_pipeline("wan")
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(**STATIC)
     with solvers.fewer_steps(solver, 10)[-1].put_on(Subject(pipe, 10, 1, None)) as changes:

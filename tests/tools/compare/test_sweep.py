@@ -31,7 +31,7 @@ def test_rows_outlive_the_process_and_are_not_measured_again(tmp_path):
 
 
 def test_a_preset_that_was_edited_is_measured_again(tmp_path):
-    """Its row counts for what the preset held then, and one that does not say for none; the new row replaces it."""
+    """A row counts only for its recorded preset content, and a row without it for none; the new row replaces it."""
     sweep = Sweep(tmp_path / "all", SETTINGS)
     for known in (row("mine", digest="old"), row("kept", digest="same"), row("unsaid"), row("peer")):
         sweep.add(known)
@@ -44,7 +44,7 @@ def test_a_preset_that_was_edited_is_measured_again(tmp_path):
 
 
 def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
-    """A sweep that goes on, or takes in a shard, keeps them; times anew replace them."""
+    """A resumed sweep, or a merged shard, keeps them; new times replace them."""
 
     def describe(stem, seconds, **changes):
         bench = SimpleNamespace(time_plain=lambda: seconds, repeatable=True, lpips=None)
@@ -59,7 +59,7 @@ def test_plain_seconds_stay_with_the_rows_timed_beside_them(tmp_path):
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path):
-    """The message says what differs, and what to do."""
+    """The message names the differences, and the solution."""
     Sweep(tmp_path / "all", SETTINGS).add(row("a"))
     with pytest.raises(ComparisonError, match=r"differs in steps \(steps: 50 there, 20 now\)"):
         Sweep(tmp_path / "all", {**SETTINGS, "steps": 20})

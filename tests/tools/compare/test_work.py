@@ -1,4 +1,4 @@
-"""FLOPs counted at the leaves: what a plain run costs, and that skipped work is seen however it is skipped."""
+"""FLOPs counted at the leaves: the cost of a plain run, and detection of skipped work of any kind."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.tiny import tiny_output, tiny_pipeline
 
 
 class Block(nn.Module):
-    """A projection, an attention over it, and a way out."""
+    """A projection, attention and an output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_blocks_are_counted_with_their_attentions_and_nothing_else():
 
 
 def test_a_leaf_keeps_a_forward_of_its_own():
-    """As under layerwise casting or offload, whose hooks lie on single layers."""
+    """For example under layerwise casting or offload, with hooks on single layers."""
     model, x = Transformer(), torch.ones(1, 5, 3)
     model.blocks[0].out.forward = own = model.blocks[0].out.forward
     with WorkCounter({"transformer": model}).calibrating():
@@ -65,7 +65,7 @@ def test_a_leaf_keeps_a_forward_of_its_own():
 
 
 def test_a_leaf_whose_forward_is_replaced_does_not_count():
-    """What a cache puts over a leaf's forward and does not call through is skipped work."""
+    """A cache that replaces a leaf's forward without calling it skips its work."""
     model, x = Transformer(), torch.ones(1, 5, 3)
     counter = WorkCounter({"transformer": model})
     with counter.calibrating():
@@ -79,7 +79,7 @@ def test_a_leaf_whose_forward_is_replaced_does_not_count():
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan"])
 def test_leaves_and_report_agree_at_level_output(name):
-    """Counted at the leaves, the closed loop computes what its own report says."""
+    """The closed loop's work, counted at the leaves, equals its report's."""
     pipe = tiny_pipeline(name)
     counter = WorkCounter(denoisers(pipe))
     with counter.calibrating():

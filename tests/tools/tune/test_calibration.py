@@ -1,4 +1,4 @@
-"""Thresholds of single layers: what is recorded, how wrong and sparse each layer gets, and what the bounds choose."""
+"""Thresholds of single layers: records, error and sparsity of each layer, and the choice within bounds."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_samples_are_spread_over_the_run():
 
 
 def test_memory_bounds_the_heads_that_are_kept():
-    """With room for one head of three, the samples of a block hold one each, and between them all three."""
+    """With room for one head of three, the samples of a block have one each, and together all three."""
     whole = recorded_in_raster_order()
     size = sum(x.nbytes for samples in whole.samples.values() for sample in samples for x in sample.tensors)
     bounded = recorded(preset(), memory=size // 3)
@@ -66,7 +66,7 @@ def test_memory_bounds_the_heads_that_are_kept():
 
 
 def test_tokens_lie_in_the_presets_order():
-    """What is recorded for a preset in hilbert order is what raster order has, permuted."""
+    """Records for a preset in hilbert order are those of raster order, permuted."""
     raster = recorded_in_raster_order()
     hilbert = recorded(preset(**{"blocks.token_order": "hilbert"}))
     order = token_order("hilbert", (3, 12, 10), 64)
@@ -86,7 +86,7 @@ def recorder_of(*samples):
 
 
 def naive(q, k, v, skip: Skip, block: int) -> tuple[float, float]:
-    """Error and sparsity of SpargeAttn's tiles, written anew in float64 for one head."""
+    """Error and sparsity of SpargeAttn's tiles, computed independently in float64 for one head."""
     q, k, v = (x[0, :, 0].double() for x in (q, k, v))
     pool = (
         torch.stack([part.mean(0) for part in q.split(block)]),
@@ -109,7 +109,7 @@ def naive(q, k, v, skip: Skip, block: int) -> tuple[float, float]:
 
 
 def test_errors_and_sparsities_are_those_of_a_naive_loop():
-    """Each candidate's figures on two attentions are the means of what float64 gives for them."""
+    """Each candidate's figures on two attentions are the means of the float64 results."""
     generator = torch.Generator().manual_seed(0)
     layout = TokenLayout(0, 300, 64)
     samples = []
@@ -158,7 +158,7 @@ def test_at_level_head_thresholds_are_those_of_the_step():
     ids=["top_k", "similarity", "pv_threshold", "sla", "fg_attn", "static"],
 )
 def test_every_policys_own_thresholds_are_tried(skip, keys):
-    """Candidates change just those keys, are valid, and leave out something."""
+    """Candidates change only those keys, are valid, and skip something."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 192, 1, 16, generator=generator) + offset for offset in (0, 0, 3))
     settings = preset(skip=skip)
@@ -183,7 +183,7 @@ def candidate(error, sparsity, **changes):
 
 
 def test_bounds_choose_the_sparsest_candidate_that_they_allow():
-    """Of what l1 allows, the sparsest; a layer that can't save anything under it leaves nothing out."""
+    """The sparsest candidate within l1 is chosen; a layer that can't save anything under it skips nothing."""
     curves = {
         "a": [candidate(0.01, 0.1, tau_kv=0.1), candidate(0.04, 0.3, tau_kv=0.2), candidate(0.2, 0.9, tau_kv=0.3)],
         "b": [candidate(0.3, 0.5, tau_kv=0.1)],

@@ -1,4 +1,4 @@
-"""Which linear layers a tuning leaves as they are: those that err most in 8 bits."""
+"""The linear layers that a tuning excludes from 8 bits: those with the largest errors."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_kinds_under_the_bound_run_in_8_bits(bound, patterns, work):
 
 
 def test_kinds_are_measured_on_a_plain_run():
-    """Each error is that of the layer itself, patterns are those that a preset takes, and no hook stays."""
+    """Each error is the layer's own, patterns are valid in a preset, and no hook stays."""
     pipe = tiny_pipeline("flux")
     tap = LinearTap(pipe, Linear(dtype="int8", exclude=["*.to_k"]))
     with tap:
@@ -39,7 +39,7 @@ def test_kinds_are_measured_on_a_plain_run():
 
 
 def test_a_tuning_excludes_what_its_target_does_not_bear():
-    """A loose target takes all layers, a close one some or none; what it costs counts layers in 8 bits."""
+    """A loose target allows all layers in 8 bits, a strict one some or none; the cost counts layers in 8 bits."""
     pipe = tiny_pipeline("flux")
     request = {
         "prompts": ["a fox", "a hill", "a lake", "a boat"],

@@ -27,7 +27,7 @@ def logged(function):
 @pytest.mark.parametrize("start", range(12))
 @pytest.mark.parametrize("threshold", [-1, 0, 5, 11])
 def test_one_axis_gives_the_cheapest_value_that_meets_the_target(start, threshold):
-    """From every start, in about as many evaluations as bisection needs, and none twice."""
+    """From every start, in about as many evaluations as bisection needs, and without repetition."""
     evaluate, asked = logged(lambda value: Score(threshold - value, 0.9 - value / 20))
     found = Search([axis("a", 12, start)], evaluate, evaluations=99).run()
     assert found.places == ((threshold,) if threshold >= 0 else (0,))
@@ -62,14 +62,14 @@ def test_no_neighbour_is_cheaper(starts):
 
 
 def test_other_axes_are_traded_against_the_first():
-    """Where the second axis saves more for its error than the first, the first gives way to it."""
+    """If the second axis saves more for its error than the first, the first axis is relaxed."""
     evaluate, _ = logged(lambda a, b: Score(10 - a - b, 1 - 0.01 * a - 0.05 * b))
     found = Search([axis("a", 11, 10), axis("b", 11, 0)], evaluate, evaluations=99).run()
     assert found.places == (0, 10)
 
 
 def test_a_plateau_is_crossed():
-    """Values that change nothing do not end the way to one that does."""
+    """Values that change nothing do not stop the search."""
     evaluate, _ = logged(lambda a, b: Score(1.0, 0.5 if b == 5 else 1.0))
     assert Search([axis("a", 2, 1), axis("b", 6, 0)], evaluate, evaluations=99).run().places == (1, 5)
 

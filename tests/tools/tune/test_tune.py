@@ -1,4 +1,4 @@
-"""Whole tunings of tiny pipelines, and of the demo model in a few steps: what they find, write and survive."""
+"""Whole tunings of tiny pipelines, and of the demo model in a few steps: results, files and recovery."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ class Interrupt(Exception):
 
 
 def counting(after: int | None = None):
-    """A progress callback that lists what it is told, and raises at one call."""
+    """A progress callback that records its arguments, and raises at one call."""
     told = []
 
     def progress(phase, made, expected):
@@ -78,7 +78,7 @@ def measured_anew(name: str, preset, index: int) -> tuple[float, float, float]:
 
 
 def test_figures_are_those_of_the_pipelines_own_runs():
-    """The target is met on the held-out prompts, and what the result says of them is what plain calls give."""
+    """The target is met on the held-out prompts, and the result's figures equal those of plain calls."""
     result = usual_result()
     assert result.met
     assert len(result.held_out) == 2
@@ -101,7 +101,7 @@ def test_a_closer_target_costs_more():
 
 
 def test_layers_get_thresholds_of_their_own(tmp_path):
-    """Tiles are left out where a layer bears it, and the file says so layer by layer."""
+    """Tiles are skipped in layers that tolerate it, and the file lists the thresholds layer by layer."""
     changes = {"blocks.size": 64, "skip.tau_kv": 0.1}
     call = arguments("wan", height=64, width=64)
     result = tuned("wan", "wan21-sparge-balanced", arguments=call, target_psnr=20, **changes)
@@ -129,7 +129,7 @@ def test_level_head_tunes_rows_and_intervals():
 
 @pytest.mark.parametrize("base", ["name", "path", "object"])
 def test_the_file_is_a_preset_on_its_base(tmp_path, monkeypatch, base):
-    """It loads as the preset that was found, wherever its base lies, and its header has the figures and no date."""
+    """It loads as the tuned preset, wherever its base is, and its header has the figures and no date."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets" / "own.yaml").write_text("base: balanced\nforecast: {order: 2}\n")
@@ -158,7 +158,7 @@ def test_overrides_are_written_in_their_sections(tmp_path):
 
 @pytest.mark.parametrize("after", [2, 7])
 def test_an_interrupted_tuning_goes_on(tmp_path, after):
-    """Whatever run it is stopped before, all together are as many as without a stop, and the result is the same."""
+    """After a stop at any run, the total number of runs and the result are the same as without a stop."""
     progress, told = counting()
     expected = tuned(progress=progress)
     interrupted, before = counting(after)
@@ -175,7 +175,7 @@ def test_an_interrupted_tuning_goes_on(tmp_path, after):
 
 
 def test_layers_are_not_measured_twice(tmp_path):
-    """What layers bear is kept as well: once it is there, plain runs of all prompts are."""
+    """An interrupted tuning keeps its layer measurements and plain runs; the next one repeats neither."""
     call = {"arguments": arguments("wan", height=64, width=64), "target_psnr": 20, "evaluations": 1}
     changes = {**call, "state": tmp_path, "blocks.size": 64}
     interrupted, before = counting(6)
@@ -203,7 +203,7 @@ def test_layers_are_not_measured_twice(tmp_path):
     ids=["target", "prompts", "seed", "preset", "arguments"],
 )
 def test_a_changed_request_is_refused(tmp_path, changes, names):
-    """A folder of another tuning is left as it is, and the message says what differs and what to do."""
+    """A folder of another tuning stays unchanged, and the message names the differences and the solution."""
     interrupted, _ = counting(0)
     with pytest.raises(Interrupt):
         tuned(state=tmp_path, progress=interrupted)
@@ -231,7 +231,7 @@ def test_an_unreachable_target_gives_the_closest(tmp_path):
 
 
 def test_what_held_out_prompts_miss_tightens_the_search(monkeypatch):
-    """Where confirmation falls short the search goes on closer to the plain run, until it does not."""
+    """If the confirmation misses the target the search continues closer to the plain run until it is met."""
     from dit_accel.tools.tune import runs
 
     measured = runs.Runs.figures
@@ -264,7 +264,7 @@ def test_an_accelerated_pipeline_keeps_its_preset():
 
 
 def test_requests_that_make_no_sense_are_refused():
-    """One target, two prompts, a preset that fits and has thresholds: else the message says what is wrong."""
+    """One target, two prompts, a preset that fits and has thresholds: otherwise the message names the problem."""
     with pytest.raises(TuningError, match="one target"):
         tuned(target_psnr=30, target_error=0.1)
     with pytest.raises(TuningError, match="must be positive and finite, got -1"):
@@ -287,7 +287,7 @@ def test_prompts_split_into_disjoint_lists(count):
 
 
 def test_the_demo_model_meets_its_target_on_other_prompts():
-    """Trained weights, few steps, small pictures: the tuned preset meets the target on prompts of neither list too."""
+    """Trained weights, few steps, small images: the tuned preset also meets the target on prompts of neither list."""
     pipe = DiffusionPipeline.from_pretrained(demo_path("demo-flux")).to(torch.float32)
     pipe.set_progress_bar_config(disable=True)
     call = {"height": 64, "width": 64, "num_inference_steps": 10, "max_sequence_length": 64}
