@@ -39,7 +39,7 @@ def test_every_page_is_in_the_site(site):
 def test_the_reference_has_docstrings(site):
     """The page on Python shows the docstrings, including arguments and errors."""
     text = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
-    assert "Makes a diffusers pipeline faster, in place." in text and "UnsupportedError" in text
+    assert "Make a diffusers pipeline faster, in place." in text and "UnsupportedError" in text
 
 
 def test_results_have_pages_of_tables(site):

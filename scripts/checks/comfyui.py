@@ -81,7 +81,7 @@ class Check:
         """Yield one row per check, each with ``passed``."""
         plain, _ = self.sample(self.model, "euler")
         near = psnr(self.picture(plain), self.by_diffusers)
-        yield {"check": "ComfyUI's plain picture is diffusers'", "psnr": near, "passed": near > 45}
+        yield {"check": "ComfyUI's plain image is diffusers'", "psnr": near, "passed": near > 45}
         exact, _ = self.sample(self.accelerated("exact"), "euler")
         yield {"check": "exact is bit for bit the plain run", "passed": torch.equal(plain, exact)}
         for sampler in ACCELERATED:

@@ -42,7 +42,7 @@ runs plainly, and the report says why. The last column has the name by which pre
 [facts](adding_a_model.md) are known, and the further levels that it has; there computed steps can leave out tiles. The
 test that holds this page also writes it (`tests/models/test_transformer_table.py`).
 
-| class | its step is told by | outcome | family, and levels inside of it |
+| class | step comes from | outcome | family, and levels inside of it |
 |---|---|---|---|
 """
 

@@ -15,7 +15,7 @@ from dit_accel.kernels.symbols import SparseSymbols
 from scripts.bench.kernels.cases import QKV, Inputs
 from scripts.bench.kernels.verify import Verdict, judge, only_nan_where, spread, worst
 
-Compared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # actual, exact, low, as judge expects them
+Compared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # actual, exact, low, as `judge` expects them
 Classes = tuple[torch.Tensor, torch.Tensor]  # critical and marginal tiles, bool [B, H, T, T] each
 
 
