@@ -14,6 +14,7 @@ message says why), and a :class:`~dit_accel.errors.BackendError` if the backend 
 from dit_accel.kernels.attention import attention
 from dit_accel.kernels.attention_backward import attention_backward, differentiable_attention
 from dit_accel.kernels.backends import backend_status
+from dit_accel.kernels.causal_norm import causal_norm
 from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
@@ -42,6 +43,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backend_status",
+    "causal_norm",
     "classify_tiles",
     "differentiable_attention",
     "differentiable_linear_attention",

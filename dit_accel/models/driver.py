@@ -29,7 +29,7 @@ from dit_accel.models.parallel.context_parallel import (
     parallel_degree,
 )
 from dit_accel.models.part_hook import FeedHook, PartHook
-from dit_accel.models.token_order_hook import TokenOrder, order_hooks
+from dit_accel.models.token_order_hook import TokenOrder, order_hooks, reordered
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.sparse.head_site import HeadSite
 from dit_accel.sparse.projections import Projections
@@ -135,7 +135,7 @@ class FamilyDriver(TransformerDriver):
             apart = self.family.first_frame_apart(self.transformer)
             self._reader.order = order = TokenOrder(preset.blocks.token_order, preset.blocks.size, apart)
             first_block = next(iter(self.blocks().values()))
-            reorder = partial(self._reorder, order)
+            reorder = partial(reordered, order, lambda: self.facts.grid)
             for module, order_hook in order_hooks(reorder, self.transformer, self.family.order, first_block):
                 self.hook(module, order_hook, ORDER_HOOK)
 
@@ -152,13 +152,6 @@ class FamilyDriver(TransformerDriver):
         is_part = call.computed_rows is not None and call.mode is not StepMode.DISPATCH
         call.facts = facts.of_rows(call.computed_rows or ()) if is_part else facts
         return super().run(call, original, ((), arguments), arguments)
-
-    def _reorder(self, order: TokenOrder, x: torch.Tensor, axis: int, undo: bool) -> torch.Tensor:
-        """Bring tokens into the preset's order, or undo it; nothing changes in a call with raster order."""
-        grid = self.facts.grid
-        return x if grid is None else order.apply(x, grid, axis, undo=undo)
-
-    # For the blocks of a call.
 
     def site(self, name: str, block: str, sample: int = 0) -> TileSite | HeadSite:
         """Return an attention site in the call in progress.
@@ -203,6 +196,11 @@ class FamilyDriver(TransformerDriver):
         symbols = symbol_bytes(preset, layout, batch_of(arguments), heads)
         size, degree = self.family.size(self.transformer, arguments, layout, symbols), parallel_degree(self.transformer)
         return replace(size, width=size.width // degree, symbols=size.symbols // degree)  # share of one device
+
+    def lengths(self, arguments: Arguments) -> tuple:
+        """Text tokens that blocks get: a mask of the same shape may have another length."""
+        _, text = self._reader.cut(arguments, is_compiled=self.compiled is not None)
+        return () if text is None else (text.end,)
 
     def account(self, call: Call, arguments: Arguments) -> None:
         tokens = self.family.tokens(self.transformer, arguments)

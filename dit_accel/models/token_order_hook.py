@@ -60,6 +60,14 @@ class TokenOrder:
         return x.index_select(axis, order)
 
 
+def reordered(
+    order: TokenOrder, grid_of_call: Callable[[], Grid | None], x: torch.Tensor, axis: int, undo: bool
+) -> torch.Tensor:
+    """Tokens in an order, or back from it; unchanged in a call without a grid."""
+    grid = grid_of_call()
+    return x if grid is None else order.apply(x, grid, axis, undo=undo)
+
+
 class ReorderInput(Hook):
     """Reorders or restores the tokens ``[B, S, C]`` in a module's first argument."""
 

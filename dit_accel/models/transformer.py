@@ -88,6 +88,7 @@ class TransformerDriver:
         self._hooked: list[tuple[torch.nn.Module, str]] = []
         self._linears: QuantizedLinears | None = None
         preset = self.controller.preset
+        self._works_inside = preset.works_inside
         captures = preset.kernels.graphs != "never" and preset.forecast.level == "output"
         self.graphs = StepGraphs(self) if captures else None
         is_replaced = replaced_forward(transformer) is not None  # the new function may not name its arguments
@@ -177,6 +178,10 @@ class TransformerDriver:
             return ModelSize()
         return ModelSize(output=sum(each.numel() for each in tensors), itemsize=tensors[0].element_size())
 
+    def lengths(self, arguments: dict[str, Any]) -> tuple:
+        """Lengths besides shapes on which records of the blocks depend."""
+        return ()
+
     def names(self, args: tuple) -> bool:
         """Return True if each positional argument of a call has a name."""
         return len(args) <= len(self._parameters)
@@ -198,10 +203,12 @@ class TransformerDriver:
             self.controller.stand_aside(None, NO_TIMESTEP)
             return self.computing(original)(*args, **kwargs)
         leaves = pytree.tree_leaves(arguments)
-        shapes = *[leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)], arguments.get("return_dict", True)
+        shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        lengths = self.lengths(arguments) if self._works_inside else ()
+        form = *shapes, *lengths, arguments.get("return_dict", True)
         conditions = partial(self._conditions.of, arguments, self.runs.caller, self.net)
         asked = partial(self.size, arguments), partial(self.samples_in, context, arguments), conditions
-        with self.controller.calling(self.name, context, timestep, shapes, *asked) as call:
+        with self.controller.calling(self.name, context, timestep, form, *asked) as call:
             if call.forecasts_output:
                 return _nested(call.branch.structure, self.controller.forecast_output(call))
             return self.run(call, self.computing(original), (args, kwargs), arguments)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, register_hook, remove_hook, runs_known_code
@@ -34,41 +35,65 @@ class DecoderHook(Hook):
 
     Attributes:
         remark: how the latest call ran; None = there was none.
+        holders: accelerations that want the hook.
     """
-
-    runs_eagerly = True
 
     def __init__(self, page: ModuleType, backend: str = "auto") -> None:
         super().__init__()
         self.remark: str | None = None
+        self.holders = 0
         self._page = page
         self._backend = backend
-        self._known: dict[tuple, str | None] = {}  # why not, by shape, dtype and device
+        self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
 
-    @torch.compiler.disable
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The decoder's output for the same arguments."""
         original = self.fn_ref.original_forward
+        if torch.compiler.is_compiling():  # the decoder's own code is what was asked to be compiled
+            return original(*args, **kwargs)
         reason = self._why_not(module, args, kwargs)
         if reason is None:
-            (latents,) = args
-            key = latents.shape, latents.dtype, latents.device
-            if key not in self._known:
-                own, made = original(latents), self._page.decode(module, latents, self._backend)
-                self._known[key] = why_other(made, own)
-                reason = self._known[key]
-                self.remark = FUSED if reason is None else f"{OWN}: {reason}"
-                return own if reason else made
-            if (reason := self._known[key]) is None:
-                self.remark = FUSED
-                return self._page.decode(module, latents, self._backend)
+            form = _form(args, kwargs)
+            if form not in self._known:
+                return self._tried(module, form, args, kwargs)
+            if (reason := self._known[form]) is None:
+                made = self._fused(module, args, kwargs)
+                if isinstance(made, torch.Tensor):
+                    self.remark = FUSED
+                    return made
+                reason = made
         self.remark = f"{OWN}: {reason}"
         return original(*args, **kwargs)
 
+    def _tried(self, module: nn.Module, form: tuple, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The output of a first call of a form, which decides about the later ones."""
+        copied = _copied(args, kwargs)
+        own = self.fn_ref.original_forward(*args, **kwargs)
+        size = own.float().norm().item()
+        if not 0 < size < float("inf"):  # nothing to compare with
+            self.remark = f"{OWN}: its output is no image"
+            return own
+        made = self._fused(module, *copied)
+        reason = self._known[form] = why_other(made, own) if isinstance(made, torch.Tensor) else made
+        self.remark = FUSED if reason is None else f"{OWN}: {reason}"
+        return own if reason else made
+
+    def _fused(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | str:
+        """The output with fused kernels, or why there is none; the arguments' lists change with an output only."""
+        copied, named = _copied(args, kwargs)  # decoders of videos keep frames in lists
+        try:
+            made = self._page.decode(module, *copied, **named, backend=self._backend).contiguous()
+        except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder itself may still run
+            return f"fused kernels raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        for name, given in kwargs.items():
+            if isinstance(given, list):
+                given[:] = named[name]
+        return made
+
     def _why_not(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why the decoder's own forward must run, or None."""
-        if len(args) != 1 or not isinstance(args[0], torch.Tensor) or any(each is not None for each in kwargs.values()):
-            return "the decoder gets more than latents"
+        if not args or not isinstance(args[0], torch.Tensor):
+            return "the decoder gets no latents"
         latents = args[0]
         if latents.dtype not in BOUNDS:
             return f"the decoder computes in {latents.dtype}"
@@ -81,7 +106,7 @@ class DecoderHook(Hook):
         for name, part in module.named_modules():
             if (reason := _why_not_part(part, is_root=part is module, latents=latents)) is not None:
                 return f"{name or 'the decoder'} {reason}"
-        return self._page.why_not(module)
+        return self._page.why_not(module, args, kwargs)
 
 
 def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> str | None:
@@ -93,12 +118,26 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
     has_torch_hooks = not is_root and (part._forward_hooks or part._forward_pre_hooks)  # ours time the decoder itself
     if names or has_torch_hooks or hasattr(part, "_hf_hook"):
         return "has hooks"
-    if not is_root and not runs_known_code(part):
+    if not is_root and not (
+        runs_known_code(part) and type(part).__module__.partition(".")[0] in ("torch", "diffusers")
+    ):
         return "is not the code of torch or diffusers"
     for name, weight in part._parameters.items():
         if weight is not None and (weight.dtype != latents.dtype or weight.device != latents.device):
             return f"has its {name} in {weight.dtype} on '{weight.device}'"
     return None
+
+
+def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Everything about a call's arguments but the values of tensors."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    forms = ((each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else each for each in leaves)
+    return structure, *forms
+
+
+def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with lists of their own."""
+    return pytree.tree_map(lambda leaf: leaf, (args, kwargs))
 
 
 def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
@@ -128,9 +167,12 @@ class Decoding:
         if page is None or not isinstance(decoder, nn.Module):
             self._why_not = f"{OWN}: {type(autoencoder).__name__} is not known"
             return
-        self._hook, self._decoder = DecoderHook(page), weakref.ref(decoder)
-        remove_hook(decoder)  # that of another pipeline with the same autoencoder
-        register_hook(decoder, self._hook)
+        earlier = find_hook(decoder)  # of another pipeline with the same autoencoder
+        self._hook = earlier if isinstance(earlier, DecoderHook) else DecoderHook(page)
+        self._decoder = weakref.ref(decoder)
+        self._hook.holders += 1
+        if earlier is None:
+            register_hook(decoder, self._hook)
 
     @property
     def remark(self) -> str | None:
@@ -138,7 +180,11 @@ class Decoding:
         return self._why_not if self._hook is None else self._hook.remark
 
     def close(self) -> None:
-        """Takes the hook off, unless another acceleration has put its own in its place."""
-        decoder = None if self._decoder is None else self._decoder()
-        if decoder is not None and find_hook(decoder) is self._hook:
+        """Takes the hook off, unless another pipeline with the same autoencoder still wants it; twice does nothing."""
+        hook, decoder = self._hook, None if self._decoder is None else self._decoder()
+        self._hook = self._decoder = None
+        if hook is None:
+            return
+        hook.holders -= 1
+        if decoder is not None and not hook.holders and find_hook(decoder) is hook:
             remove_hook(decoder)

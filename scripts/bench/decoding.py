@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 
 from dit_accel.models.hooks import register_hook, remove_hook
@@ -30,10 +30,18 @@ from dit_accel.tools.origin import describe_run
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
-TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}
-SIZES = {"1024 x 1024": (1, 128, 128), "2048 x 2048": (1, 256, 256), "four of 1024 x 1024": (4, 128, 128)}
+NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
+TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 4}
+TINY_VIDEO = {"base_dim": 8}
+CASES = (  # class, config, toy config, what is decoded, shape of the latents, dtypes
+    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
+    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),
+    (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 4 of 1024 x 1024", (4, 16, 128, 128), "bf16"),
+    (AutoencoderKLQwenImage, {}, TINY_VIDEO, "Qwen-Image, 1024 x 1024", (1, 16, 1, 128, 128), "bf16"),
+    (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RUNS = 7
+RUNS = 5
 
 
 def main() -> int:
@@ -43,10 +51,11 @@ def main() -> int:
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     rows: list[dict[str, Any]] = []
-    for size, (batch, height, width) in SIZES.items():
-        shape = (batch, 4, 4, 4) if options.tiny else (batch, 16, height, width)
-        for name, dtype in DTYPES.items():
-            rows.append({"autoencoder": "FLUX.1", "images": size, "dtype": name, **measure(shape, dtype, device)})
+    for kind, config, tiny, what, shape, dtypes in CASES:
+        config = {**config, **(tiny if options.tiny else {})}
+        shape = (*shape[:2], *(min(each, 3) for each in shape[2:])) if options.tiny else shape
+        for name in dtypes.split():
+            rows.append({"decoded": what, "dtype": name, **measure(kind(**config), shape, DTYPES[name], device)})
             print(json.dumps(rows[-1]), flush=True)
             if options.output:
                 document = {**describe_run(device), "rows": rows}
@@ -55,14 +64,14 @@ def main() -> int:
 
 
 @torch.no_grad()
-def measure(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
+def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Milliseconds, GiB and errors of both ways to decode latents of a shape."""
     torch.manual_seed(0)
-    config = {**BLOCKS, **(TINY if device == "cpu" else FLUX), "use_quant_conv": False, "use_post_quant_conv": False}
-    autoencoder = AutoencoderKL(**config).to(device).eval()
-    for norm in (module for module in autoencoder.modules() if isinstance(module, nn.GroupNorm)):
-        nn.init.normal_(norm.weight, 1.0, 0.3)
-        nn.init.normal_(norm.bias, 0.0, 0.3)
+    autoencoder = autoencoder.to(device).eval()
+    for module in autoencoder.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 1 or weight.shape[1:].numel() == 1:  # of norms, and biases
+                nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
     latents = torch.randn(shape, device=device)
     exact = _exact(autoencoder.to(dtype).float(), latents.to(dtype).float())
     autoencoder, latents = autoencoder.to(dtype), latents.to(dtype)
@@ -78,7 +87,7 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str
     return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": hook.remark}
 
 
-def _exact(autoencoder: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     """The images in float32, without TF32, one by one."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

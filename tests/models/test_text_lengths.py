@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from dit_accel import accelerate_transformer, load_preset
 from dit_accel.models.samples import TextLengths, TextMasks
+from tests.tiny import tiny_output, tiny_pipeline
+
+SPARGE = {"policy": "sparge", "steps": "all", "tau_kv": 0.3}
 
 
 def mask_of(*lengths, tokens=6):
@@ -48,3 +52,39 @@ def test_devices_share_text_with_the_least_padding(shares, end):
     found = TextLengths((end,), torch.tensor([end]), end).divisible(shares, most)
     wanted = [length for length in range(end, most + 1) if length % shares == 0] or [most]
     assert found.end == wanted[0] and found.lengths == (end,)
+
+
+@pytest.mark.parametrize("level", ["layer", "sparge"])
+def test_a_length_that_changes_under_way_drops_records(level):
+    """A mask of the same shape with more tokens in every step, in a loop of one's own."""
+    pipe = tiny_pipeline("hunyuan")
+    tiny_output(pipe, "hunyuan", steps=1)
+    arguments, transformer = {}, pipe.transformer
+    own = transformer.forward
+
+    def seen(*args, **kwargs):
+        arguments.update(kwargs)
+        return own(*args, **kwargs)
+
+    transformer.forward = seen
+    tiny_output(pipe, "hunyuan", steps=1)
+    del transformer.forward
+    interval = {"control": "interval", "interval": 1 if level == "sparge" else 2, "warmup": 1, "cooldown": 0}
+    sparse = {"skip": {**SPARGE, "refresh": 4}, "blocks": {"size": 64}}
+    keys = {"schedule": interval} | ({"forecast": {"level": "layer"}} if level == "layer" else sparse)
+    steps = [900.0, 700.0, 500.0, 300.0]
+    preset = load_preset("hunyuan-sparge" if level == "sparge" else "balanced", model="hunyuan_video", **keys)
+    acceleration = accelerate_transformer(transformer, preset, steps)
+    mask = arguments["encoder_attention_mask"]
+    with torch.no_grad():
+        for count, timestep in enumerate(steps, 3):
+            longer = (torch.arange(mask.shape[1]) < count).expand_as(mask).to(mask.dtype)
+            given = {
+                **arguments,
+                "encoder_attention_mask": longer,
+                "timestep": torch.full_like(arguments["timestep"], timestep),
+            }
+            output = transformer(**given)[0]
+            assert output.isfinite().all()
+    assert any("changed" in note for note in acceleration.report().notes)
+    acceleration.restore()

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderTiny
+from peft import LoraConfig
 from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.models.hooks import find_hook, register_hook
 from dit_accel.stages import decode
 from dit_accel.stages.decode import BOUNDS, FUSED, DecoderHook, Decoding
-from dit_accel.stages.vae import autoencoder_kl, page_of
+from dit_accel.stages.vae import autoencoder_kl, causal, page_of
 from tests.tiny import tiny_output, tiny_pipeline
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
@@ -75,6 +76,59 @@ def test_kernels_give_the_decoders_images(hooked):
     assert hook.remark == FUSED
 
 
+VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}
+RESIDUAL = {"decoder_base_dim": 8, "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
+CAUSAL = {
+    "wan-2.1": (AutoencoderKLWan, {}),
+    "wan-2.2": (AutoencoderKLWan, RESIDUAL),
+    "deeper": (AutoencoderKLWan, {"dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True]}),
+    "qwen-image": (AutoencoderKLQwenImage, {}),
+}
+
+
+def video_autoencoder(kind, **config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = kind(**VIDEO | config, latents_mean=[0.0] * 4, latents_std=[1.0] * 4).eval()
+        for norm in (module for module in made.modules() if type(module).__name__.endswith("RMS_norm")):
+            nn.init.uniform_(norm.gamma, 0.5, 1.5)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "config"), CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize("frames", [1, 2, 4])
+def test_videos_are_the_decoders_own(kind, config, frames, hooked):
+    """Frame by frame, of several videos, at the second call as at the first, and of tiles."""
+    made, given = video_autoencoder(kind, **config), latents(2, 4, frames, 5, 6)
+    own = made.decode(given).sample
+    hook = hooked(made)
+    for _ in range(2):
+        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert hook.remark == FUSED
+    made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    tiled = made.decode(given).sample
+    decode.remove_hook(made.decoder)
+    assert (made.decode(given).sample - tiled).abs().max() < 5e-5
+
+
+@torch.no_grad()
+def test_a_frame_that_differs_ends_it_in_the_middle(hooked, monkeypatch):
+    """The rest of the video is the decoder's own, which goes on from the frames that were kept."""
+    made, given = video_autoencoder(AutoencoderKLWan), latents(1, 4, 4, 5, 6)
+    own, fused = made.decode(given).sample, causal.decode
+
+    def wrong_later(decoder, x, *, feat_cache, **more):
+        is_later = feat_cache[0] is not None
+        return fused(decoder, x, feat_cache=feat_cache, **more) * (1.05 if is_later else 1.0)
+
+    monkeypatch.setattr(causal, "decode", wrong_later)
+    hook = hooked(made)
+    for _ in range(2):
+        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert "differ from the decoder" in hook.remark
+
+
 @torch.no_grad()
 def test_half_precision_errs_no_more_than_the_decoder(hooked):
     """Over the same weights in float64."""
@@ -103,7 +157,7 @@ def test_an_output_that_differs_is_not_taken(hooked, monkeypatch):
     """The decoder's own output is returned, then and later, and the remark names the error."""
     made, given = autoencoder(), latents(1, 4, 8, 8)
     own, fused = made.decode(given).sample, autoencoder_kl.decode
-    monkeypatch.setattr(autoencoder_kl, "decode", lambda *given: 1.01 * fused(*given))
+    monkeypatch.setattr(autoencoder_kl, "decode", lambda *given, **more: 1.01 * fused(*given, **more))
     hook = hooked(made)
     for _ in range(2):
         assert torch.equal(made.decode(given).sample, own)
@@ -160,6 +214,66 @@ def test_a_decoder_that_is_not_known_runs_itself(change, reason, hooked):
     assert reason in hook.remark
 
 
+@torch.no_grad()
+def test_layers_of_a_lora_run_themselves(hooked):
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    made.add_adapter(LoraConfig(r=2, target_modules=["conv1", "conv2"], init_lora_weights=False))
+    own = made.decode(given).sample
+    hook = hooked(made)
+    assert torch.equal(made.decode(given).sample, own)
+    assert "is not the code of torch or diffusers" in hook.remark
+
+
+@torch.no_grad()
+def test_a_decoder_that_is_compiled_stays_compiled(hooked):
+    """Its graph is that of its own code, and has no break."""
+    made, given, nodes = autoencoder(), latents(1, 4, 8, 8), []
+    hooked(made)
+
+    def count(graph, _):
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    own = made.decode(given).sample
+    compiled = torch.compile(made.decode, backend=count, fullgraph=True)
+    assert (compiled(given).sample - own).abs().max() < 2e-5
+    assert len(nodes) == 1 and nodes[0] > 20
+
+
+@torch.no_grad()
+def test_what_kernels_raise_costs_no_image(hooked, monkeypatch):
+    """At the first call and at a later one."""
+    made, given, fused = autoencoder(), latents(1, 4, 8, 8), autoencoder_kl.decode
+    own = made.decode(given).sample
+    hook, calls = hooked(made), []
+
+    def fails_at(place):
+        def decode(*arguments, **more):
+            calls.append(None)
+            if len(calls) == place:
+                raise torch.OutOfMemoryError("no memory")
+            return fused(*arguments, **more)
+
+        return decode
+
+    monkeypatch.setattr(autoencoder_kl, "decode", fails_at(2))
+    made.decode(given)
+    assert torch.equal(made.decode(given).sample, own)
+    assert "fused kernels raised OutOfMemoryError: no memory" in hook.remark
+    made.decode(given)
+    assert hook.remark == FUSED, "another call may have the memory"
+
+
+@torch.no_grad()
+def test_latents_that_are_no_numbers_decide_nothing(hooked):
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    hook = hooked(made)
+    made.decode(given * float("nan"))
+    assert "is no image" in hook.remark
+    made.decode(given)
+    assert hook.remark == FUSED
+
+
 def test_gradients_flow_through_the_decoders_own_code(hooked):
     made, given = autoencoder(), latents(1, 4, 8, 8).requires_grad_()
     hooked(made)
@@ -194,15 +308,16 @@ def test_one_key_switches_it_off():
 
 
 def test_pipelines_may_share_an_autoencoder():
-    """The later acceleration has the hook, and restoring the earlier one leaves it."""
-    first, second = tiny_pipeline("flux"), tiny_pipeline("flux")
-    second.vae = first.vae
-    accelerate_pipeline(first, "exact"), accelerate_pipeline(second, "exact")
-    hook = find_hook(first.vae.decoder)
-    restore_pipeline(first)
-    assert find_hook(first.vae.decoder) is hook
-    restore_pipeline(second)
-    assert find_hook(first.vae.decoder) is None
+    """They share the hook, which goes with the last of them, in either order."""
+    for last in (0, 1):
+        pipes = tiny_pipeline("flux"), tiny_pipeline("flux")
+        pipes[1].vae = pipes[0].vae
+        accelerate_pipeline(pipes[0], "exact"), accelerate_pipeline(pipes[1], "exact")
+        hook = find_hook(pipes[0].vae.decoder)
+        restore_pipeline(pipes[1 - last])
+        assert find_hook(pipes[0].vae.decoder) is hook
+        restore_pipeline(pipes[last])
+        assert find_hook(pipes[0].vae.decoder) is None
 
 
 def test_bounds_follow_the_dtype():

@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dit_accel.stages.vae import autoencoder_kl
+from dit_accel.stages.vae import autoencoder_kl, causal
 
-PAGES = {"AutoencoderKL": autoencoder_kl, "AutoencoderKLFlux2": autoencoder_kl}
+PAGES = {
+    "AutoencoderKL": autoencoder_kl,
+    "AutoencoderKLFlux2": autoencoder_kl,
+    "AutoencoderKLQwenImage": causal,
+    "AutoencoderKLWan": causal,
+}
 
 
 def page_of(autoencoder: Any) -> ModuleType | None:

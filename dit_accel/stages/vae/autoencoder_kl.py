@@ -6,6 +6,8 @@ adds the bias of the convolution before; the sum behind a block adds the bias of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.vae import Decoder
@@ -19,8 +21,10 @@ from dit_accel.kernels import add_residual, group_norm, upsample_nearest
 LAST = torch.channels_last
 
 
-def why_not(decoder: nn.Module) -> str | None:
-    """Why a decoder can't run on this page, or None."""
+def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why a call of a decoder can't run on this page, or None."""
+    if len(args) != 1 or any(each is not None for each in kwargs.values()):
+        return "the decoder gets more than latents"
     if type(decoder) is not Decoder:
         return f"its decoder is a {type(decoder).__name__}"
     kinds = {UNetMidBlock2D: [decoder.mid_block], UpDecoderBlock2D: decoder.up_blocks}
@@ -50,7 +54,9 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
     return None if type(block.norm1) is type(block.norm2) is nn.GroupNorm else "its residual blocks have other norms"
 
 
-def decode(decoder: Decoder, latents: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+def decode(
+    decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, backend: str = "auto"
+) -> torch.Tensor:
     """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``.
 
     Args:

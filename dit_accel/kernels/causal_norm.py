@@ -1,0 +1,76 @@
+"""RMS normalisation and SiLU of video features, behind the frames that a causal convolution reads first.
+
+    y = SiLU((x + c) / ||x + c|| * sqrt(C) * weight)          out = [past | y] along time
+
+The norm is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A causal convolution over time
+reads two frames before the first one, either kept by earlier calls or zeros. Here both are one tensor, so nothing is
+padded or concatenated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import checks
+from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.custom_ops import custom_op
+
+LAST = torch.channels_last_3d
+SMALLEST = 1e-12  # norm that is divided by
+
+
+def _empty(x: torch.Tensor, frames: int = 2, **_) -> torch.Tensor:
+    batch, channels, time, height, width = x.shape
+    return x.new_empty(batch, time + frames, height, width, channels).permute(0, 4, 1, 2, 3)
+
+
+@custom_op(_empty)
+def causal_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    past: torch.Tensor | None = None,
+    *,
+    frames: int = 2,
+    silu: bool = True,
+    input_bias: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Normalise each pixel, in float32 and rounded once, behind frames of the past. Forward only: no gradient flows.
+
+    Args:
+        x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        weight: ``[C]``, any float dtype.
+        past: ``[B, C, P, H, W]`` like x, P up to ``frames``: what lies before, already normalised; missing frames are
+            zeros.
+        frames: number of frames before the first one.
+        silu: apply SiLU to the result.
+        input_bias: ``[C]``, added to x before; None = nothing.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        ``[B, C, frames + T, H, W]`` like x, in channels-last layout.
+    """
+    checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+    batch, channels, _, height, width = x.shape
+    checks.require_shape("weight", weight, (channels,))
+    if past is not None:
+        checks.require_shape("past", past, (batch, channels, "P", height, width))
+        if past.shape[2] > frames:
+            raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
+    out = _empty(x, frames)
+    known = 0 if past is None else past.shape[2]
+    out[:, :, : frames - known] = 0.0
+    if past is not None:
+        out[:, :, frames - known : frames] = past
+    if resolve_backend(backend, x) == "triton":
+        from dit_accel.kernels._triton.causal_norm import norm_into
+
+        norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, out[:, :, frames:])
+        return out
+    values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
+    normed = F.normalize(values, dim=1, eps=SMALLEST) * channels**0.5 * weight.float()[:, None, None, None]
+    out[:, :, frames:] = F.silu(normed) if silu else normed
+    return out

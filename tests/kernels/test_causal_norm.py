@@ -1,0 +1,53 @@
+"""RMS normalisation of video features behind frames of the past equals its formula in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError
+from dit_accel.kernels import causal_norm
+
+LAST = torch.channels_last_3d
+SHAPES = {"odd": (2, 24, 3, 5, 7), "one-pixel": (1, 16, 1, 1, 1), "one-frame": (2, 12, 1, 6, 9)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("known", [None, 1, 2], ids=["no-past", "one-frame-kept", "two-frames-kept"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["biased-input", "input"])
+def test_normalises_behind_the_past(shape, known, has_bias, implementation, make_tensor):
+    backend, dtype = implementation
+    batch, channels, time, height, width = shape
+    x, weight, bias = make_tensor(*shape, dtype=dtype), make_tensor(channels), make_tensor(channels)
+    past = None if known is None else make_tensor(batch, channels, known, height, width, dtype=dtype)
+    given = {"input_bias": bias if has_bias else None, "backend": backend}
+    out = causal_norm(x.contiguous(memory_format=LAST), weight, past, **given)
+    assert out.shape == (batch, channels, 2 + time, height, width) and out.is_contiguous(memory_format=LAST)
+    kept = known or 0
+    assert (out[:, :, : 2 - kept] == 0).all()
+    assert past is None or torch.equal(out[:, :, 2 - kept : 2], past)
+    values = x.double() + (bias.double()[:, None, None, None] if has_bias else 0.0)
+    expected = F.silu(F.normalize(values, dim=1) * channels**0.5 * weight.double()[:, None, None, None])
+    allowed = 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-5
+    assert ((out[:, :, 2:].double() - expected).abs() <= allowed).all()
+
+
+def test_a_norm_alone_may_stand_behind_no_frames(backend, make_tensor):
+    x, weight = make_tensor(1, 8, 2, 3, 3), make_tensor(8)
+    out = causal_norm(x, weight, frames=0, silu=False, backend=backend)
+    expected = F.normalize(x.double(), dim=1) * 8**0.5 * weight.double()[:, None, None, None]
+    assert (out.double() - expected).abs().max() < 1e-5
+
+
+def test_a_pixel_of_zeros_stays_zero(backend, make_tensor):
+    out = causal_norm(torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), make_tensor(8), backend=backend)
+    assert (out == 0).all()
+
+
+def test_errors_name_the_argument(make_tensor):
+    x, weight = make_tensor(1, 6, 1, 2, 2), make_tensor(6)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[6\], got \[5\]"):
+        causal_norm(x, weight[:5])
+    with pytest.raises(ShapeError, match=r"past must have at most 2 frames, got 3"):
+        causal_norm(x, weight, make_tensor(1, 6, 3, 2, 2))
+    with pytest.raises(ShapeError, match=r"past must have shape \[1, 6, P, 2, 2\]"):
+        causal_norm(x, weight, make_tensor(1, 6, 1, 2, 3))
