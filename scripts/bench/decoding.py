@@ -41,7 +41,7 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RUNS = 5
+RUNS = 3
 
 
 def main() -> int:

@@ -113,7 +113,10 @@ class _Call:
         """A residual block."""
         shortcut, x = block.conv_shortcut, _dense(x)
         h = self.convolved(block.conv1, self.normed(block.norm1, x), biased=False)
-        h = self.convolved(block.conv2, self.normed(block.norm2, h, block.conv1.bias), biased=False)
+        frames = self.normed(block.norm2, h, block.conv1.bias)
+        del h  # a quarter of the peak
+        h = self.convolved(block.conv2, frames, biased=False)
+        del frames
         if not isinstance(shortcut, nn.Identity):
             x = F.conv3d(x, shortcut.weight.contiguous(memory_format=LAST), shortcut.bias)
         return _as_video(add_residual(_as_images(x), _as_images(h), block.conv2.bias, backend=self._backend), x)
