@@ -29,7 +29,7 @@ from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset, default_preset
-from dit_accel.stages.decode import OFF, Decoding
+from dit_accel.stages.decode import FUSED, OFF, Decoding
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -96,7 +96,8 @@ class Acceleration:
         report, parts = controller.read_report(), controller.parts
         remarks = (stage.remark for stage in self._decoding if stage.remark is not None)
         report.decoding = next(remarks, None) if self.preset.stages.decode else OFF
-        if parts.device.type == "cuda" and (remark := autoencoder_remark(report.parts)) is not None:
+        is_fused = report.decoding == FUSED
+        if parts.device.type == "cuda" and not is_fused and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
         return report
 

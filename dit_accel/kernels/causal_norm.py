@@ -4,7 +4,7 @@
 
 The norm is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A causal convolution over time
 reads two frames before the first one, either kept by earlier calls or zeros. Here both are one tensor, so nothing is
-padded or concatenated.
+padded or concatenated. In a compiled model results are contiguous instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LAST = torch.channels_last_3d
 SMALLEST = 1e-12  # norm that is divided by
 
 
-def _empty(x: torch.Tensor, frames: int = 2, **_) -> torch.Tensor:
+def _fake(x: torch.Tensor, frames: int = 2, **_) -> torch.Tensor:
     batch, channels, time, height, width = x.shape
-    return x.new_empty(batch, time + frames, height, width, channels).permute(0, 4, 1, 2, 3)
+    return x.new_empty(batch, channels, time + frames, height, width)
 
 
-@custom_op(_empty)
+@custom_op(_fake)
 def causal_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -54,13 +54,13 @@ def causal_norm(
     """
     checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    batch, channels, _, height, width = x.shape
+    batch, channels, time, height, width = x.shape
     checks.require_shape("weight", weight, (channels,))
     if past is not None:
         checks.require_shape("past", past, (batch, channels, "P", height, width))
         if past.shape[2] > frames:
             raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
-    out = _empty(x, frames)
+    out = x.new_empty(batch, time + frames, height, width, channels).permute(0, 4, 1, 2, 3)
     known = 0 if past is None else past.shape[2]
     out[:, :, : frames - known] = 0.0
     if past is not None:

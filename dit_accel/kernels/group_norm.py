@@ -1,5 +1,5 @@
 """Ops of an autoencoder in channels-last layout: group normalisation with SiLU, the sum behind a residual block, and
-nearest upsampling.
+nearest upsampling. In a compiled model results are contiguous instead.
 
     y = SiLU((x + c - mean_g) / sqrt(var_g + eps) * weight + bias)          z = x + update + bias
 
@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from dit_accel.errors import ShapeError
 from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.kernels.custom_ops import custom_op
+from dit_accel.kernels.custom_ops import custom_op, like
 
 LAST = torch.channels_last
 
 
-def _empty(x: torch.Tensor, **_) -> torch.Tensor:
+def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=LAST)
 
 
-@custom_op(_empty)
+@custom_op(like("x"))
 def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,10 +63,10 @@ def group_norm(
         return out
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None]
     normed = F.group_norm(values, groups, weight.float(), bias.float(), eps)
-    return (F.silu(normed) if silu else normed).to(x.dtype, memory_format=LAST)
+    return (F.silu(normed) if silu else normed).to(x.dtype).contiguous(memory_format=LAST)
 
 
-@custom_op(_empty)
+@custom_op(like("x"))
 def add_residual(
     x: torch.Tensor, update: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -92,12 +92,12 @@ def add_residual(
         return out
     total = x.float() + update.float()
     total = total if bias is None else total + bias.float()[:, None, None]
-    return total.to(x.dtype, memory_format=LAST)
+    return total.to(x.dtype).contiguous(memory_format=LAST)
 
 
 def _doubled(x: torch.Tensor, **_) -> torch.Tensor:
     batch, channels, height, width = x.shape
-    return x.new_empty(batch, channels, 2 * height, 2 * width).contiguous(memory_format=LAST)
+    return x.new_empty(batch, channels, 2 * height, 2 * width)
 
 
 @custom_op(_doubled)

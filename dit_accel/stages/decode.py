@@ -1,4 +1,4 @@
-"""Decoding latents with fused kernels: a hook on the decoder of a pipeline's autoencoder.
+"""Decoding latents with fused kernels: another forward on the decoder of a pipeline's autoencoder.
 
 Whatever calls the decoder stays as it is, so tiling, slicing and offloading work as before. The first output of each
 shape is compared with the decoder's own; where it differs by more than the rounding of its dtype explains, the decoder
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.backends import resolve_backend
-from dit_accel.models.hooks import HOOK_NAME, Hook, find_hook, is_compiled, register_hook, remove_hook, runs_known_code
+from dit_accel.models.hooks import is_compiled, runs_known_code
 from dit_accel.stages.vae import page_of
 
 # Relative error (L2) over the decoder's own output. Two orders of the same sums differ by about a third of it.
@@ -26,30 +26,53 @@ OWN = "by the autoencoder's own decoder"
 OFF = f"{OWN}: stages.decode is false"
 
 
-class DecoderHook(Hook):
-    """Runs a decoder's forward with fused kernels.
+class FusedForward:
+    """Stands in for a decoder's forward, with fused kernels. A copied or pickled decoder has its class's own.
 
     Args:
+        decoder: of an autoencoder.
         page: of the autoencoder's class, see :mod:`dit_accel.stages.vae`.
         backend: of the kernels; "auto" leaves a CPU's calls to the decoder.
 
     Attributes:
         remark: how the latest call ran; None = there was none.
-        holders: accelerations that want the hook.
+        holders: accelerations that want it.
     """
 
-    def __init__(self, page: ModuleType, backend: str = "auto") -> None:
-        super().__init__()
+    def __init__(self, decoder: nn.Module, page: ModuleType, backend: str = "auto") -> None:
         self.remark: str | None = None
-        self.holders = 0
+        self.holders = 1
+        self._decoder = weakref.ref(decoder)
+        self._replaced = vars(decoder).get("forward")  # that somebody else has put there
         self._page = page
         self._backend = backend
         self._known: dict[tuple, str | None] = {}  # why not, by the form of a call
+        decoder.forward = self
 
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __reduce__(self) -> tuple:
+        decoder = self._decoder()  # which has no attributes yet when a copy of it reads this
+        return (getattr, (decoder, "forward")) if self._replaced is None else (_same, (self._replaced,))
+
+    def leave(self) -> None:
+        """One acceleration less wants it; with the last it goes, and lets every call through if something wraps it."""
+        self.holders -= 1
+        decoder = self._decoder()
+        if decoder is not None and not self.holders and vars(decoder).get("forward") is self:
+            del decoder.forward
+            if self._replaced is not None:
+                decoder.forward = self._replaced
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that it stands in for."""
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        decoder = self._decoder()
+        return type(decoder).forward(decoder, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's output for the same arguments."""
-        original = self.fn_ref.original_forward
-        if torch.compiler.is_compiling():  # the decoder's own code is what was asked to be compiled
+        module, original = self._decoder(), self._original
+        if torch.compiler.is_compiling() or not self.holders:  # the decoder's own code is what is to be compiled
             return original(*args, **kwargs)
         reason = self._why_not(module, args, kwargs)
         if reason is None:
@@ -68,7 +91,7 @@ class DecoderHook(Hook):
     def _tried(self, module: nn.Module, form: tuple, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         """The output of a first call of a form, which decides about the later ones."""
         copied = _copied(args, kwargs)
-        own = self.fn_ref.original_forward(*args, **kwargs)
+        own = self._original(*args, **kwargs)
         size = own.float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = f"{OWN}: its output is no image"
@@ -113,10 +136,8 @@ def _why_not_part(part: nn.Module, *, is_root: bool, latents: torch.Tensor) -> s
     """Why a module of the decoder must be called, or None."""
     if is_compiled(part):
         return "is compiled"
-    hooks = vars(part).get("_diffusers_hook")
-    names = [] if hooks is None else [name for name in hooks.hooks if not (is_root and name == HOOK_NAME)]
     has_torch_hooks = not is_root and (part._forward_hooks or part._forward_pre_hooks)  # ours time the decoder itself
-    if names or has_torch_hooks or hasattr(part, "_hf_hook"):
+    if has_torch_hooks or hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook"):
         return "has hooks"
     if not is_root and not (
         runs_known_code(part) and type(part).__module__.partition(".")[0] in ("torch", "diffusers")
@@ -150,8 +171,18 @@ def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
     return f"fused kernels differ from the decoder by {error:.2g}, more than {BOUNDS[own.dtype]:g} in {own.dtype}"
 
 
+def fused_forward(decoder: nn.Module) -> FusedForward | None:
+    """The fused forward of a decoder, whoever put it there; None = there is none."""
+    forward = vars(decoder).get("forward")
+    return forward if isinstance(forward, FusedForward) else None
+
+
+def _same(forward: Any) -> Any:
+    return forward
+
+
 class Decoding:
-    """The stage of one pipeline: hooks the decoder of its autoencoder until it is closed.
+    """The stage of one pipeline: fuses the decoder of its autoencoder until it is closed.
 
     Args:
         pipe: with an autoencoder at ``vae``, or without.
@@ -160,31 +191,26 @@ class Decoding:
     def __init__(self, pipe: Any) -> None:
         autoencoder = getattr(pipe, "vae", None)
         page, decoder = page_of(autoencoder), getattr(autoencoder, "decoder", None)
-        self._hook = self._decoder = None
+        self._forward: FusedForward | None = None
         self._why_not: str | None = None
         if autoencoder is None:
             return
         if page is None or not isinstance(decoder, nn.Module):
             self._why_not = f"{OWN}: {type(autoencoder).__name__} is not known"
             return
-        earlier = find_hook(decoder)  # of another pipeline with the same autoencoder
-        self._hook = earlier if isinstance(earlier, DecoderHook) else DecoderHook(page)
-        self._decoder = weakref.ref(decoder)
-        self._hook.holders += 1
-        if earlier is None:
-            register_hook(decoder, self._hook)
+        self._forward = fused_forward(decoder)  # of another pipeline with the same autoencoder
+        if self._forward is None:
+            self._forward = FusedForward(decoder, page)
+        else:
+            self._forward.holders += 1
 
     @property
     def remark(self) -> str | None:
         """How the latest decode ran; None = there was none, or the pipeline has no autoencoder."""
-        return self._why_not if self._hook is None else self._hook.remark
+        return self._why_not if self._forward is None else self._forward.remark
 
     def close(self) -> None:
-        """Takes the hook off, unless another pipeline with the same autoencoder still wants it; twice does nothing."""
-        hook, decoder = self._hook, None if self._decoder is None else self._decoder()
-        self._hook = self._decoder = None
-        if hook is None:
-            return
-        hook.holders -= 1
-        if decoder is not None and not hook.holders and find_hook(decoder) is hook:
-            remove_hook(decoder)
+        """Gives the decoder its own forward back, unless another pipeline wants the fused one; twice does nothing."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.leave()

@@ -23,8 +23,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
 from torch import nn
 
-from dit_accel.models.hooks import register_hook, remove_hook
-from dit_accel.stages.decode import FUSED, DecoderHook
+from dit_accel.stages.decode import FUSED, FusedForward
 from dit_accel.stages.vae import page_of
 from dit_accel.tools.origin import describe_run
 
@@ -80,11 +79,10 @@ def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, 
         return autoencoder.decode(latents, return_dict=False)[0]
 
     row: dict[str, Any] = {"diffusers": _timed(decode, exact)}
-    hook = DecoderHook(page_of(autoencoder), "auto" if device == "cuda" else "reference")
-    register_hook(autoencoder.decoder, hook)
+    forward = FusedForward(autoencoder.decoder, page_of(autoencoder), "auto" if device == "cuda" else "reference")
     row["fused"] = _timed(decode, exact)
-    remove_hook(autoencoder.decoder)
-    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": hook.remark}
+    forward.leave()
+    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": forward.remark}
 
 
 def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ def bits(*shape: int) -> torch.Tensor:
 
 Q, K, V, DO = (normal(BATCH, TOKENS, HEADS, HEAD_DIM) for _ in range(4))
 X, UPDATE = (normal(BATCH, TOKENS, WIDTH) for _ in range(2))
+IMAGES, VIDEO, CHANNELS = normal(2, 4, 3, 5), normal(1, 4, 2, 3, 5), normal(4)
 GATE, SCALE, SHIFT = (normal(BATCH, 1, WIDTH) for _ in range(3))
 WEIGHT, BIAS = normal(WIDTH, WIDTH), normal(WIDTH)
 ROPE = normal(TOKENS, HEAD_DIM), normal(TOKENS, HEAD_DIM)
@@ -87,6 +88,10 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "select_keys": (kernels.select_keys, (Q, K, 0.5), {"group": 64, "block": BLOCK}),
     "select_rows": (kernels.select_rows, (MAP, 0.3), {"text": LAST, "vision": slice(0, BLOCKS - 1)}),
     "select_tiles": (kernels.select_tiles, (MAP, 0.3), {"rows": MAP[..., 0] > 0.2}),
+    "add_residual": (kernels.add_residual, (IMAGES, IMAGES, CHANNELS), {}),
+    "causal_norm": (kernels.causal_norm, (VIDEO, CHANNELS, VIDEO), {"input_bias": CHANNELS}),
+    "group_norm": (kernels.group_norm, (IMAGES, CHANNELS, CHANNELS), {"groups": 2, "eps": 1e-6}),
+    "upsample_nearest": (kernels.upsample_nearest, (IMAGES,), {}),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),

@@ -1,5 +1,8 @@
 """Decoding with fused kernels gives the autoencoder's own images within rounding, or its own code runs."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderTiny
@@ -7,9 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.models.hooks import find_hook, register_hook
-from dit_accel.stages import decode
-from dit_accel.stages.decode import BOUNDS, FUSED, DecoderHook, Decoding
+from dit_accel.stages.decode import BOUNDS, FUSED, Decoding, FusedForward, fused_forward
 from dit_accel.stages.vae import autoencoder_kl, causal, page_of
 from tests.tiny import tiny_output, tiny_pipeline
 
@@ -44,9 +45,7 @@ def hooked():
     """Puts the hook on an autoencoder's decoder, with kernels of a backend."""
 
     def put(made, backend="reference"):
-        hook = DecoderHook(page_of(made), backend)
-        register_hook(made.decoder, hook)
-        return hook
+        return FusedForward(made.decoder, page_of(made), backend)
 
     return put
 
@@ -63,7 +62,7 @@ def test_images_are_the_decoders_own(config, hooked):
         for _ in range(2):
             assert (made.decode(given).sample - own).abs().max() < 2e-5
             assert hook.remark == FUSED
-        decode.remove_hook(made.decoder)
+        hook.leave()
         assert torch.equal(made.decode(given).sample, own)
 
 
@@ -108,7 +107,7 @@ def test_videos_are_the_decoders_own(kind, config, frames, hooked):
         assert hook.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     tiled = made.decode(given).sample
-    decode.remove_hook(made.decoder)
+    hook.leave()
     assert (made.decode(given).sample - tiled).abs().max() < 5e-5
 
 
@@ -274,6 +273,34 @@ def test_latents_that_are_no_numbers_decide_nothing(hooked):
     assert hook.remark == FUSED
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+def test_a_copy_decodes_by_itself(way, hooked):
+    """With its own weights and its class's code."""
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    own = made.decode(given).sample
+    hook = hooked(made)
+    copied = way(made)
+    for weight in made.decoder.parameters():
+        weight.zero_()
+    assert torch.equal(copied.decode(given).sample, own) and hook.remark is None
+
+
+def test_a_forward_of_somebody_else_is_put_back():
+    """It ran beneath, and runs again."""
+    made, calls = autoencoder(), []
+
+    def forward(sample):
+        calls.append(sample)
+        return sample
+
+    made.decoder.forward = forward
+    stage = FusedForward(made.decoder, autoencoder_kl)
+    made.decoder(latents(1, 4, 2, 2))
+    stage.leave()
+    assert len(calls) == 1 and made.decoder.forward is forward
+
+
 def test_gradients_flow_through_the_decoders_own_code(hooked):
     made, given = autoencoder(), latents(1, 4, 8, 8).requires_grad_()
     hooked(made)
@@ -298,12 +325,12 @@ def test_a_pipeline_on_a_cpu_decodes_as_ever():
     pipe.vae.decode(latents(1, pipe.vae.config.latent_channels, 4, 4))
     assert "kernels need a CUDA GPU" in str(pipe.dit_accel.report())
     restore_pipeline(pipe)
-    assert find_hook(pipe.vae.decoder) is None and "forward" not in vars(pipe.vae.decoder)
+    assert fused_forward(pipe.vae.decoder) is None and "forward" not in vars(pipe.vae.decoder)
 
 
 def test_one_key_switches_it_off():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **{"stages.decode": False})
-    assert find_hook(pipe.vae.decoder) is None
+    assert fused_forward(pipe.vae.decoder) is None
     assert "stages.decode is false" in str(pipe.dit_accel.report())
 
 
@@ -313,11 +340,11 @@ def test_pipelines_may_share_an_autoencoder():
         pipes = tiny_pipeline("flux"), tiny_pipeline("flux")
         pipes[1].vae = pipes[0].vae
         accelerate_pipeline(pipes[0], "exact"), accelerate_pipeline(pipes[1], "exact")
-        hook = find_hook(pipes[0].vae.decoder)
+        hook = fused_forward(pipes[0].vae.decoder)
         restore_pipeline(pipes[1 - last])
-        assert find_hook(pipes[0].vae.decoder) is hook
+        assert fused_forward(pipes[0].vae.decoder) is hook
         restore_pipeline(pipes[last])
-        assert find_hook(pipes[0].vae.decoder) is None
+        assert fused_forward(pipes[0].vae.decoder) is None
 
 
 def test_bounds_follow_the_dtype():
