@@ -63,13 +63,17 @@ def load_loras(pipe: Any, loras: Mapping[str, float]) -> None:
 
 
 def with_projections(preset: str | None, overrides: dict[str, Any], loras: Mapping[str, float]) -> dict[str, Any]:
-    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset."""
+    """Add the projections and shares that SLA's fine-tuning saved with a LoRA to the overrides of an SLA preset.
+
+    Args:
+        preset: name of the preset; "none" = the pipeline runs unaccelerated.
+    """
     from dit_accel.models.presets import load_preset
     from dit_accel.presets import default_preset
     from dit_accel.sparse.projections import PROJECTIONS, trained_with
 
     files = [file for file in (Path(source) / PROJECTIONS for source in loras) if file.is_file()]
-    if not files:
+    if not files or preset == "none":
         return overrides
     skip = load_preset(default_preset(preset, is_video=False), **overrides).skip
     if skip.policy != "sla" or skip.projection is not None:

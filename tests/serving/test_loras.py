@@ -133,7 +133,7 @@ def test_what_slas_fine_tuning_wrote_is_used_where_the_preset_runs_sla(tmp_path)
         "skip.feature_map": "elu",
         "blocks.size": 128,
     }
-    assert with_projections("wan21-sparge", {}, loras) == {}
+    assert with_projections("wan21-sparge", {}, loras) == with_projections("none", {}, loras) == {}
     own = {"skip.projection": "own.safetensors"}
     assert with_projections("wan21-sla", own, loras) == own
 
