@@ -4,6 +4,7 @@ Code between backticks, code blocks, options and file names are not prose.
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -39,6 +40,12 @@ NO_PROSE = re.compile(r"``[^`]*``|`[^`]*`|--[\w-]+|\S*[_/.=\"']\S*|\[[^\]]*\]\([
 FENCED = re.compile(r"```.*?```", re.S)
 
 
+@functools.cache
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """The prose of a file, with the lines where it begins."""
+    return [(line, NO_PROSE.sub("", TECHNICAL.sub("", text))) for line, text in texts(path)]
+
+
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of a page, or comments and strings of a Python file that hold several words."""
     text = path.read_text(encoding="utf-8")
@@ -67,8 +74,7 @@ def test_prose_has_no_private_words(word):
     found = [
         f"{path.relative_to(ROOT)}:{line}: …{prose[max(0, hit.start() - 30) : hit.end() + 20]}…".replace("\n", " ")
         for path in [*PAGES, *CODE]
-        for line, text in texts(path)
-        for prose in [NO_PROSE.sub("", TECHNICAL.sub("", text))]
+        for line, prose in prose_of(path)
         for hit in pattern.finditer(prose)
     ]
     assert found == [], f"instead of these write: {WORDS[word]}"
