@@ -20,7 +20,7 @@ from tests.tiny import PROMPT, tiny_output, tiny_pipeline
 first, _, last = os.environ.get("CHANGED_RUNS", "12").rpartition("-")
 SEEDS = range(int(first or 0), int(last))
 
-# What turns classifier-free guidance on, and off.
+# Arguments that turn classifier-free guidance on, and off.
 GUIDANCE = {
     "flux": ({"negative_prompt": "blurred", "true_cfg_scale": 2.0}, {}),
     "flux-controlnet": ({}, {}),

@@ -19,7 +19,7 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md",
 PAGES = [path for path in PAGES if path.parent.name != "results"]
 CODE = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-# What does not belong, and words to use instead.
+# Words that do not belong, and words to use instead.
 WORDS = {
     r"judg(?:e|es|ed|ing)": "compare, measure, check",
     r"told(?! apart)|tells(?! apart)": "given, shows, says",

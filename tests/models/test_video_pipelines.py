@@ -40,7 +40,7 @@ def guidance(name: str, on: bool) -> dict:
     return {"negative_prompt": "blurred", "true_cfg_scale": 3.0} if on else {}
 
 
-# What one call differs by from the next; a batch of HunyuanVideo's image-to-video can't be guided.
+# Arguments that change between calls; a batch of HunyuanVideo's image-to-video can't be guided.
 CALLS = {
     "guided": lambda name: guidance(name, on=True),
     "unguided": lambda name: guidance(name, on=False),

@@ -19,7 +19,7 @@ from dit_accel.presets import (
 
 every_preset = pytest.mark.parametrize("name", preset_names())
 
-# What the papers print, by preset and dotted key.
+# Values that the papers print, by preset and dotted key.
 FLASHOMNI = {
     "schedule.control": "interval",
     "schedule.interval": 5,
@@ -126,7 +126,7 @@ def test_qualities_are_ordered(media):
     assert methods[0] == methods[1] == methods[2]
 
 
-# What presets say; of description and model nothing.
+# Values of the presets, without description and model.
 VALUES = json.loads(Path(__file__).with_name("values_by_name.json").read_text(encoding="utf-8"))
 
 

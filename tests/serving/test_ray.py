@@ -141,7 +141,7 @@ def test_a_line_that_fails_every_time_is_given_up(cluster, generate, simple, tmp
 
 
 def test_lines_of_a_batch_that_fails_are_made_alone(cluster, generate, simple, tmp_path):
-    """Whatever error one of them causes, the others are made, and all batches without it."""
+    """The others are made whatever error one of them causes, and so are all batches without it."""
     result = generate(["a", "die", "b", "refuse", "c", "d"], *RAY, "--batch-size", "2")
     assert result.exit_code == 1 and "error: 2 of 6 lines failed (2, 4)" in result.output
     assert "note: lines 3, 4 run one at a time, because one call failed: not with me" in result.output

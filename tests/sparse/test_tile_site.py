@@ -422,7 +422,7 @@ def test_unknown_block_is_an_error_before_anything_changes(name):
     restore_pipeline(pipe)
 
 
-# What a site makes of its numbers
+# Values that a site derives from its measurements
 
 
 def test_the_probes_errors_reach_report_and_site():

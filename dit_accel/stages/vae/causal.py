@@ -100,14 +100,14 @@ class _Call:
 
     def convolved(self, convolution: nn.Conv3d, frames: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         """A causal convolution over its past and its input; the last two frames are kept."""
-        bias, (_, *padding) = convolution.bias if biased else None, _padding(convolution)
+        bias, (width, _, height, *_) = convolution.bias if biased else None, convolution._padding
         is_first = frames.shape[2] == 1  # with zeros before it
         self._keep(frames)
         if is_first:
             weight = convolution.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
-            return F.conv2d(frames[:, :, -1], weight, bias, padding=padding)[:, :, None]
+            return F.conv2d(frames[:, :, -1], weight, bias, padding=(height, width))[:, :, None]
         weight = convolution.weight.contiguous(memory_format=LAST)
-        return F.conv3d(frames, weight, bias, padding=(0, *padding))
+        return F.conv3d(frames, weight, bias, padding=(0, height, width))
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A residual block."""
@@ -152,12 +152,6 @@ def _behind(x: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
     known = 0 if past is None else past.shape[2]
     zeros = x.new_zeros(*x.shape[:2], PAST - known, *x.shape[3:])
     return torch.cat([zeros, *([] if past is None else [past]), x], 2).contiguous(memory_format=LAST)
-
-
-def _padding(convolution: nn.Conv3d) -> tuple[int, int, int]:
-    """Zeros that a causal convolution puts on either side of time, height and width."""
-    width, _, height, _, time, _ = convolution._padding
-    return time // 2, height, width
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
