@@ -16,10 +16,11 @@ from dit_accel.kernels.attention_backward import attention_backward, differentia
 from dit_accel.kernels.backends import backend_status
 from dit_accel.kernels.causal_norm import causal_norm
 from dit_accel.kernels.classification import classify_tiles
+from dit_accel.kernels.convolution import convolution, fold_upsampling, upsampled_convolution
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
-from dit_accel.kernels.group_norm import add_residual, group_norm, upsample_nearest
+from dit_accel.kernels.group_norm import add_residual, group_norm
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
@@ -45,8 +46,10 @@ __all__ = [
     "backend_status",
     "causal_norm",
     "classify_tiles",
+    "convolution",
     "differentiable_attention",
     "differentiable_linear_attention",
+    "fold_upsampling",
     "gemm_o_dispatch",
     "gemm_o_update",
     "gemm_q",
@@ -72,6 +75,6 @@ __all__ = [
     "symbols_from_mask",
     "transpose_lists",
     "unpack_bits",
-    "upsample_nearest",
+    "upsampled_convolution",
     "weighted_sum",
 ]

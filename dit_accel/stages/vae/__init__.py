@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dit_accel.stages.vae import autoencoder_kl, causal
+from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_video
 
 PAGES = {
     "AutoencoderKL": autoencoder_kl,
     "AutoencoderKLFlux2": autoencoder_kl,
+    "AutoencoderKLHunyuanVideo": hunyuan_video,
     "AutoencoderKLQwenImage": causal,
     "AutoencoderKLWan": causal,
 }

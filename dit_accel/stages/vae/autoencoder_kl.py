@@ -16,7 +16,8 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from dit_accel.kernels import add_residual, group_norm, upsample_nearest
+from dit_accel.kernels import add_residual, group_norm
+from dit_accel.stages.vae.layers import Layers
 
 LAST = torch.channels_last
 
@@ -41,6 +42,8 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
             return f"a convolution pads with {module.padding_mode}"
         if isinstance(module, Upsample2D) and (module.norm is not None or not module.use_conv or module.name != "conv"):
             return "its upsampling is not nearest pixels and a convolution"
+        if isinstance(module, Upsample2D) and (module.conv.kernel_size, module.conv.padding) != ((3, 3), (1, 1)):
+            return f"it upsamples with a kernel of {module.conv.kernel_size}"
     return None
 
 
@@ -54,15 +57,9 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
     return None if type(block.norm1) is type(block.norm2) is nn.GroupNorm else "its residual blocks have other norms"
 
 
-def decode(
-    decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, backend: str = "auto"
-) -> torch.Tensor:
-    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``.
-
-    Args:
-        backend: of the kernels.
-    """
-    x, middle = _convolved(decoder.conv_in, latents), decoder.mid_block
+def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
+    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
+    x, middle, backend = _convolved(decoder.conv_in, latents), decoder.mid_block, layers.backend
     x = _block(middle.resnets[0], x, backend)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
         x = x if attention is None else attention(x, temb=None)
@@ -71,7 +68,7 @@ def decode(
         for block in stage.resnets:
             x = _block(block, x, backend)
         for upsampler in stage.upsamplers or ():
-            x = _convolved(upsampler.conv, upsample_nearest(x, backend=backend))
+            x = layers.upsampled(upsampler.conv, x[:, :, None])[:, :, 0]
     return _convolved(decoder.conv_out, _normed(decoder.conv_norm_out, x, backend))
 
 
