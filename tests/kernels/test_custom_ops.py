@@ -91,6 +91,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "add_residual": (kernels.add_residual, (IMAGES, IMAGES, CHANNELS), {}),
     "causal_norm": (kernels.causal_norm, (VIDEO, CHANNELS, VIDEO), {"input_bias": CHANNELS}),
     "group_norm": (kernels.group_norm, (IMAGES, CHANNELS, CHANNELS), {"groups": 2, "eps": 1e-6}),
+    "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS[None], CHANNELS[None]), {"eps": 1e-8, "after": 1, "border": 1}),
     "upsample_nearest": (kernels.upsample_nearest, (IMAGES,), {}),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
