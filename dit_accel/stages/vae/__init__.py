@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dit_accel.stages.vae import autoencoder_kl, causal, ltx
+from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, ltx
 
 PAGES = {
     "AutoencoderKL": autoencoder_kl,
     "AutoencoderKLFlux2": autoencoder_kl,
+    "AutoencoderKLHunyuanImage": hunyuan_image,
     "AutoencoderKLLTX2Video": ltx,
     "AutoencoderKLLTXVideo": ltx,
     "AutoencoderKLQwenImage": causal,
