@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLHunyuanImage,
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -38,6 +39,11 @@ FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "late
 NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
 TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 4}
 TINY_VIDEO = {"base_dim": 8}
+HUNYUAN_IMAGE = {
+    **{"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384},
+    **{"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32},
+}
+TINY_HUNYUAN = {"block_out_channels": (32, 32, 64, 64, 128, 128), "layers_per_block": 1}
 LTX = {  # 0.9.5 to 0.9.8
     "decoder_block_out_channels": (256, 512, 1024),
     "decoder_layers_per_block": (5, 5, 5, 5),
@@ -56,6 +62,7 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 4 of 1024 x 1024", (4, 16, 128, 128), "bf16"),
     (AutoencoderKLQwenImage, {}, TINY_VIDEO, "Qwen-Image, 1024 x 1024", (1, 16, 1, 128, 128), "bf16"),
     (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
+    (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
     (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
     (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
 )
