@@ -132,7 +132,7 @@ class _Call:
         return add_residual(x.flatten(3), h.flatten(3), second.bias, backend=self._backend).view_as(x)
 
     def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Features with channels moved into pixels and frames; of the first frame only the last one remains."""
+        """Features with channels moved into pixels and frames, without the first ``times - 1`` frames."""
         convolution, (times, downs, rights) = upsampler.conv.conv, upsampler.stride
         places = times * downs * rights
         weight = convolution.weight.unflatten(0, (-1, places)).permute(1, 0, 3, 4, 5, 2).flatten(0, 1)
