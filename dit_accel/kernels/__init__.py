@@ -29,6 +29,7 @@ from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.norm_modulate import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.norm_rope import norm_rope, norm_rope_pair
 from dit_accel.kernels.packing import pack_bits, unpack_bits
+from dit_accel.kernels.pixel_norm import pad_video, pixel_norm
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.quantized_linear import quantize_rows, quantized_linear
 from dit_accel.kernels.selection import select_rows, select_tiles
@@ -63,6 +64,8 @@ __all__ = [
     "norm_rope",
     "norm_rope_pair",
     "pack_bits",
+    "pad_video",
+    "pixel_norm",
     "plan_from_mask",
     "pooled_map",
     "quantize_rows",

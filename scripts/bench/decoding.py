@@ -23,7 +23,10 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanImage,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
 )
@@ -39,6 +42,23 @@ TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_cha
 TINY_FLUX2 = {**BLOCKS, **TINY, "latent_channels": 32}
 TINY_VIDEO = {"base_dim": 8}
 TILED = {"tiles": True}
+HUNYUAN_IMAGE = {
+    **{"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384},
+    **{"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32},
+}
+TINY_HUNYUAN = {"block_out_channels": (32, 32, 64, 64, 128, 128), "layers_per_block": 1}
+LTX = {  # 0.9.5 to 0.9.8
+    "decoder_block_out_channels": (256, 512, 1024),
+    "decoder_layers_per_block": (5, 5, 5, 5),
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "decoder_inject_noise": (False,) * 4,
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2,) * 3,
+    "timestep_conditioning": True,
+}
+LTX2 = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+TINY_ENCODER = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
+TINY_LTX = {**TINY_ENCODER, "decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
 CASES = (  # class, config, toy config, what is decoded, shape of the latents, dtypes
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),
@@ -48,6 +68,9 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
     (AutoencoderKLHunyuanVideo, {}, TINY, "HunyuanVideo, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16"),
     (AutoencoderKLHunyuanVideo, TILED, TINY, "HunyuanVideo in tiles, the same", (1, 16, 21, 60, 104), "bf16"),
+    (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
+    (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
+    (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RUNS = 3
@@ -85,14 +108,14 @@ def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, 
     autoencoder = autoencoder.to(device).eval()
     for module in autoencoder.modules():
         for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim == 1 or weight.shape[1:].numel() == 1:  # of norms, and biases
+            if weight.ndim and weight.shape[1:].numel() == 1:  # of norms, and biases
                 nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
     latents = torch.randn(shape, device=device)
     exact = _exact(autoencoder.to(dtype).float(), latents.to(dtype).float())
     autoencoder, latents = autoencoder.to(dtype), latents.to(dtype)
 
     def decode() -> torch.Tensor:
-        return autoencoder.decode(latents, return_dict=False)[0]
+        return _decoded(autoencoder, latents)
 
     row: dict[str, Any] = {"diffusers": _timed(decode, exact)}
     fused = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference")
@@ -101,12 +124,17 @@ def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, 
     return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": fused.remark}
 
 
+def _decoded(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+    timestep = [latents.new_full((len(latents),), 0.05)] if autoencoder.config.get("timestep_conditioning") else []
+    return autoencoder.decode(latents, *timestep, return_dict=False)[0]
+
+
 def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     """The images in float32, without TF32, one by one."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return torch.cat([autoencoder.decode(each[None], return_dict=False)[0].cpu() for each in latents])
+        return torch.cat([_decoded(autoencoder, each[None]).cpu() for each in latents])
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 

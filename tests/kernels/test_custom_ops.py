@@ -100,6 +100,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     ),
     "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {"padding": 1}),
     "upsampled_convolution": (kernels.upsampled_convolution, (VIDEO, FOLDED, CHANNELS), {}),
+    "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS[None], CHANNELS[None]), {"eps": 1e-8, "after": 1, "border": 1}),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),
