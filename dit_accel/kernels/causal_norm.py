@@ -21,9 +21,9 @@ LAST = torch.channels_last_3d
 SMALLEST = 1e-12  # norm that is divided by
 
 
-def _fake(x: torch.Tensor, frames: int = 2, **_) -> torch.Tensor:
+def _fake(x: torch.Tensor, frames: int = 2, border: int = 0, **_) -> torch.Tensor:
     batch, channels, time, height, width = x.shape
-    return x.new_empty(batch, channels, time + frames, height, width)
+    return x.new_empty(batch, channels, time + frames, height + 2 * border, width + 2 * border)
 
 
 @custom_op(_fake)
@@ -33,6 +33,7 @@ def causal_norm(
     past: torch.Tensor | None = None,
     *,
     frames: int = 2,
+    border: int = 0,
     silu: bool = True,
     input_bias: torch.Tensor | None = None,
     backend: str = "auto",
@@ -45,12 +46,13 @@ def causal_norm(
         past: ``[B, C, P, H, W]`` like x, P up to ``frames``: what lies before, already normalised; missing frames are
             zeros.
         frames: number of frames before the first one.
+        border: zeros on each side of rows and columns.
         silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
         backend: "auto", "reference" or "triton".
 
     Returns:
-        ``[B, C, frames + T, H, W]`` like x, in channels-last layout.
+        ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout.
     """
     checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
@@ -60,17 +62,16 @@ def causal_norm(
         checks.require_shape("past", past, (batch, channels, "P", height, width))
         if past.shape[2] > frames:
             raise ShapeError(f"past must have at most {frames} frames, got {past.shape[2]}")
-    out = x.new_empty(batch, time + frames, height, width, channels).permute(0, 4, 1, 2, 3)
-    known = 0 if past is None else past.shape[2]
-    out[:, :, : frames - known] = 0.0
-    if past is not None:
-        out[:, :, frames - known : frames] = past
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.causal_norm import norm_into
 
-        norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, out[:, :, frames:])
-        return out
+        out = x.new_empty(batch, frames + time, height + 2 * border, width + 2 * border, channels)
+        past = None if past is None else past.contiguous(memory_format=LAST)
+        norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, past, out, frames, border)
+        return out.permute(0, 4, 1, 2, 3)
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
     normed = F.normalize(values, dim=1, eps=SMALLEST) * channels**0.5 * weight.float()[:, None, None, None]
-    out[:, :, frames:] = F.silu(normed) if silu else normed
-    return out
+    made = (F.silu(normed) if silu else normed).to(x.dtype)
+    made = made if past is None else torch.cat([past, made], 2)
+    missing = frames + time - made.shape[2]
+    return F.pad(made, (border, border, border, border, missing, 0)).contiguous(memory_format=LAST)

@@ -24,8 +24,8 @@ SPATIAL = ("T", "H", "W")
 CHANNELS = 16  # input channels of the kernel are a multiple
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, padding: int = 1, **_) -> torch.Tensor:
-    return x.new_empty(_shape_behind(x, weight.shape[0], weight.shape[2:], padding))
+def _fake(x: torch.Tensor, weight: torch.Tensor, padding: int = 0, **_) -> torch.Tensor:
+    return x.new_empty(_shape_behind(x, weight, padding))
 
 
 @custom_op(_fake)
@@ -35,7 +35,7 @@ def convolution(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
-    padding: int = 1,
+    padding: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Convolve with stride 1; sums are float32. Forward only: no gradient flows.
@@ -45,7 +45,7 @@ def convolution(
         weight: ``[O, C, kt, kh, kw]`` like x; read fastest in channels-last layout.
         bias: ``[O]`` like x; None = nothing.
         residual: like the result, added to it; None = nothing.
-        padding: zeros on each side of the rows and columns; frames are not padded.
+        padding: zeros on each side of rows and columns; x has a border instead where the kernel shall run.
         backend: "auto" = the kernel where it is faster than cuDNN; "reference" = cuDNN on a GPU; "triton".
 
     Returns:
@@ -55,22 +55,21 @@ def convolution(
         UnsupportedError: backend is "triton", and the kernel does not have these channels (:func:`why_no_kernel`).
     """
     _require(x, weight, ("O", "C", "kt", "kh", "kw"), bias)
-    outputs = weight.shape[0]
-    shape = _shape_behind(x, outputs, weight.shape[2:], padding)
+    shape = _shape_behind(x, weight, padding)
     if residual is not None:
         checks.require_shape("residual", residual, shape)
-    if _takes_kernel(backend, x, outputs):
+    if _takes_kernel("reference" if padding else backend, x, weight.shape[0]):
         from dit_accel.kernels._triton.convolution import convolve_into
 
         out = _empty(x, shape)
         residual = None if residual is None else residual.contiguous(memory_format=LAST)
-        convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out, padding)
+        convolve_into(x.contiguous(memory_format=LAST), weight[None], bias, residual, out)
         return out
-    spaces = (0, padding, padding)
+    zeros = (0, padding, padding)
     x, weight = x.contiguous(memory_format=LAST), weight.contiguous(memory_format=LAST)
     if residual is None:
-        return F.conv3d(x, weight, bias, padding=spaces).contiguous(memory_format=LAST)
-    own = F.conv3d(x, weight, None, padding=spaces)
+        return F.conv3d(x, weight, bias, padding=zeros).contiguous(memory_format=LAST)
+    own = F.conv3d(x, weight, padding=zeros)
     images = (each.contiguous(memory_format=LAST).transpose(1, 2).flatten(0, 1) for each in (residual, own))
     added = add_residual(*images, bias, backend="reference" if backend == "reference" else "auto")
     return added.unflatten(0, (shape[0], shape[2])).transpose(1, 2)
@@ -82,38 +81,36 @@ def _fake_upsampled(x: torch.Tensor, weight: torch.Tensor, **_) -> torch.Tensor:
 
 @custom_op(_fake_upsampled)
 def upsampled_convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, padding: int = 1, backend: str = "auto"
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Repeat each pixel twice in rows and columns, then convolve 3 x 3. Forward only: no gradient flows.
 
     With eight phases, also repeat each frame but the first, and convolve 3 x 3 x 3 causally.
 
     Args:
-        x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout. With eight phases,
-            the first frame is the one before the video.
+        x: ``[B, C, T, H + 2, W + 2]`` with a border of one pixel, float16, bfloat16 or float32; read fastest in
+            channels-last layout. With eight phases, the first frame is the one before the video.
         weight: ``[phases, O, C, kt, 2, 2]`` like x, from :func:`fold_upsampling`.
         bias: ``[O]`` like x; None = nothing.
-        padding: 1 = zeros on each side of the rows and columns; 0 = x has a border of one pixel.
         backend: as in :func:`convolution`.
 
     Returns:
-        ``[B, O, T', 2H', 2W']`` like x, in channels-last layout; H' and W' are without the border. T' is T, or
-        2 (T - 1) - 1 with eight phases.
+        ``[B, O, T', 2H, 2W]`` like x, in channels-last layout. T' is T - kt + 1, or 2 (T - 1) - 1 with eight phases.
     """
     _require(x, weight, ("phases", "O", "C", "kt", 2, 2), bias)
     phases, outputs = weight.shape[:2]
-    if phases not in (4, 8) or padding not in (0, 1):
-        raise ShapeError(f"weight must have 4 or 8 phases and padding must be 0 or 1, got {phases} and {padding}")
-    shape = _shape_upsampled(x, weight, padding)
+    if phases not in (4, 8):
+        raise ShapeError(f"weight must have 4 or 8 phases, got {phases}; make it with fold_upsampling")
+    shape = _shape_upsampled(x, weight)
     out = _empty(x, shape)
     if _takes_kernel(backend, x, outputs):
         from dit_accel.kernels._triton.convolution import convolve_into
 
-        convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out, padding)
+        convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out)
         return out
     rows, columns = shape[3] // 2, shape[4] // 2
     kernel = weight.flatten(0, 1).contiguous(memory_format=LAST)
-    made = F.conv3d(x.contiguous(memory_format=LAST), kernel, None, padding=(0, padding, padding))
+    made = F.conv3d(x.contiguous(memory_format=LAST), kernel)
     for phase, own in enumerate(made.chunk(phases, 1)):
         down, right = phase // 2 % 2, phase % 2
         own = own[..., down : down + rows, right : right + columns]
@@ -188,17 +185,16 @@ def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Te
         checks.require_same("bias", bias, "x", x)
 
 
-def _shape_behind(x: torch.Tensor, outputs: int, kernel: tuple[int, ...], padding: int) -> tuple[int, ...]:
+def _shape_behind(x: torch.Tensor, weight: torch.Tensor, padding: int) -> tuple[int, ...]:
     batch, _, time, height, width = x.shape
-    taps, rows, columns = kernel
+    outputs, _, taps, rows, columns = weight.shape
     return batch, outputs, time - taps + 1, height + 2 * padding - rows + 1, width + 2 * padding - columns + 1
 
 
-def _shape_upsampled(x: torch.Tensor, weight: torch.Tensor, padding: int = 1) -> tuple[int, ...]:
+def _shape_upsampled(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
     batch, _, time, height, width = x.shape
-    border = 2 - 2 * padding
     frames = 2 * time - 3 if weight.shape[0] == 8 else time - weight.shape[3] + 1
-    return batch, weight.shape[1], frames, 2 * (height - border), 2 * (width - border)
+    return batch, weight.shape[1], frames, 2 * (height - 2), 2 * (width - 2)
 
 
 def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

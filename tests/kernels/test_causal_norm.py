@@ -38,6 +38,14 @@ def test_a_norm_alone_may_stand_behind_no_frames(backend, make_tensor):
     assert (out.double() - expected).abs().max() < 1e-5
 
 
+def test_a_border_is_zeros(implementation, make_tensor):
+    backend, dtype = implementation
+    x, weight, past = make_tensor(2, 8, 2, 3, 5, dtype=dtype), make_tensor(8), make_tensor(2, 8, 1, 3, 5, dtype=dtype)
+    out = causal_norm(x, weight, past, border=1, backend=backend)
+    assert torch.equal(out[..., 1:-1, 1:-1], causal_norm(x, weight, past, backend=backend))
+    assert (F.pad(out[..., 1:-1, 1:-1], (1, 1, 1, 1)) == out).all() and out.is_contiguous(memory_format=LAST)
+
+
 def test_a_pixel_of_zeros_stays_zero(backend, make_tensor):
     out = causal_norm(torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), make_tensor(8), backend=backend)
     assert (out == 0).all()

@@ -98,7 +98,7 @@ CALLS = {  # an op with arguments: reused parts keep zeros
         (VIDEO, CHANNELS, CHANNELS),
         {"groups": 2, "eps": 1e-6, "before": 2, "border": 1, "frames": slice(0, 1)},
     ),
-    "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {"padding": 1}),
+    "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {}),
     "upsampled_convolution": (kernels.upsampled_convolution, (VIDEO, FOLDED, CHANNELS), {}),
     "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS[None], CHANNELS[None]), {"eps": 1e-8, "after": 1, "border": 1}),
     "swiglu": (kernels.swiglu, (X,), {}),

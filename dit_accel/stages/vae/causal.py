@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import causal_norm
-from dit_accel.stages.vae.layers import Layers, dense, parts_of
+from dit_accel.stages.vae.layers import LAST, Layers, bordered, dense, parts_of
 
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the decoder, by their names behind the prefix
@@ -58,7 +58,7 @@ def decode(
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
     run = _Call(feat_cache, feat_idx, layers)
     past = run.past()
-    x = run.convolved(decoder.conv_in, dense(x) if past is None and x.shape[2] == 1 else _behind(x, past))
+    x = run.convolved(decoder.conv_in, bordered(x if past is None and x.shape[2] == 1 else _behind(x, past)))
     x = run.block(decoder.mid_block.resnets[0], x)
     for attention, block in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
         x = x if attention is None else dense(attention(x))
@@ -88,20 +88,20 @@ class _Call:
         return kept if isinstance(kept, torch.Tensor) else None
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalised features behind the frames that were kept."""
+        """Normalised features behind the frames that were kept, with a border of zeros."""
         weight, past = norm.gamma.flatten(), self.past()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        return causal_norm(x, weight, past, frames=frames, input_bias=bias, backend=self._layers.backend)
+        return causal_norm(x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend)
 
     def convolved(
         self, layer: nn.Conv3d, frames: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
     ) -> torch.Tensor:
-        """A causal convolution over its past and its input; the last two frames are kept."""
-        self._cache[self._index[0]] = frames[:, :, -PAST:].clone()
+        """A causal convolution over its past and its input; the last two frames are kept, without their border."""
+        kept = frames[:, :, -PAST:, 1:-1, 1:-1] if layer.kernel_size[1] > 1 else frames[:, :, -PAST:]
+        self._cache[self._index[0]] = kept.clone(memory_format=LAST)
         self._index[0] += 1
         is_first = frames.shape[2] == 1  # with zeros before it
-        padding = layer._padding[0]
-        return self._layers.convolved(layer, frames, residual, padding=padding, biased=biased, last_tap=is_first)
+        return self._layers.convolved(layer, frames, residual, biased=biased, last_tap=is_first)
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A residual block."""
@@ -110,7 +110,7 @@ class _Call:
         frames = self.normed(block.norm2, h, block.conv1.bias)
         del h  # a quarter of the peak
         if not isinstance(block.conv_shortcut, nn.Identity):
-            x = self._layers.convolved(block.conv_shortcut, x, padding=0)
+            x = self._layers.convolved(block.conv_shortcut, x)
         return self.convolved(block.conv2, frames, x)
 
     def resampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Call:
                 self._index[0] += 1
             else:
                 x = self._twice_the_frames(resample.time_conv, x)
-        return self._layers.upsampled(resample.resample[1], x)
+        return self._layers.upsampled(resample.resample[1], bordered(x))
 
     def _twice_the_frames(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
         y = self.convolved(layer, _behind(x, self.past()))
@@ -134,4 +134,4 @@ def _behind(x: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
     """x behind two frames of the past, in channels-last layout."""
     known = 0 if past is None else past.shape[2]
     zeros = x.new_zeros(*x.shape[:2], PAST - known, *x.shape[3:])
-    return dense(torch.cat([zeros, *([] if past is None else [past]), x], 2))
+    return torch.cat([zeros, *([] if past is None else [past]), x], 2)

@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 from torch import nn
 
 from dit_accel.kernels import group_norm
-from dit_accel.stages.vae.layers import Layers, dense
+from dit_accel.stages.vae.layers import Layers, bordered, dense
 
 FACTORS = ((1, 2, 2), (2, 2, 2))
 BYTES = 2**30  # of normalised features at a time, at least one frame
@@ -48,7 +48,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
-    x = layers.convolved(decoder.conv_in.conv, _bordered(dense(latents), 2), padding=0)
+    x = layers.convolved(decoder.conv_in.conv, bordered(latents, before=2, repeat=True))
     middle = decoder.mid_block
     x = _block(middle.resnets[0], x, layers)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
@@ -59,14 +59,15 @@ def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Lay
             x = _block(block, x, layers)
         for upsampler in stage.upsamplers or ():
             frames = upsampler.upsample_factor[0] == 2
-            x = layers.upsampled(upsampler.conv.conv, _bordered(x, 1 if frames else 2), frames=frames, padding=0)
+            x = bordered(x, before=1 if frames else 2, repeat=True)
+            x = layers.upsampled(upsampler.conv.conv, x, frames=frames)
     return _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
 
 
 def _block(block: HunyuanVideoResnetBlockCausal3D, x: torch.Tensor, layers: Layers) -> torch.Tensor:
     h = _behind_norm(block.norm1, block.conv1, x, layers)
     if block.conv_shortcut is not None:
-        x = layers.convolved(block.conv_shortcut.conv, x, padding=0)
+        x = layers.convolved(block.conv_shortcut.conv, x)
     return _behind_norm(block.norm2, block.conv2, h, layers, x, input_bias=block.conv1.conv.bias, biased=True)
 
 
@@ -91,7 +92,7 @@ def _behind_norm(
             frames=part, backend=layers.backend,
         )  # fmt: skip
         own = None if residual is None else residual[:, :, part]
-        parts.append(layers.convolved(convolution.conv, normed, own, padding=0, biased=biased))
+        parts.append(layers.convolved(convolution.conv, normed, own, biased=biased))
     return parts[0] if len(parts) == 1 else dense(torch.cat(parts, 2))
 
 
@@ -109,16 +110,3 @@ def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Te
     ]
     made = attention.to_out[0](torch.cat(attended, 2)[:, 0]).unflatten(1, (frames, *x.shape[3:]))
     return x + made.permute(0, 4, 1, 2, 3)
-
-
-def _bordered(x: torch.Tensor, before: int) -> torch.Tensor:
-    """x behind copies of its first frame, with a border of one pixel that repeats the outermost ones."""
-    batch, channels, time, height, width = x.shape
-    out = x.new_empty(batch, time + before, height + 2, width + 2, channels).permute(0, 4, 1, 2, 3)
-    out[:, :, before:, 1:-1, 1:-1] = x
-    for border, outermost in ((0, 1), (-1, -2)):
-        out[:, :, before:, border, 1:-1] = out[:, :, before:, outermost, 1:-1]
-    for border, outermost in ((0, 1), (-1, -2)):
-        out[:, :, before:, :, border] = out[:, :, before:, :, outermost]
-    out[:, :, :before] = out[:, :, before : before + 1]
-    return out

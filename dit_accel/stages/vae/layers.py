@@ -31,14 +31,14 @@ class Layers:
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
         *,
-        padding: int = 1,
+        padding: int = 0,
         biased: bool = True,
         last_tap: bool = False,
     ) -> torch.Tensor:
-        """Convolve ``[B, C, T, H, W]``, whose frames are padded, and add a residual.
+        """Convolve ``[B, C, T, H, W]``, which has its border, and add a residual.
 
         Args:
-            padding: zeros on each side of the rows and columns.
+            padding: zeros on each side of rows and columns that are no border of x.
             biased: add the layer's bias.
             last_tap: only the kernel's last tap over time, because all frames before are zeros.
         """
@@ -46,12 +46,14 @@ class Layers:
         bias = layer.bias if biased else None
         return convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
 
-    def upsampled(
-        self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, *, frames: bool = False, padding: int = 1
-    ) -> torch.Tensor:
-        """Convolve features that are twice as wide and high, and have twice the frames after the first with frames."""
+    def upsampled(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, *, frames: bool = False) -> torch.Tensor:
+        """Convolve features that are twice as wide and high, and have twice the frames after the first with frames.
+
+        Args:
+            x: with a border of one pixel; with frames, behind the frame before the first one.
+        """
         weight = self.converted(layer.weight, _folded_frames if frames else _folded)
-        return upsampled_convolution(x, weight, layer.bias, padding=padding, backend=self._convolutions)
+        return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
     def converted(self, weight: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the weight in another layout, converted once a decode."""
@@ -86,14 +88,24 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=LAST)
 
 
-def as_images(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, C, T, H, W]`` as ``[B T, C, H, W]``, in channels-last layout."""
-    return dense(x).permute(0, 2, 1, 3, 4).flatten(0, 1)
+def bordered(x: torch.Tensor, *, before: int = 0, repeat: bool = False) -> torch.Tensor:
+    """Return x with a border of one pixel, behind copies of its first frame, in channels-last layout.
 
-
-def as_video(images: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``[B T, C, H, W]`` as ``[B, C, T, H, W]``, with the frames of ``like``."""
-    return images.unflatten(0, (like.shape[0], like.shape[2])).permute(0, 2, 1, 3, 4)
+    Args:
+        x: ``[B, C, T, H, W]``.
+        before: number of copies.
+        repeat: the border repeats the outermost pixels; otherwise it is zeros.
+    """
+    batch, channels, time, height, width = x.shape
+    out = x.new_empty(batch, time + before, height + 2, width + 2, channels).permute(0, 4, 1, 2, 3)
+    own = out[:, :, before:]
+    own[..., 1:-1, 1:-1] = x
+    for border, outermost in ((0, 1), (-1, -2)):
+        own[..., border, 1:-1] = own[..., outermost, 1:-1] if repeat else 0.0
+    for border, outermost in ((0, 1), (-1, -2)):
+        own[..., border] = own[..., outermost] if repeat else 0.0
+    out[:, :, :before] = own[:, :, :1]
+    return out
 
 
 def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:
