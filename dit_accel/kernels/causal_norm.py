@@ -21,9 +21,10 @@ LAST = torch.channels_last_3d
 SMALLEST = 1e-12  # norm that is divided by
 
 
-def _fake(x: torch.Tensor, frames: int = 2, border: int = 0, **_) -> torch.Tensor:
+def _fake(x: torch.Tensor, frames: int = 2, border: int = 0, **_) -> tuple[torch.Tensor, torch.Tensor]:
     batch, channels, time, height, width = x.shape
-    return x.new_empty(batch, channels, time + frames, height + 2 * border, width + 2 * border)
+    out = x.new_empty(batch, channels, time + frames, height + 2 * border, width + 2 * border)
+    return out, x.new_empty(batch, channels, min(2, time + frames), height, width)
 
 
 @custom_op(_fake)
@@ -37,7 +38,7 @@ def causal_norm(
     silu: bool = True,
     input_bias: torch.Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise each pixel, in float32 and rounded once, behind frames of the past. Forward only: no gradient flows.
 
     Args:
@@ -52,7 +53,8 @@ def causal_norm(
         backend: "auto", "reference" or "triton".
 
     Returns:
-        ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout.
+        ``[B, C, frames + T, H + 2 border, W + 2 border]`` like x, in channels-last layout, and a copy of its last two
+        frames without their border, the past of the next call.
     """
     checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
@@ -66,12 +68,14 @@ def causal_norm(
         from dit_accel.kernels._triton.causal_norm import norm_into
 
         out = x.new_empty(batch, frames + time, height + 2 * border, width + 2 * border, channels)
+        kept = x.new_empty(batch, min(2, frames + time), height, width, channels)
         past = None if past is None else past.contiguous(memory_format=LAST)
-        norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, past, out, frames, border)
-        return out.permute(0, 4, 1, 2, 3)
+        norm_into(x.contiguous(memory_format=LAST), weight, silu, input_bias, past, out, kept, border)
+        return out.permute(0, 4, 1, 2, 3), kept.permute(0, 4, 1, 2, 3)
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
     normed = F.normalize(values, dim=1, eps=SMALLEST) * channels**0.5 * weight.float()[:, None, None, None]
     made = (F.silu(normed) if silu else normed).to(x.dtype)
     made = made if past is None else torch.cat([past, made], 2)
-    missing = frames + time - made.shape[2]
-    return F.pad(made, (border, border, border, border, missing, 0)).contiguous(memory_format=LAST)
+    made = F.pad(made, (0, 0, 0, 0, frames + time - made.shape[2], 0))
+    out = F.pad(made, (border, border, border, border, 0, 0)).contiguous(memory_format=LAST)
+    return out, made[:, :, -2:].clone(memory_format=LAST)

@@ -20,7 +20,8 @@ def test_normalises_behind_the_past(shape, known, has_bias, implementation, make
     x, weight, bias = make_tensor(*shape, dtype=dtype), make_tensor(channels), make_tensor(channels)
     past = None if known is None else make_tensor(batch, channels, known, height, width, dtype=dtype)
     given = {"input_bias": bias if has_bias else None, "backend": backend}
-    out = causal_norm(x.contiguous(memory_format=LAST), weight, past, **given)
+    out, last = causal_norm(x.contiguous(memory_format=LAST), weight, past, **given)
+    assert torch.equal(last, out[:, :, -2:]) and last.is_contiguous(memory_format=LAST)
     assert out.shape == (batch, channels, 2 + time, height, width) and out.is_contiguous(memory_format=LAST)
     kept = known or 0
     assert (out[:, :, : 2 - kept] == 0).all()
@@ -33,7 +34,8 @@ def test_normalises_behind_the_past(shape, known, has_bias, implementation, make
 
 def test_a_norm_alone_may_stand_behind_no_frames(backend, make_tensor):
     x, weight = make_tensor(1, 8, 2, 3, 3), make_tensor(8)
-    out = causal_norm(x, weight, frames=0, silu=False, backend=backend)
+    out, last = causal_norm(x, weight, frames=0, silu=False, backend=backend)
+    assert torch.equal(last, out)
     expected = F.normalize(x.double(), dim=1) * 8**0.5 * weight.double()[:, None, None, None]
     assert (out.double() - expected).abs().max() < 1e-5
 
@@ -41,13 +43,14 @@ def test_a_norm_alone_may_stand_behind_no_frames(backend, make_tensor):
 def test_a_border_is_zeros(implementation, make_tensor):
     backend, dtype = implementation
     x, weight, past = make_tensor(2, 8, 2, 3, 5, dtype=dtype), make_tensor(8), make_tensor(2, 8, 1, 3, 5, dtype=dtype)
-    out = causal_norm(x, weight, past, border=1, backend=backend)
-    assert torch.equal(out[..., 1:-1, 1:-1], causal_norm(x, weight, past, backend=backend))
+    out, last = causal_norm(x, weight, past, border=1, backend=backend)
+    assert torch.equal(last, out[:, :, -2:, 1:-1, 1:-1])
+    assert torch.equal(out[..., 1:-1, 1:-1], causal_norm(x, weight, past, backend=backend)[0])
     assert (F.pad(out[..., 1:-1, 1:-1], (1, 1, 1, 1)) == out).all() and out.is_contiguous(memory_format=LAST)
 
 
 def test_a_pixel_of_zeros_stays_zero(backend, make_tensor):
-    out = causal_norm(torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), make_tensor(8), backend=backend)
+    out, _ = causal_norm(torch.zeros_like(make_tensor(1, 8, 1, 2, 2)), make_tensor(8), backend=backend)
     assert (out == 0).all()
 
 

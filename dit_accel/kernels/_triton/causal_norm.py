@@ -1,6 +1,6 @@
-"""RMS normalisation and SiLU of pixels in channels-last layout: one program for some pixels, read and written once.
+"""RMS normalisation and SiLU of pixels in channels-last layout: one program for some pixels of a row of the output.
 
-Programs are for pixels of the output, so frames of the past are copied and borders filled on the way.
+Frames of the past are copied, borders filled and the last frames kept on the way, so that features are read once.
 """
 
 from __future__ import annotations
@@ -11,52 +11,63 @@ import triton.language as tl
 from dit_accel.kernels._triton.launch import launch, next_power_of_2, on_device
 
 VALUES = 4096  # of a tile of pixels and channels
-NUMBERS = ("parts", "pixels", "time", "height", "width", "kept", "frames", "channels")
+NUMBERS = ("parts", "time", "height", "width", "known", "keeping")
 
 
-@triton.jit(do_not_specialize=NUMBERS[:-1])
+@triton.jit(do_not_specialize=NUMBERS)
 def _norm(
-    x, weight, input_bias, past, out, parts, pixels, time, height, width, kept, frames, channels, root,
-    HAS_BIAS: tl.constexpr, HAS_PAST: tl.constexpr, BORDER: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    x, weight, input_bias, past, out, kept, parts, time, height, width, known, keeping, root,
+    FRAMES: tl.constexpr, BORDER: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PAST: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    sample = (tl.program_id(0) // parts).to(tl.int64)
-    pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)  # of the sample's output
-    channel = tl.arange(0, CHANNELS)
-    has_channel = channel < channels
+    line = tl.program_id(0) // parts  # of pixels, over all frames and samples
     out_height, out_width = height + 2 * BORDER, width + 2 * BORDER
-    frame = pixel // (out_height * out_width) - frames
-    row, column = pixel // out_width % out_height - BORDER, pixel % out_width - BORDER
-    within = (pixel < pixels) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    place = row * width + column
-    inside = (within & (frame >= 0))[:, None] & has_channel[None, :]  # [rows, channels]
-    at = ((sample * time + frame) * height * width + place)[:, None] * channels + channel[None, :]
-    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    row, out_frame = line % out_height - BORDER, line // out_height % (FRAMES + time)
+    sample = (line // (out_height * (FRAMES + time))).to(tl.int64)
+    frame = out_frame - FRAMES
+    out_column = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    column = out_column - BORDER
+    feature = tl.arange(0, FEATURES)
+    has_feature = feature < CHANNELS
+    is_pixel = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    at = column[:, None] * CHANNELS + feature[None, :]  # [rows, features]
+    inside = (is_pixel & (frame >= 0))[:, None] & has_feature[None, :]
+    value = tl.load(x + ((sample * time + frame) * height + row) * width * CHANNELS + at, inside, other=0.0)
+    value = value.to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(input_bias + channel, has_channel, other=0.0).to(tl.float32)
+        bias = tl.load(input_bias + feature, has_feature, other=0.0).to(tl.float32)
         value = tl.where(inside, value + bias[None, :], 0.0)
     norm = tl.maximum(tl.sqrt(tl.sum(value * value, 1)), 1e-12)
-    y = value * (root / norm)[:, None] * tl.load(weight + channel, has_channel, other=0.0).to(tl.float32)[None, :]
+    y = value * (root / norm)[:, None] * tl.load(weight + feature, has_feature, other=0.0).to(tl.float32)[None, :]
     if SILU:
         y *= tl.sigmoid(y)
     if HAS_PAST:
-        known = (within & (frame < 0) & (frame >= -kept))[:, None] & has_channel[None, :]
-        at = ((sample * kept + kept + frame) * height * width + place)[:, None] * channels + channel[None, :]
-        y += tl.load(past + at, known, other=0.0).to(tl.float32)  # y is 0 there
-    to = (sample * pixels + pixel)[:, None] * channels + channel[None, :]
-    tl.store(out + to, y.to(out.dtype.element_ty), (pixel < pixels)[:, None] & has_channel[None, :])
+        is_known = (is_pixel & (frame < 0) & (frame >= -known))[:, None] & has_feature[None, :]
+        start = ((sample * known + known + frame) * height + row) * width * CHANNELS
+        y += tl.load(past + start + at, is_known, other=0.0).to(tl.float32)  # y is 0 there
+    y = y.to(out.dtype.element_ty)
+    to = out_column[:, None] * CHANNELS + feature[None, :]
+    written = (out_column < out_width)[:, None] & has_feature[None, :]
+    tl.store(out + line.to(tl.int64) * out_width * CHANNELS + to, y, written)
+    place = frame - (time - keeping)  # among the kept frames
+    is_kept = (is_pixel & (place >= 0))[:, None] & has_feature[None, :]
+    tl.store(kept + ((sample * keeping + place) * height + row) * width * CHANNELS + at, y, is_kept)
 
 
-def norm_into(x, weight, silu, input_bias, past, out, frames, border) -> None:
-    """Fill ``out`` ``[B, frames + T, H + 2 border, W + 2 border, C]``; x and past are dense in channels-last layout."""
-    batch, channels, time, height, width = x.shape
-    pixels, padded = out[0, ..., 0].numel(), next_power_of_2(channels)
-    rows = max(1, VALUES // padded)
-    parts, kept = triton.cdiv(pixels, rows), 0 if past is None else past.shape[2]
+def norm_into(x, weight, silu, input_bias, past, out, kept, border) -> None:
+    """Fill ``out`` ``[B, frames + T, H + 2 border, W + 2 border, C]`` and its last frames ``kept`` ``[B, K, H, W, C]``.
+
+    x and past are ``[B, C, T, H, W]``, dense in channels-last layout.
+    """
+    channels, time, height, width = x.shape[1:]
+    batch, out_frames, out_height, out_width, _ = out.shape
+    features = next_power_of_2(channels)
+    rows = max(1, VALUES // features)
+    parts, known = triton.cdiv(out_width, rows), 0 if past is None else past.shape[2]
     with on_device(x):
         launch(
-            _norm, batch * parts, (x, weight, input_bias, past, out),
-            (parts, pixels, time, height, width, kept, frames, channels, float(channels**0.5)),
-            HAS_BIAS=input_bias is not None, HAS_PAST=past is not None, BORDER=border, SILU=silu, ROWS=rows,
-            CHANNELS=padded, num_warps=4,
+            _norm, batch * out_frames * out_height * parts, (x, weight, input_bias, past, out, kept),
+            (parts, time, height, width, known, kept.shape[1], float(channels**0.5)), FRAMES=out_frames - time,
+            BORDER=border, SILU=silu, HAS_BIAS=input_bias is not None, HAS_PAST=past is not None, ROWS=rows,
+            CHANNELS=channels, FEATURES=features, num_warps=4,
         )  # fmt: skip

@@ -28,22 +28,22 @@ def _store(out, bias, residual, acc, at, first, channel, inside, HAS_BIAS: tl.co
 
 NUMBERS = (  # any value runs the same compiled kernel
     *("tiles", "sample_rows", "frames", "padded_height", "padded_width"),
-    *("height", "width", "out_frames", "outputs"),
+    *("height", "width", "out_frames"),
 )
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _convolve(
     out, bias, residual, pixel_tiles, weight_tiles, second_tiles,
-    tiles, sample_rows, frames, padded_height, padded_width, height, width, out_frames, outputs,
-    CHANNELS: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PHASES: tl.constexpr,
-    PIXELS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    tiles, sample_rows, frames, padded_height, padded_width, height, width, out_frames,
+    CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    PHASES: tl.constexpr, PIXELS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    channel_tiles = outputs // (FIRST + SECOND)
+    CHANNEL_TILES: tl.constexpr = OUTPUTS // (FIRST + SECOND)
     tile = tl.program_id(0)
-    first_channel = tile % channel_tiles * (FIRST + SECOND)
-    tile //= channel_tiles
+    first_channel = tile % CHANNEL_TILES * (FIRST + SECOND)
+    tile //= CHANNEL_TILES
     phase = tile % PHASES  # programs that share pixels run at the same time
     tile //= PHASES
     sample, first_pixel = tile // tiles, tile % tiles * PIXELS
@@ -51,7 +51,7 @@ def _convolve(
 
     PARTS: tl.constexpr = CHANNELS // DEPTH
     first_row = sample * sample_rows + first_pixel + down * padded_width + right
-    weight_row = phase * outputs + first_channel
+    weight_row = phase * OUTPUTS + first_channel
     acc = tl.zeros([PIXELS, FIRST], tl.float32)
     second = tl.zeros([PIXELS, SECOND if SECOND else 16], tl.float32)
     for step in tl.range(0, KT * KH * KW * PARTS, num_stages=STAGES):
@@ -75,8 +75,8 @@ def _convolve(
         later = phase // 4
         inside &= first_frame + frame + later > 0  # the first frame is not repeated
         first_frame, frame = 2 * first_frame - 1 + later, 2 * frame
-    at = ((frame * height + row) * width + column) * outputs + first_channel
-    start = (sample * out_frames + first_frame).to(tl.int64) * height * width * outputs
+    at = ((frame * height + row) * width + column) * OUTPUTS + first_channel
+    start = (sample * out_frames + first_frame).to(tl.int64) * height * width * OUTPUTS
     out += start
     if HAS_RESIDUAL:
         residual += start
@@ -127,8 +127,7 @@ def convolve_into(x, weight, bias, residual, out) -> None:
         launch(
             _convolve, batch * tiles * phases * (outputs // (first + second)),
             (out, bias, residual, _tiles(pixels, config["PIXELS"], depth), _tiles(matrix, first, depth), second_tiles),
-            (tiles, time * padded_height * padded_width, frames, padded_height, padded_width, height, width, out_frames,
-             outputs),
-            CHANNELS=channels, KT=kernel[0], KH=kernel[1], KW=kernel[2], PHASES=phases, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None, **config,
+            (tiles, x[0, 0].numel(), frames, padded_height, padded_width, height, width, out_frames),
+            CHANNELS=channels, OUTPUTS=outputs, KT=kernel[0], KH=kernel[1], KW=kernel[2], PHASES=phases,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **config,
         )  # fmt: skip

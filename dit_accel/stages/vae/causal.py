@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import causal_norm
-from dit_accel.stages.vae.layers import LAST, Layers, bordered, dense, parts_of
+from dit_accel.stages.vae.layers import Layers, bordered, dense, parts_of
 
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the decoder, by their names behind the prefix
@@ -57,8 +57,7 @@ def decode(
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
     run = _Call(feat_cache, feat_idx, layers)
-    past = run.past()
-    x = run.convolved(decoder.conv_in, bordered(x if past is None and x.shape[2] == 1 else _behind(x, past)))
+    x = run.convolved(decoder.conv_in, bordered(run.behind(x)))
     x = run.block(decoder.mid_block.resnets[0], x)
     for attention, block in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
         x = x if attention is None else dense(attention(x))
@@ -88,20 +87,35 @@ class _Call:
         return kept if isinstance(kept, torch.Tensor) else None
 
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalised features behind the frames that were kept, with a border of zeros."""
-        weight, past = norm.gamma.flatten(), self.past()
+        """Normalised features behind the frames that were kept, with a border of zeros: the input of a convolution."""
+        past, weight = self.past(), norm.gamma.flatten()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        return causal_norm(x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend)
+        made, kept = causal_norm(
+            x, weight, past, frames=frames, border=1, input_bias=bias, backend=self._layers.backend
+        )
+        self._keep(kept)
+        return made
 
     def convolved(
-        self, layer: nn.Conv3d, frames: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
+        self, layer: nn.Conv3d, x: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
     ) -> torch.Tensor:
-        """A causal convolution over its past and its input; the last two frames are kept, without their border."""
-        kept = frames[:, :, -PAST:, 1:-1, 1:-1] if layer.kernel_size[1] > 1 else frames[:, :, -PAST:]
-        self._cache[self._index[0]] = kept.clone(memory_format=LAST)
+        """A causal convolution of an input that has its past and its border."""
+        is_first = x.shape[2] == 1  # with zeros before it
+        return self._layers.convolved(layer, x, residual, biased=biased, last_tap=is_first)
+
+    def behind(self, x: torch.Tensor) -> torch.Tensor:
+        """x behind the frames that were kept for the next convolution; the last two frames are kept."""
+        past = self.past()
+        if past is not None or x.shape[2] > 1:
+            known = [] if past is None else [past]
+            missing = PAST - sum(each.shape[2] for each in known)
+            x = torch.cat([x.new_zeros(*x.shape[:2], missing, *x.shape[3:]), *known, x], 2)
+        self._keep(x[:, :, -PAST:].clone())
+        return x
+
+    def _keep(self, frames: torch.Tensor) -> None:
+        self._cache[self._index[0]] = frames
         self._index[0] += 1
-        is_first = frames.shape[2] == 1  # with zeros before it
-        return self._layers.convolved(layer, frames, residual, biased=biased, last_tap=is_first)
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A residual block."""
@@ -124,14 +138,7 @@ class _Call:
         return self._layers.upsampled(resample.resample[1], bordered(x))
 
     def _twice_the_frames(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
-        y = self.convolved(layer, _behind(x, self.past()))
+        y = self.convolved(layer, self.behind(x))
         batch, channels, time, height, width = x.shape
         y = y.permute(0, 2, 3, 4, 1).reshape(batch, time, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
         return y.reshape(batch, 2 * time, height, width, channels).permute(0, 4, 1, 2, 3)
-
-
-def _behind(x: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
-    """x behind two frames of the past, in channels-last layout."""
-    known = 0 if past is None else past.shape[2]
-    zeros = x.new_zeros(*x.shape[:2], PAST - known, *x.shape[3:])
-    return torch.cat([zeros, *([] if past is None else [past]), x], 2)
