@@ -14,7 +14,6 @@ message says why), and a :class:`~dit_accel.errors.BackendError` if the backend 
 from dit_accel.kernels.attention import attention
 from dit_accel.kernels.attention_backward import attention_backward, differentiable_attention
 from dit_accel.kernels.backends import backend_status
-from dit_accel.kernels.causal_norm import causal_norm
 from dit_accel.kernels.classification import classify_tiles
 from dit_accel.kernels.convolution import convolution, fold_upsampling, upsampled_convolution
 from dit_accel.kernels.forecast import weighted_sum
@@ -45,7 +44,6 @@ __all__ = [
     "attention",
     "attention_backward",
     "backend_status",
-    "causal_norm",
     "classify_tiles",
     "convolution",
     "differentiable_attention",

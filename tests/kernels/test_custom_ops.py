@@ -91,7 +91,6 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "select_rows": (kernels.select_rows, (MAP, 0.3), {"text": LAST, "vision": slice(0, BLOCKS - 1)}),
     "select_tiles": (kernels.select_tiles, (MAP, 0.3), {"rows": MAP[..., 0] > 0.2}),
     "add_residual": (kernels.add_residual, (IMAGES, IMAGES, CHANNELS), {}),
-    "causal_norm": (kernels.causal_norm, (VIDEO, CHANNELS, VIDEO), {"input_bias": CHANNELS}),
     "group_norm": (kernels.group_norm, (IMAGES, CHANNELS, CHANNELS), {"groups": 2, "eps": 1e-6}),
     "group_norm-padded": (
         kernels.group_norm,
@@ -100,7 +99,12 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     ),
     "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {"padding": 1}),
     "upsampled_convolution": (kernels.upsampled_convolution, (VIDEO, FOLDED, CHANNELS), {}),
-    "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS[None], CHANNELS[None]), {"eps": 1e-8, "after": 1, "border": 1}),
+    "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS), {"past": VIDEO, "before": 3, "input_bias": CHANNELS}),
+    "pixel_norm-modulated": (
+        kernels.pixel_norm,
+        (VIDEO, None, CHANNELS[None], CHANNELS[None]),
+        {"eps": 1e-8, "after": 1, "border": 1, "reflect": True},
+    ),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),

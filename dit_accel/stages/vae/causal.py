@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_accel.kernels import causal_norm
+from dit_accel.kernels import pixel_norm
 from dit_accel.stages.vae.layers import Layers, dense, parts_of
 
 PREFIXES = ("Wan", "QwenImage")
@@ -90,8 +90,9 @@ class _Call:
     def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Normalised features behind the frames that were kept."""
         weight, past = norm.gamma.flatten(), self.past()
-        frames = 0 if past is None and x.shape[2] == 1 else PAST
-        return causal_norm(x, weight, past, frames=frames, input_bias=bias, backend=self._layers.backend)
+        before = 0 if past is None and x.shape[2] == 1 else PAST
+        past = x[:, :, :0] if past is None else past
+        return pixel_norm(x, weight, past=past, before=before, input_bias=bias, backend=self._layers.backend)
 
     def convolved(
         self, layer: nn.Conv3d, frames: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
