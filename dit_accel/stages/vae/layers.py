@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
 
 LAST = torch.channels_last_3d
+BYTES = 2**30  # of normalised features at a time, at least one frame
 
 
 class Layers:
@@ -45,6 +47,32 @@ class Layers:
         weight = self.converted(layer.weight, _last_tap if last_tap else _dense)
         bias = layer.bias if biased else None
         return convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
+
+    def convolved_by_frames(
+        self,
+        layer: nn.Conv3d,
+        x: torch.Tensor,
+        normed: Callable[[slice], torch.Tensor],
+        residual: torch.Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> torch.Tensor:
+        """Normalise and convolve ``[B, C, T, H, W]``, and add a residual; large videos a few frames at a time.
+
+        Args:
+            normed: returns these frames of x behind the norm, with the padding that their convolution reads.
+            biased: add the layer's bias.
+        """
+        batch, _, frames, height, width = x.shape
+        some = max(1, BYTES * frames // (x.numel() * x.element_size()))
+        if some >= frames:
+            return self.convolved(layer, normed(slice(0, frames)), residual, padding=0, biased=biased)
+        out = x.new_empty(batch, frames, height, width, layer.out_channels).permute(0, 4, 1, 2, 3)
+        for start in range(0, frames, some):
+            part = slice(start, min(start + some, frames))
+            own = None if residual is None else residual[:, :, part]
+            out[:, :, part] = self.convolved(layer, normed(part), own, padding=0, biased=biased)
+        return out
 
     def upsampled(
         self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, *, frames: bool = False, padding: int = 1
@@ -94,6 +122,25 @@ def as_images(x: torch.Tensor) -> torch.Tensor:
 def as_video(images: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``[B T, C, H, W]`` as ``[B, C, T, H, W]``, with the frames of ``like``."""
     return images.unflatten(0, (like.shape[0], like.shape[2])).permute(0, 2, 1, 3, 4)
+
+
+def attended_by_frames(x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return attention with one head over ``[B, C, T, H, W]``, each frame to the frames up to it.
+
+    A mask would hide almost half of all scores, which are not computed here.
+
+    Args:
+        projections: of tokens ``[B, T H W, C]`` to query, key and value, and of the result.
+    """
+    frames, pixels = x.shape[2], x.shape[3] * x.shape[4]
+    tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
+    query, key, value = (project(tokens)[:, None] for project in projections[:3])
+    attended = [
+        F.scaled_dot_product_attention(query[:, :, end - pixels : end], key[:, :, :end], value[:, :, :end])
+        for end in range(pixels, frames * pixels + 1, pixels)
+    ]
+    made = projections[3](torch.cat(attended, 2)[:, 0])
+    return made.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
 def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:
