@@ -18,9 +18,7 @@ from dit_accel.kernels import pad_video, pixel_norm
 from dit_accel.stages.vae.layers import Layers, attended_by_frames
 
 PREFIX = "HunyuanVideo15"
-PARTS = (  # of the decoder, by their names behind the prefix
-    *("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm"),
-)
+PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
 KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv3d", "SiLU"}
 PADDING = {"before": 2, "border": 1}
 
