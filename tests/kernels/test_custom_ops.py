@@ -97,6 +97,11 @@ CALLS = {  # an op with arguments: reused parts keep zeros
         (VIDEO, CHANNELS, CHANNELS),
         {"groups": 2, "eps": 1e-6, "before": 2, "border": 1, "frames": slice(0, 1)},
     ),
+    "group_norm-modulated": (
+        kernels.group_norm,
+        (VIDEO, CHANNELS, CHANNELS, VIDEO, VIDEO),
+        {"groups": 2, "eps": 1e-6},
+    ),
     "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {"padding": 1}),
     "upsampled_convolution": (kernels.upsampled_convolution, (VIDEO, FOLDED, CHANNELS), {}),
     "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS), {"past": VIDEO, "before": 3, "input_bias": CHANNELS}),
