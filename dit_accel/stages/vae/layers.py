@@ -114,16 +114,6 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=LAST)
 
 
-def as_images(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, C, T, H, W]`` as ``[B T, C, H, W]``, in channels-last layout."""
-    return dense(x).permute(0, 2, 1, 3, 4).flatten(0, 1)
-
-
-def as_video(images: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``[B T, C, H, W]`` as ``[B, C, T, H, W]``, with the frames of ``like``."""
-    return images.unflatten(0, (like.shape[0], like.shape[2])).permute(0, 2, 1, 3, 4)
-
-
 def attended_by_frames(x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return attention with one head over ``[B, C, T, H, W]``, each frame to the frames up to it.
 
