@@ -58,7 +58,9 @@ def convolution(
     shape = _shape_behind(x, weight, padding)
     if residual is not None:
         checks.require_shape("residual", residual, shape)
-    if _takes_kernel("reference" if padding else backend, x, weight.shape[0]):
+    outputs = weight.shape[0]
+    is_faster = outputs % 96 == 0 or (outputs == 128 and x.dtype != torch.float32)
+    if _takes_kernel("reference" if padding else backend, x, outputs, is_faster=is_faster):
         from dit_accel.kernels._triton.convolution import convolve_into
 
         out = _empty(x, shape)
@@ -103,7 +105,7 @@ def upsampled_convolution(
         raise ShapeError(f"weight must have 4 or 8 phases, got {phases}; make it with fold_upsampling")
     shape = _shape_upsampled(x, weight)
     out = _empty(x, shape)
-    if _takes_kernel(backend, x, outputs):
+    if _takes_kernel(backend, x, outputs, is_faster=True):  # cuDNN's phases are moved in another pass
         from dit_accel.kernels._triton.convolution import convolve_into
 
         convolve_into(x.contiguous(memory_format=LAST), weight, bias, None, out)
@@ -155,8 +157,8 @@ def why_no_kernel(x: torch.Tensor, outputs: int) -> str | None:
     return hopper_limit(x)
 
 
-def _takes_kernel(backend: str, x: torch.Tensor, outputs: int) -> bool:
-    """Return True if the kernel runs, because it was asked for or is faster than cuDNN.
+def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: bool) -> bool:
+    """Return True if the kernel runs: it can, and was asked for or is faster than cuDNN.
 
     Raises:
         UnsupportedError: it was asked for and can't run.
@@ -169,9 +171,8 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int) -> bool:
         raise UnsupportedError(f"backend='triton': {reason}")
     if reason is not None or not is_free:
         return reason is None
-    if x.dtype == torch.float32:  # its products are TF32, as cuDNN's are by default
-        return outputs % 96 == 0 and torch.backends.cudnn.allow_tf32
-    return outputs % 96 == 0 or outputs == 128
+    # products of float32 are TF32, as cuDNN's are unless it is told otherwise
+    return is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
 
 
 def _require(x: torch.Tensor, weight: torch.Tensor, shape: tuple, bias: torch.Tensor | None) -> None:

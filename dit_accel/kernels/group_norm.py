@@ -1,10 +1,11 @@
 """Group normalisation with SiLU, and the sum behind a residual block, in channels-last layout.
 
-    y = SiLU((x + c - mean_g) / sqrt(var_g + eps) * weight + bias)          z = x + update + bias
+    y = SiLU(((x + c - mean_g) / sqrt(var_g + eps) * weight + bias) * scale + shift)          z = x + update + bias
 
 Mean and variance are those of the features of a group over all pixels and frames (Wu and He 2018, arXiv 1803.08494).
 ``c`` is the bias of the convolution before, one number a channel, so that the convolution need not add it in a pass of
-its own. Videos may get a border of repeated pixels and frames before the first one, which a causal convolution reads.
+its own. Videos may get a border of repeated pixels and frames before the first one, which a causal convolution reads,
+and a scale and a shift for blocks of pixels, as in CogVideoX's decoder.
 In a compiled model results are contiguous instead.
 """
 
@@ -30,6 +31,8 @@ def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
     *,
     groups: int,
     eps: float,
@@ -45,6 +48,8 @@ def group_norm(
     Args:
         x: ``[B, C, H, W]`` or ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight, bias: ``[C]``, any float dtype.
+        scale, shift: ``[B, C, T, H / n, W / n]``, any float dtype; each pixel counts for n x n of x. Both or neither;
+            videos only.
         groups: number of groups, which must divide C.
         eps: added to the variance.
         silu: apply SiLU to the result.
@@ -61,8 +66,10 @@ def group_norm(
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ShapeError(f"groups must divide the {channels} channels of x, got {groups}")
-    if x.ndim == 4 and (before or border or frames is not None):
-        raise ShapeError("before, border and frames need x of shape [B, C, T, H, W], got an image")
+    if x.ndim == 4 and (before or border or frames is not None or scale is not None):
+        raise ShapeError("before, border, frames and scale need x of shape [B, C, T, H, W], got an image")
+    if scale is not None or shift is not None:
+        _require_maps(x, scale, shift)
     _require_channels(x, weight=weight, bias=bias, input_bias=input_bias)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import group_norm_into
@@ -70,13 +77,17 @@ def group_norm(
         batch, _, *sides = shape = _shape(x, before, border, frames)
         out = x.new_empty(batch, *sides, channels).movedim(-1, 1)
         start = 0 if frames is None else frames.start
-        padding = None if shape == tuple(x.shape) else (start - before, border)
-        group_norm_into(
-            x.contiguous(memory_format=LAST[x.ndim]), weight, bias, groups, eps, silu, input_bias, out, padding
+        padding = None if shape == tuple(x.shape) and scale is None else (start - before, border)
+        x, scale, shift = (
+            each if each is None else each.contiguous(memory_format=LAST[x.ndim]) for each in (x, scale, shift)
         )
+        group_norm_into(x, weight, bias, scale, shift, groups, eps, silu, input_bias, out, padding)
         return out
     values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
     normed = F.group_norm(values, groups, weight.float(), bias.float(), eps)
+    if scale is not None:
+        scale, shift = (F.interpolate(each.float(), size=x.shape[2:]) for each in (scale, shift))
+        normed = normed * scale + shift
     made = (F.silu(normed) if silu else normed).to(x.dtype)
     if x.ndim == 5:
         frames = frames or slice(0, x.shape[2])
@@ -135,6 +146,19 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
 def _require_features(x: torch.Tensor) -> None:
     checks.require_shape("x", x, ("B", "C", "T", "H", "W") if x.ndim == 5 else ("B", "C", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
+
+
+def _require_maps(x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> None:
+    """Raise unless each of their pixels counts for a square of x."""
+    if scale is None or shift is None:
+        raise ShapeError("scale and shift must be given together, got one")
+    checks.require_shape("scale", scale, (*x.shape[:3], "H / n", "W / n"))
+    checks.require_shape("shift", shift, tuple(scale.shape))
+    for name, each in (("scale", scale), ("shift", shift)):
+        checks.require_device(name, each, "x", x)
+    times, rows, columns = x.shape[3] // scale.shape[3], scale.shape[3], scale.shape[4]
+    if (rows * times, columns * times) != tuple(x.shape[3:]):
+        raise ShapeError(f"scale must divide the height and width of x by one number, got {list(scale.shape)}")
 
 
 def _require_channels(x: torch.Tensor, **vectors: torch.Tensor | None) -> None:

@@ -1,11 +1,11 @@
-"""RMS normalisation of video features with a shift and a scale by sample, and SiLU, padded for a convolution.
+"""RMS normalisation of video features and SiLU, written into the padded input of a convolution.
 
-    y = SiLU((x + c) / sqrt(mean((x + c)^2) + eps) * (1 + scale) + shift)          out = pad(y)
+    y = SiLU((x + c) / sqrt(mean((x + c)^2) + eps) * weight * (1 + scale) + shift)          out = pad(y)
 
-The mean is that of a pixel's C channels. ``c`` is the bias of the previous convolution. Padding repeats the first and
-the last frame, and reflects pixels at the borders without repeating the outermost ones, as
-``torch.nn.functional.pad(mode="reflect")`` does. The norm writes straight into the padded tensor, so nothing is
-concatenated or copied. In a compiled model results are contiguous instead.
+The mean is that of a pixel's C channels. ``c`` is the bias of the previous convolution. A convolution over time reads
+copies of the first frame before it, and of the last frame behind it. Pixels of a border repeat or reflect the outermost
+ones, as in ``torch.nn.functional.pad`` with mode "replicate" or "reflect". The norm writes straight into the padded
+tensor, so nothing is concatenated or copied. In a compiled model results are contiguous instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op
 
 LAST = torch.channels_last_3d
+SMALLEST = 1e-24  # sum of squares that is divided by, as in torch.nn.functional.normalize; keeps pixels of zeros zero
 
 
 def _fake(x: torch.Tensor, before: int = 0, after: int = 0, border: int = 0, **_) -> torch.Tensor:
@@ -29,13 +30,15 @@ def _fake(x: torch.Tensor, before: int = 0, after: int = 0, border: int = 0, **_
 @custom_op(_fake)
 def pixel_norm(
     x: torch.Tensor,
+    weight: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     *,
-    eps: float,
+    eps: float = 0.0,
     before: int = 0,
     after: int = 0,
     border: int = 0,
+    reflect: bool = False,
     silu: bool = True,
     input_bias: torch.Tensor | None = None,
     backend: str = "auto",
@@ -44,10 +47,12 @@ def pixel_norm(
 
     Args:
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        weight: ``[C]``, any float dtype; None = ones.
         shift, scale: ``[B, C]``, any float dtype; both or neither.
         eps: added to the mean of squares.
         before, after: number of copies of the first frame before it, and of the last frame after it.
-        border: number of reflected pixels at each border, less than H and W.
+        border: number of pixels at each border; with reflect less than H and W.
+        reflect: the border reflects pixels without repeating the outermost ones; False = it repeats those.
         silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
         backend: "auto", "reference" or "triton".
@@ -55,11 +60,12 @@ def pixel_norm(
     Returns:
         ``[B, C, before + T + after, H + 2 border, W + 2 border]`` like x, in channels-last layout.
     """
-    _require_video(x, before, after, border)
+    _require_video(x, before, after, border, reflect)
     batch, channels = x.shape[:2]
     if (shift is None) != (scale is None):
         raise ShapeError("shift and scale must be given together, got one; pass zeros for the other")
     for name, vector, shape in (
+        ("weight", weight, (channels,)),
         ("shift", shift, (batch, channels)),
         ("scale", scale, (batch, channels)),
         ("input_bias", input_bias, (channels,)),
@@ -67,47 +73,63 @@ def pixel_norm(
         if vector is not None:
             checks.require_shape(name, vector, shape)
             checks.require_device(name, vector, "x", x)
+    out = _padded(x, before, after, border)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.pixel_norm import pixel_norm_into
 
-        time, height, width = x.shape[2:]
-        size = before + time + after, height + 2 * border, width + 2 * border
-        out = x.new_empty(batch, *size, channels).permute(0, 4, 1, 2, 3)
         shift, scale = (each if each is None else each.contiguous() for each in (shift, scale))
-        pixel_norm_into(x.contiguous(memory_format=LAST), shift, scale, eps, before, border, silu, input_bias, out)
+        vectors = weight, shift, scale, input_bias
+        pixel_norm_into(x.contiguous(memory_format=LAST), vectors, eps, before, border, reflect, silu, out)
         return out
     values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None, None]
-    normed = values * torch.rsqrt(values.square().mean(1, keepdim=True) + eps)
+    squares = values.square().sum(1, keepdim=True).clamp(min=SMALLEST)
+    y = values * torch.rsqrt(squares / channels + eps)
+    if weight is not None:
+        y = y * weight.float()[:, None, None, None]
     if shift is not None:
         shift, scale = (each.float()[:, :, None, None, None] for each in (shift, scale))
-        normed = normed * (1 + scale) + shift
-    return pad_video((F.silu(normed) if silu else normed).to(x.dtype), before=before, after=after, border=border)
+        y = y * (1 + scale) + shift
+    _pad_into(out, F.silu(y) if silu else y, before, border, reflect)
+    return out
 
 
-def pad_video(x: torch.Tensor, *, before: int = 0, after: int = 0, border: int = 0) -> torch.Tensor:
-    """Repeat frames at both ends and reflect pixels at the borders, as in :func:`pixel_norm`; in channels-last layout.
+def pad_video(
+    x: torch.Tensor, *, before: int = 0, after: int = 0, border: int = 0, reflect: bool = False
+) -> torch.Tensor:
+    """Repeat frames at both ends, and pixels at the borders, as in :func:`pixel_norm`; in channels-last layout.
 
     Args:
         x: ``[B, C, T, H, W]``, float16, bfloat16 or float32.
     """
-    _require_video(x, before, after, border)
+    _require_video(x, before, after, border, reflect)
+    out = _padded(x, before, after, border)
+    _pad_into(out, x, before, border, reflect)
+    return out
+
+
+def _padded(x: torch.Tensor, before: int, after: int, border: int) -> torch.Tensor:
+    batch, channels, time, height, width = x.shape
+    size = before + time + after, height + 2 * border, width + 2 * border
+    return x.new_empty(batch, *size, channels).permute(0, 4, 1, 2, 3)
+
+
+def _pad_into(out: torch.Tensor, x: torch.Tensor, before: int, border: int, reflect: bool) -> None:
     time, height, width = x.shape[2:]
-    frame = torch.arange(-before, time + after, device=x.device).clamp(0, time - 1)
-    row, column = _reflected(height, border, x.device), _reflected(width, border, x.device)
-    pixels = x.permute(0, 2, 3, 4, 1)[:, frame[:, None, None], row[:, None], column]
-    return pixels.permute(0, 4, 1, 2, 3).contiguous(memory_format=LAST)
+    frames = out[:, :, before : before + time]
+    frames[..., border : border + height, border : border + width] = x
+    for dim in (3, 4):
+        for step in range(border):
+            source = border + (border - step if reflect else 0)  # from the edge of out
+            frames.select(dim, step).copy_(frames.select(dim, source))
+            frames.select(dim, -1 - step).copy_(frames.select(dim, -1 - source))
+    out[:, :, :before] = frames[:, :, :1]
+    out[:, :, before + time :] = frames[:, :, -1:]
 
 
-def _reflected(length: int, border: int, device: torch.device) -> torch.Tensor:
-    """Positions ``[length + 2 border]`` that a padded axis reads."""
-    last = length - 1
-    return last - (last - torch.arange(-border, length + border, device=device).abs()).abs()
-
-
-def _require_video(x: torch.Tensor, before: int, after: int, border: int) -> None:
+def _require_video(x: torch.Tensor, before: int, after: int, border: int, reflect: bool) -> None:
     checks.require_shape("x", x, ("B", "C", "T", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
-    if min(before, after) < 0:
-        raise ShapeError(f"before and after must be numbers of frames, got {before} and {after}")
-    if border and not 0 < border < min(x.shape[3:]):
+    if min(before, after, border) < 0:
+        raise ShapeError(f"before, after and border must be at least 0, got {before}, {after} and {border}")
+    if reflect and border >= min(x.shape[3:]):
         raise ShapeError(f"border must be less than the height and width of x, {list(x.shape[3:])}, got {border}")

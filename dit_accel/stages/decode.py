@@ -142,8 +142,8 @@ class FusedDecode:
 
     def _forward(
         self, original: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """The decoder's output."""
+    ) -> torch.Tensor | tuple:
+        """The decoder's output: images, or a tuple of images and frames for the next call."""
         if not self.holders:
             return original(*args, **kwargs)
         decode = getattr(self._current, "decode", None)
@@ -159,9 +159,9 @@ class FusedDecode:
         reason = reason or self._known[form]
         if reason is None:
             try:
-                made = self._page.decode(module, *args, **kwargs, layers=decode.layers).contiguous()
+                made = self._page.decode(module, *args, **kwargs, layers=decode.layers)
                 self.remark = FUSED
-                return made
+                return _contiguous(made)
             except Exception as error:  # whatever memory, a compiler or a kernel raises: the decoder may still run
                 reason = _raised(error)
             if getattr(self._current, "decode", None) is not None:
@@ -177,17 +177,17 @@ class FusedDecode:
         form: tuple,
         args: tuple,
         kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple:
         """The output of a first call of a form, which decides about the later ones."""
         copied, named = _copied(args, kwargs)  # decoders of videos keep frames in lists
         own = original(*args, **kwargs)
-        size = own.float().norm().item()
+        size = _images(own).float().norm().item()
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = f"{OWN}: its output is no image"
             return own
         try:
-            made = self._page.decode(module, *copied, **named, layers=decode.layers).contiguous()
-            reason = why_other(made, own)
+            made = _contiguous(self._page.decode(module, *copied, **named, layers=decode.layers))
+            reason = why_other(_images(made), _images(own))
         except Exception as error:
             reason = _raised(error)
         self._known[form] = reason
@@ -244,6 +244,16 @@ def _form(args: tuple, kwargs: dict[str, Any]) -> tuple:
 def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments with lists of their own."""
     return pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+
+
+def _images(output: torch.Tensor | tuple) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _contiguous(output: torch.Tensor | tuple) -> torch.Tensor | tuple:
+    """The output with contiguous images."""
+    images = _images(output).contiguous()
+    return (images, *output[1:]) if isinstance(output, tuple) else images
 
 
 def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanImage,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -67,6 +69,8 @@ CASES = (  # class, config, toy config, what is decoded, shape of the latents, d
     (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
     (AutoencoderKLHunyuanVideo, {}, TINY, "HunyuanVideo, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16"),
     (AutoencoderKLHunyuanVideo, TILED, TINY, "HunyuanVideo in tiles, the same", (1, 16, 21, 60, 104), "bf16"),
+    (AutoencoderKLHunyuanVideo15, TILED, TINY_HUNYUAN, "HunyuanVideo 1.5 tiled, the same", (1, 32, 21, 30, 52), "bf16"),
+    (AutoencoderKLCogVideoX, {}, TINY, "CogVideoX, 49 frames of 480 x 720", (1, 16, 13, 60, 90), "bf16"),
     (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
     (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
     (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),

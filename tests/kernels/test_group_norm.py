@@ -62,12 +62,22 @@ PADDINGS = {
 
 
 @pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
-def test_videos_get_a_border_of_repeated_pixels(padding, implementation, make_tensor):
-    """The moments are those of all frames, and frames before are the video's own where it has them."""
+@pytest.mark.parametrize("times", [None, 1, 2], ids=["plain", "scale-by-pixel", "scale-by-2-x-2"])
+def test_videos_get_a_border_of_repeated_pixels(padding, times, implementation, make_tensor):
+    """The moments are those of all frames, and frames before are the video's own where it has them.
+
+    A scale and a shift may count for blocks of pixels.
+    """
     backend, dtype = implementation
-    x, weight, bias = make_tensor(2, 16, 5, 4, 7, dtype=dtype), make_tensor(16), make_tensor(16)
-    out = group_norm(x, weight, bias, groups=4, eps=1e-6, **padding, backend=backend)
-    whole = exact(x.flatten(2, 3), weight, bias, 4, 1e-6, True, None).unflatten(2, x.shape[2:4])
+    x, weight, bias = make_tensor(2, 16, 5, 4, 6, dtype=dtype), make_tensor(16), make_tensor(16)
+    shape = (2, 16, 5, 4 // (times or 1), 6 // (times or 1))
+    scale, shift = (None if times is None else make_tensor(*shape, dtype=dtype) for _ in range(2))
+    out = group_norm(x, weight, bias, scale, shift, groups=4, eps=1e-6, **padding, backend=backend)
+    whole = exact(x.flatten(2, 3), weight, bias, 4, 1e-6, False, None).unflatten(2, x.shape[2:4])
+    if times is not None:
+        of_pixels = (each.double().repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
+        whole = whole * next(of_pixels) + next(of_pixels)
+    whole = F.silu(whole)
     frames, before, border = padding.get("frames", slice(0, 5)), padding.get("before", 0), padding.get("border", 0)
     places = [max(each, 0) for each in range(frames.start - before, frames.stop)]
     expected = F.pad(whole[:, :, places], (border,) * 4 + (0, 0), mode="replicate")
@@ -83,7 +93,15 @@ def test_errors_name_the_argument(make_tensor):
         group_norm(x, vector[:5], vector, groups=2, eps=1e-6)
     with pytest.raises(ShapeError, match=r"x must have shape \[B, C, H, W\], got \[6\]"):
         group_norm(vector, vector, vector, groups=2, eps=1e-6)
-    with pytest.raises(ShapeError, match=r"before, border and frames need x of shape"):
+    with pytest.raises(ShapeError, match=r"before, border, frames and scale need x of shape"):
         group_norm(x, vector, vector, groups=2, eps=1e-6, border=1)
+    video = make_tensor(1, 6, 2, 2, 4)
+    for maps, message in (
+        ((video, None), "scale and shift must be given together"),
+        ((video, video[..., :2]), r"shift must have shape \[1, 6, 2, 2, 4\], got \[1, 6, 2, 2, 2\]"),
+        ((video[..., :2],) * 2, "scale must divide the height and width of x by one number"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            group_norm(video, vector, vector, *maps, groups=2, eps=1e-6)
     with pytest.raises(ShapeError, match=r"update must have shape \[1, 6, 2, 2\]"):
         add_residual(x, x[:, :3])

@@ -17,7 +17,7 @@ from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
 from dit_accel.stages.decode import BOUNDS, FUSED, Decoding, FusedDecode, fused_decode
-from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_video
+from dit_accel.stages.vae import autoencoder_kl, causal, layers
 from tests.tiny import tiny_output, tiny_pipeline
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
@@ -138,8 +138,8 @@ def test_borders_that_repeat_pixels_are_the_decoders_own(config, frames, hooked,
     made, given = hunyuan_autoencoder(**config), latents(2, 4, frames, 3, 5)
     own = made.decode(given).sample
     hook = hooked(made)
-    for limit in (hunyuan_video.BYTES, 1000):
-        monkeypatch.setattr(hunyuan_video, "BYTES", limit)
+    for limit in (layers.BYTES, 1000):
+        monkeypatch.setattr(layers, "BYTES", limit)
         assert (made.decode(given).sample - own).abs().max() < 5e-5
         assert hook.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)

@@ -92,7 +92,7 @@ def _config(x: torch.Tensor, outputs: int) -> dict[str, int]:
     depth = next(each for each in (64, 32, 16) if channels % each == 0 and (is_half or each < 64))
     pairs = ((128, 64), (64, 32), (128, 0), (64, 0), (32, 0))
     first, second = next(pair for pair in pairs if outputs % sum(pair) == 0)
-    pixels = 256 if not is_half or not second else 128
+    pixels = 128 if is_half and first + second == 192 else 256  # 192 columns fill the registers of four warps
     stages = 4 if is_half and not second else 3
     return {
         "PIXELS": pixels, "FIRST": first, "SECOND": second, "DEPTH": depth, "STAGES": stages,

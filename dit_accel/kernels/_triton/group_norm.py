@@ -75,9 +75,9 @@ def _group_moments(
 
 @triton.jit
 def _normalise(
-    x, weight, bias, input_bias, moments, out, pixels, parts, channels, groups, out_pixels, height, width, start,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PADDED: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    x, weight, bias, scale_map, shift_map, input_bias, moments, out, pixels, parts, channels, groups, out_pixels,
+    height, width, start, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PADDED: tl.constexpr, BORDER: tl.constexpr,
+    TIMES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     image = (tl.program_id(0) // parts).to(tl.int64)
     pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)  # of out
@@ -99,6 +99,10 @@ def _normalise(
     scale = inverse * _load(weight, channel, has_channel)
     y = (tl.load(x + at, inside, other=0.0).to(tl.float32) - mean[None, :]) * scale[None, :]
     y += _load(bias, channel, has_channel)[None, :]
+    if TIMES:
+        place = (frame * (height // TIMES) + row // TIMES) * (width // TIMES) + column // TIMES
+        place = (image * (pixels // (TIMES * TIMES)) + place)[:, None] * channels
+        y = y * _load(scale_map + place, channel[None, :], inside) + _load(shift_map + place, channel[None, :], inside)
     if SILU:
         y *= tl.sigmoid(y)
     tl.store(out + to, y.to(out.dtype.element_ty), inside)
@@ -117,10 +121,11 @@ def _add(x, update, bias, out, pixels, channels, HAS_BIAS: tl.constexpr, ROWS: t
     tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
-def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out, padding) -> None:
-    """Fill ``out``; it and ``x`` are ``[B, C, H, W]`` or ``[B, C, T, H, W]`` in channels-last layout.
+def group_norm_into(x, weight, bias, scale, shift, groups, eps, silu, input_bias, out, padding) -> None:
+    """Fill ``out``; it and ``x`` are ``[B, C, H, W]`` or ``[B, C, T, H, W]`` in channels-last layout, as maps are.
 
     Args:
+        scale, shift: ``[B, C, T, H / n, W / n]``, or None; with them there is a padding.
         padding: first frame of x in ``out``, which is negative where frames repeat the first one, and the border in
             pixels; None = ``out`` has the pixels of x.
     """
@@ -144,9 +149,10 @@ def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out, padding
             WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
         )  # fmt: skip
         launch(
-            _normalise, images * parts, (x, weight, bias, input_bias, moments, out),
+            _normalise, images * parts, (x, weight, bias, scale, shift, input_bias, moments, out),
             (pixels, parts, channels, groups, out_pixels, height, width, start), HAS_BIAS=has_bias, SILU=silu,
-            PADDED=padding is not None, BORDER=border, ROWS=rows, CHANNELS=padded, num_warps=8,
+            PADDED=padding is not None, BORDER=border, TIMES=0 if scale is None else height // scale.shape[3],
+            ROWS=rows, CHANNELS=padded, num_warps=8,
         )  # fmt: skip
 
 

@@ -15,55 +15,68 @@ VALUES = 4096  # of a tile of pixels and channels
 
 
 @triton.jit
-def _reflected(position, length):
-    """The pixel that a position before the first or behind the last one reflects."""
-    return length - 1 - tl.abs(length - 1 - tl.abs(position))
-
-
-@triton.jit
 def _vector(vector, channel, has_channel):
     return tl.load(vector + channel, has_channel, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
+def _inside(position, length, REFLECT: tl.constexpr):
+    """The pixel that a position before the first or behind the last one repeats or reflects."""
+    if REFLECT:
+        position = length - 1 - tl.abs(length - 1 - tl.abs(position))
+    return tl.minimum(tl.maximum(position, 0), length - 1)
+
+
+@triton.jit
 def _norm(
-    x, shift, scale, input_bias, out, parts, time, height, width, pixels, out_height, out_width, before, border,
-    channels, eps, IS_MODULATED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    x, weight, shift, scale, input_bias, out, parts, time, height, width, pixels, out_sample, before, channels, eps,
+    HAS_WEIGHT: tl.constexpr, IS_MODULATED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    PADDED: tl.constexpr, BORDER: tl.constexpr, REFLECT: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     sample = (tl.program_id(0) // parts).to(tl.int64)
     pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)  # of the sample's output
-    frame = tl.minimum(tl.maximum(pixel // (out_height * out_width) - before, 0), time - 1)
-    row = _reflected(pixel // out_width % out_height - border, height)
-    column = _reflected(pixel % out_width - border, width)
-    source = sample * time * height * width + (frame * height + row) * width + column
     channel = tl.arange(0, CHANNELS)
     has_channel = channel < channels
     inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
-    value = tl.load(x + source[:, None] * channels + channel[None, :], inside, other=0.0).to(tl.float32)
+    target = sample * out_sample + pixel.to(tl.int64)[:, None] * channels + channel[None, :]
+    if PADDED:
+        out_height, out_width = height + 2 * BORDER, width + 2 * BORDER
+        frame = _inside(pixel // (out_height * out_width) - before, time, False)
+        row = _inside(pixel // out_width % out_height - BORDER, height, REFLECT)
+        column = _inside(pixel % out_width - BORDER, width, REFLECT)
+        pixel = (frame * height + row) * width + column
+    source = (sample * time * height * width + pixel)[:, None] * channels + channel[None, :]
+    value = tl.load(x + source, inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         value = tl.where(inside, value + _vector(input_bias, channel, has_channel), 0.0)
-    y = value * tl.rsqrt(tl.sum(value * value, 1) / channels + eps)[:, None]
+    squares = tl.maximum(tl.sum(value * value, 1), 1e-24)  # SMALLEST of the op
+    y = value * tl.rsqrt(squares / channels + eps)[:, None]
+    if HAS_WEIGHT:
+        y *= _vector(weight, channel, has_channel)
     if IS_MODULATED:
         at = sample * channels + channel
         y = y * (1.0 + _vector(scale, at, has_channel)) + _vector(shift, at, has_channel)
     if SILU:
         y *= tl.sigmoid(y)
-    target = (sample * pixels + pixel)[:, None] * channels + channel[None, :]
     tl.store(out + target, y.to(out.dtype.element_ty), inside)
 
 
-def pixel_norm_into(x, shift, scale, eps, before, border, silu, input_bias, out) -> None:
-    """Fills ``out``; it and ``x`` are ``[B, C, T, H, W]`` in channels-last layout."""
+def pixel_norm_into(x, vectors, eps, before, border, reflect, silu, out) -> None:
+    """Fill ``out``; it and ``x`` are ``[B, C, T, H, W]`` in channels-last layout, each sample dense.
+
+    Args:
+        vectors: weight, shift, scale and bias of the input, or None for each.
+    """
     batch, channels, *size = x.shape
-    _, _, out_time, out_height, out_width = out.shape
-    pixels, padded = out_time * out_height * out_width, next_power_of_2(channels)
+    pixels, padded = out[0, 0].numel(), next_power_of_2(channels)
     rows = max(1, VALUES // padded)
     parts = triton.cdiv(pixels, rows)
+    weight, shift, _, input_bias = vectors
     with on_device(x):
         launch(
-            _norm, batch * parts, (x, shift, scale, input_bias, out),
-            (parts, *size, pixels, out_height, out_width, before, border, channels, float(eps)),
-            IS_MODULATED=shift is not None, HAS_BIAS=input_bias is not None, SILU=silu, ROWS=rows, CHANNELS=padded,
+            _norm, batch * parts, (x, *vectors, out),
+            (parts, *size, pixels, out.stride(0), before, channels, float(eps)), HAS_WEIGHT=weight is not None,
+            IS_MODULATED=shift is not None, HAS_BIAS=input_bias is not None, SILU=silu,
+            PADDED=out.shape[2:] != x.shape[2:], BORDER=border, REFLECT=reflect, ROWS=rows, CHANNELS=padded,
             num_warps=4,
         )  # fmt: skip

@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, ltx
+from dit_accel.stages.vae import autoencoder_kl, causal, cogvideox, hunyuan_image, hunyuan_video, hunyuan_video15, ltx
 
 PAGES = {
     "AutoencoderKL": autoencoder_kl,
+    "AutoencoderKLCogVideoX": cogvideox,
     "AutoencoderKLFlux2": autoencoder_kl,
     "AutoencoderKLHunyuanImage": hunyuan_image,
     "AutoencoderKLHunyuanVideo": hunyuan_video,
+    "AutoencoderKLHunyuanVideo15": hunyuan_video15,
     "AutoencoderKLLTX2Video": ltx,
     "AutoencoderKLLTXVideo": ltx,
     "AutoencoderKLQwenImage": causal,

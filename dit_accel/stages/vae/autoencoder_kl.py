@@ -17,7 +17,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from dit_accel.kernels import add_residual, group_norm
-from dit_accel.stages.vae.layers import Layers, bordered
+from dit_accel.stages.vae.layers import Layers
 
 LAST = torch.channels_last
 
@@ -68,7 +68,7 @@ def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, 
         for block in stage.resnets:
             x = residual_block(block, x, backend)
         for upsampler in stage.upsamplers or ():
-            x = layers.upsampled(upsampler.conv, bordered(x[:, :, None]))[:, :, 0]
+            x = layers.upsampled(upsampler.conv, x[:, :, None], padding=1)[:, :, 0]
     return convolved(decoder.conv_out, normed(decoder.conv_norm_out, x, backend))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dit_accel.kernels import causal_norm
-from dit_accel.stages.vae.layers import Layers, bordered, dense, parts_of
+from dit_accel.stages.vae.layers import Layers, dense, parts_of
 
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the decoder, by their names behind the prefix
@@ -57,7 +57,7 @@ def decode(
 ) -> torch.Tensor:
     """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
     run = _Call(feat_cache, feat_idx, layers)
-    x = run.convolved(decoder.conv_in, bordered(run.behind(x)))
+    x = run.convolved(decoder.conv_in, run.behind(x), padding=1)
     x = run.block(decoder.mid_block.resnets[0], x)
     for attention, block in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
         x = x if attention is None else dense(attention(x))
@@ -97,11 +97,17 @@ class _Call:
         return made
 
     def convolved(
-        self, layer: nn.Conv3d, x: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
+        self,
+        layer: nn.Conv3d,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        padding: int = 0,
+        biased: bool = True,
     ) -> torch.Tensor:
-        """A causal convolution of an input that has its past and its border."""
+        """A causal convolution of an input that has its past."""
         is_first = x.shape[2] == 1  # with zeros before it
-        return self._layers.convolved(layer, x, residual, biased=biased, last_tap=is_first)
+        return self._layers.convolved(layer, x, residual, padding=padding, biased=biased, last_tap=is_first)
 
     def behind(self, x: torch.Tensor) -> torch.Tensor:
         """x behind the frames that were kept for the next convolution; the last two frames are kept."""
@@ -135,7 +141,7 @@ class _Call:
                 self._index[0] += 1
             else:
                 x = self._twice_the_frames(resample.time_conv, x)
-        return self._layers.upsampled(resample.resample[1], bordered(x))
+        return self._layers.upsampled(resample.resample[1], x, padding=1)
 
     def _twice_the_frames(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
         y = self.convolved(layer, self.behind(x))

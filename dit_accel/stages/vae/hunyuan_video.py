@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoDecoder3D,
@@ -19,11 +18,10 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 )
 from torch import nn
 
-from dit_accel.kernels import group_norm
-from dit_accel.stages.vae.layers import Layers, bordered, dense
+from dit_accel.kernels import group_norm, pad_video
+from dit_accel.stages.vae.layers import Layers, attended_by_frames
 
 FACTORS = ((1, 2, 2), (2, 2, 2))
-BYTES = 2**30  # of normalised features at a time, at least one frame
 
 
 def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
@@ -48,7 +46,7 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
-    x = layers.convolved(decoder.conv_in.conv, bordered(latents, before=2, repeat=True))
+    x = layers.convolved(decoder.conv_in.conv, pad_video(latents, before=2, border=1))
     middle = decoder.mid_block
     x = _block(middle.resnets[0], x, layers)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
@@ -59,8 +57,8 @@ def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Lay
             x = _block(block, x, layers)
         for upsampler in stage.upsamplers or ():
             frames = upsampler.upsample_factor[0] == 2
-            x = bordered(x, before=1 if frames else 2, repeat=True)
-            x = layers.upsampled(upsampler.conv.conv, x, frames=frames)
+            padded = pad_video(x, before=1 if frames else 2, border=1)
+            x = layers.upsampled(upsampler.conv.conv, padded, frames=frames)
     return _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
 
 
@@ -81,19 +79,15 @@ def _behind_norm(
     input_bias: torch.Tensor | None = None,
     biased: bool = False,
 ) -> torch.Tensor:
-    """Normalise, apply SiLU and convolve; large videos a few frames at a time."""
-    frames = x.shape[2]
-    some = max(1, min(frames, BYTES * frames // (x.numel() * x.element_size())))
-    parts = []
-    for start in range(0, frames, some):
-        part = slice(start, min(start + some, frames))
-        normed = group_norm(
+    """Normalise, apply SiLU and convolve."""
+
+    def normed(frames: slice) -> torch.Tensor:
+        return group_norm(
             x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=input_bias, before=2, border=1,
-            frames=part, backend=layers.backend,
+            frames=frames, backend=layers.backend,
         )  # fmt: skip
-        own = None if residual is None else residual[:, :, part]
-        parts.append(layers.convolved(convolution.conv, normed, own, biased=biased))
-    return parts[0] if len(parts) == 1 else dense(torch.cat(parts, 2))
+
+    return layers.convolved_by_frames(convolution.conv, x, normed, residual, biased=biased)
 
 
 def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Tensor:
@@ -101,12 +95,4 @@ def _attended(attention: Attention, x: torch.Tensor, layers: Layers) -> torch.Te
     normed = group_norm(
         x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, silu=False, backend=layers.backend
     )
-    frames, pixels = x.shape[2], x.shape[3] * x.shape[4]
-    tokens = normed.permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T H W, C]
-    query, key, value = (project(tokens)[:, None] for project in (attention.to_q, attention.to_k, attention.to_v))
-    attended = [
-        F.scaled_dot_product_attention(query[:, :, end - pixels : end], key[:, :, :end], value[:, :, :end])
-        for end in range(pixels, frames * pixels + 1, pixels)
-    ]
-    made = attention.to_out[0](torch.cat(attended, 2)[:, 0]).unflatten(1, (frames, *x.shape[3:]))
-    return x + made.permute(0, 4, 1, 2, 3)
+    return x + attended_by_frames(normed, attention.to_q, attention.to_k, attention.to_v, attention.to_out[0])

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
 
 LAST = torch.channels_last_3d
+BYTES = 2**30  # of normalised features at a time, at least one frame
 
 
 class Layers:
@@ -46,13 +48,43 @@ class Layers:
         bias = layer.bias if biased else None
         return convolution(x, weight, bias, residual, padding=padding, backend=self._convolutions)
 
-    def upsampled(self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, *, frames: bool = False) -> torch.Tensor:
+    def convolved_by_frames(
+        self,
+        layer: nn.Conv3d,
+        x: torch.Tensor,
+        normed: Callable[[slice], torch.Tensor],
+        residual: torch.Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> torch.Tensor:
+        """Normalise and convolve ``[B, C, T, H, W]``, and add a residual; large videos a few frames at a time.
+
+        Args:
+            normed: returns these frames of x behind the norm, with the padding that their convolution reads.
+            biased: add the layer's bias.
+        """
+        batch, _, frames, height, width = x.shape
+        some = max(1, BYTES * frames // (x.numel() * x.element_size()))
+        if some >= frames:
+            return self.convolved(layer, normed(slice(0, frames)), residual, biased=biased)
+        out = x.new_empty(batch, frames, height, width, layer.out_channels).permute(0, 4, 1, 2, 3)
+        for start in range(0, frames, some):
+            part = slice(start, min(start + some, frames))
+            own = None if residual is None else residual[:, :, part]
+            out[:, :, part] = self.convolved(layer, normed(part), own, biased=biased)
+        return out
+
+    def upsampled(
+        self, layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor, *, frames: bool = False, padding: int = 0
+    ) -> torch.Tensor:
         """Convolve features that are twice as wide and high, and have twice the frames after the first with frames.
 
         Args:
             x: with a border of one pixel; with frames, behind the frame before the first one.
+            padding: zeros on each side of rows and columns that are no border of x.
         """
         weight = self.converted(layer.weight, _folded_frames if frames else _folded)
+        x = F.pad(dense(x), (padding,) * 4) if padding else x
         return upsampled_convolution(x, weight, layer.bias, backend=self._convolutions)
 
     def converted(self, weight: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -88,24 +120,23 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=LAST)
 
 
-def bordered(x: torch.Tensor, *, before: int = 0, repeat: bool = False) -> torch.Tensor:
-    """Return x with a border of one pixel, behind copies of its first frame, in channels-last layout.
+def attended_by_frames(x: torch.Tensor, *projections: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return attention with one head over ``[B, C, T, H, W]``, each frame to the frames up to it.
+
+    A mask would hide almost half of all scores, which are not computed here.
 
     Args:
-        x: ``[B, C, T, H, W]``.
-        before: number of copies.
-        repeat: the border repeats the outermost pixels; otherwise it is zeros.
+        projections: of tokens ``[B, T H W, C]`` to query, key and value, and of the result.
     """
-    batch, channels, time, height, width = x.shape
-    out = x.new_empty(batch, time + before, height + 2, width + 2, channels).permute(0, 4, 1, 2, 3)
-    own = out[:, :, before:]
-    own[..., 1:-1, 1:-1] = x
-    for border, outermost in ((0, 1), (-1, -2)):
-        own[..., border, 1:-1] = own[..., outermost, 1:-1] if repeat else 0.0
-    for border, outermost in ((0, 1), (-1, -2)):
-        own[..., border] = own[..., outermost] if repeat else 0.0
-    out[:, :, :before] = own[:, :, :1]
-    return out
+    frames, pixels = x.shape[2], x.shape[3] * x.shape[4]
+    tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
+    query, key, value = (project(tokens)[:, None] for project in projections[:3])
+    attended = [
+        F.scaled_dot_product_attention(query[:, :, end - pixels : end], key[:, :, :end], value[:, :, :end])
+        for end in range(pixels, frames * pixels + 1, pixels)
+    ]
+    made = projections[3](torch.cat(attended, 2)[:, 0])
+    return made.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
 def parts_of(stage: Any, single: str, several: str) -> list[nn.Module]:

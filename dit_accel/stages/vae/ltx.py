@@ -96,7 +96,7 @@ class _Call:
 
     def padded(self, x: torch.Tensor, convolution: nn.Conv3d) -> torch.Tensor:
         """The input of a convolution that has no norm before it."""
-        return pad_video(x, border=_border(convolution), **self._frames)
+        return pad_video(x, border=_border(convolution), reflect=True, **self._frames)
 
     def normed(
         self,
@@ -107,8 +107,8 @@ class _Call:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The input of a convolution behind a norm, with a shift and a scale, and SiLU."""
-        given = {"eps": norm.eps, "border": _border(convolution), "input_bias": bias, **self._frames}
-        return pixel_norm(x, *modulation, backend=self._layers.backend, **given)
+        given = {"eps": norm.eps, "border": _border(convolution), "reflect": True, **self._frames}
+        return pixel_norm(x, None, *modulation, input_bias=bias, backend=self._layers.backend, **given)
 
     def convolved(
         self, convolution: nn.Conv3d, padded: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True

@@ -1,0 +1,136 @@
+"""The decoder of ``AutoencoderKLCogVideoX``: causal convolutions over time, and norms that latents scale and shift.
+
+diffusers decodes two latent frames per call, and passes the last two frames before every causal convolution from call
+to call. Each of its norms enlarges the latents to the size of the features and projects them to a scale and a shift of
+each pixel. Here the projections run on latents as they are, and the norm reads the scale and shift of each pixel there.
+One op normalises, applies them and SiLU, and writes behind two frames of the past. Frames are repeated behind the
+convolution of an upsampling, which has half as many to read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_accel.kernels import group_norm, pad_video
+from dit_accel.stages.vae.layers import Layers
+
+PREFIX = "CogVideoX"
+PARTS = (  # of the decoder, by their names behind the prefix
+    *("Decoder3D", "MidBlock3D", "UpBlock3D", "ResnetBlock3D", "SpatialNorm3D", "Upsample3D"),
+    *("CausalConv3d", "SafeConv3d"),
+)
+KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "GroupNorm", "Conv2d", "SiLU", "Dropout"}
+PAST = 2  # frames before the first one that a convolution reads
+
+
+def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call of a decoder can't run on this page, or None."""
+    if len(args) != 1 or not set(kwargs) <= {"conv_cache"}:
+        return "the decoder gets more than latents and frames of the past"
+    if type(decoder).__name__ != f"{PREFIX}Decoder3D":
+        return f"its decoder is a {type(decoder).__name__}"
+    for module in decoder.modules():
+        if type(module).__name__ not in KNOWN:
+            return f"its decoder has a {type(module).__name__}"
+        if getattr(module, "pad_mode", None) == "replicate":
+            return "its convolutions pad with replicate"
+        if getattr(module, "use_conv_shortcut", False):
+            return "its shortcuts convolve over time"
+    return None
+
+
+def decode(
+    decoder: nn.Module, latents: torch.Tensor, conv_cache: dict[str, Any] | None = None, *, layers: Layers
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``, and the past of the next call.
+
+    Args:
+        conv_cache: frames before each convolution, by the names of modules; None = this call is the first one.
+    """
+    run, past, kept = _Call(latents, layers), conv_cache or {}, {}
+    x, kept["conv_in"] = run.convolved(decoder.conv_in, pad_video(latents, before=PAST), past.get("conv_in"))
+    for name, stage in (("mid_block", decoder.mid_block), *_numbered("up_block", decoder.up_blocks)):
+        earlier, kept[name] = past.get(name) or {}, {}
+        for block_name, block in _numbered("resnet", stage.resnets):
+            x, kept[name][block_name] = run.block(block, x, earlier.get(block_name) or {})
+        for upsampler in getattr(stage, "upsamplers", None) or ():
+            x = run.upsampled(upsampler, x)
+    x, kept["conv_out"] = run.convolved(decoder.conv_out, run.normed(decoder.norm_out, x), past.get("conv_out"))
+    return x, kept
+
+
+class _Call:
+    """Parts of the decoder in one call, whose latents are ``[B, C, t, h, w]``."""
+
+    def __init__(self, latents: torch.Tensor, layers: Layers) -> None:
+        self._latents = latents
+        self._layers = layers
+
+    def convolved(
+        self,
+        convolution: nn.Module,
+        frames: torch.Tensor,
+        past: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A causal convolution, and the frames that the next call reads before its own.
+
+        Args:
+            frames: behind two copies of the first one, which the past replaces.
+        """
+        if past is not None:
+            frames[:, :, :PAST] = past
+        layer = convolution.conv
+        features = self._layers.convolved(layer, frames, residual, padding=layer.padding[1], biased=biased)
+        return features, frames[:, :, -PAST:].clone()
+
+    def normed(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalised features behind two copies of the first frame, with the scale and shift of the latents."""
+        groups, maps = norm.norm_layer, []
+        for projection in (norm.conv_y, norm.conv_b):
+            projected = self._layers.convolved(projection.conv, self._latents)
+            maps.append(_nearest_frames(projected, x.shape[2]))
+        return group_norm(
+            x, groups.weight, groups.bias, *maps, groups=groups.num_groups, eps=groups.eps, input_bias=bias,
+            before=PAST, backend=self._layers.backend,
+        )  # fmt: skip
+
+    def block(
+        self, block: nn.Module, x: torch.Tensor, past: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A residual block, and the frames that it keeps."""
+        kept = {}
+        first, second = block.conv1, block.conv2
+        h, kept["conv1"] = self.convolved(first, self.normed(block.norm1, x), past.get("conv1"), biased=False)
+        frames = self.normed(block.norm2, h, first.conv.bias)
+        del h  # a quarter of the peak
+        if block.in_channels != block.out_channels:
+            x = self._layers.convolved(block.conv_shortcut, x)
+        x, kept["conv2"] = self.convolved(second, frames, past.get("conv2"), x)
+        return x, kept
+
+    def upsampled(self, upsampler: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Features at twice the width and height, and of twice as many frames where the module has that."""
+        frames = x.shape[2]
+        x = self._layers.upsampled(upsampler.conv, x, padding=1)
+        return _nearest_frames(x, 2 * frames - frames % 2) if upsampler.compress_time else x
+
+
+def _nearest_frames(x: torch.Tensor, frames: int) -> torch.Tensor:
+    """Repeat frames of ``[B, C, T, H, W]``; of an odd number of frames the first one stays one."""
+    if frames == x.shape[2]:
+        return x
+    alone = frames % 2
+    places = torch.arange(frames, device=x.device) - alone
+    places = places // ((frames - alone) // (x.shape[2] - alone)) + alone
+    return x.permute(0, 2, 3, 4, 1).index_select(1, places).permute(0, 4, 1, 2, 3)
+
+
+def _numbered(name: str, modules: nn.ModuleList) -> list[tuple[str, nn.Module]]:
+    """Modules with the names that their frames have in ``conv_cache``."""
+    return [(f"{name}_{place}", module) for place, module in enumerate(modules)]

@@ -1,0 +1,114 @@
+"""The decoder of ``AutoencoderKLHunyuanVideo15``: causal convolutions whose borders repeat pixels and the first frame.
+
+Features stay in channels-last layout. RMS normalisation and SiLU write their output with its border, so nothing is
+padded or converted. The middle block attends frame by frame, each to the frames up to it; diffusers fills a mask of all
+scores row by row. An upsampling moves channels into pixels and frames, in one copy that adds its shortcut.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dit_accel.kernels import pad_video, pixel_norm
+from dit_accel.stages.vae.layers import Layers, attended_by_frames
+
+PREFIX = "HunyuanVideo15"
+PARTS = ("Decoder3D", "MidBlock", "UpBlock3D", "ResnetBlock", "AttnBlock", "Upsample", "CausalConv3d", "RMS_norm")
+KNOWN = {*(f"{PREFIX}{part}" for part in PARTS), "ModuleList", "Conv3d", "SiLU"}
+PADDING = {"before": 2, "border": 1}
+
+
+def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call of a decoder can't run on this page, or None."""
+    if len(args) != 1 or kwargs:
+        return "the decoder gets more than latents"
+    if type(decoder).__name__ != f"{PREFIX}Decoder3D":
+        return f"its decoder is a {type(decoder).__name__}"
+    for module in decoder.modules():
+        if type(module).__name__ not in KNOWN:
+            return f"its decoder has a {type(module).__name__}"
+        if getattr(module, "pad_mode", "replicate") != "replicate":
+            return f"a convolution pads with {module.pad_mode}"
+    return None
+
+
+def decode(decoder: nn.Module, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+    """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
+    repeated = latents.repeat_interleave(decoder.repeat, dim=1)
+    x = layers.convolved(decoder.conv_in.conv, pad_video(latents, **PADDING), repeated)
+    middle = decoder.mid_block
+    x = _block(middle.resnets[0], x, layers)
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        x = _block(block, _attended(attention, x, layers), layers)
+    for stage in decoder.up_blocks:
+        for block in stage.resnets:
+            x = _block(block, x, layers)
+        for upsampler in stage.upsamplers or ():
+            x = _upsampled(upsampler, x, layers)
+    return _behind_norm(decoder.norm_out, decoder.conv_out, x, layers, biased=True)
+
+
+def _block(block: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    h = _behind_norm(block.norm1, block.conv1, x, layers)
+    if block.conv_shortcut is not None:
+        x = layers.convolved(block.conv_shortcut, x)
+    return _behind_norm(block.norm2, block.conv2, h, layers, x, input_bias=block.conv1.conv.bias, biased=True)
+
+
+def _behind_norm(
+    norm: nn.Module,
+    convolution: nn.Module,
+    x: torch.Tensor,
+    layers: Layers,
+    residual: torch.Tensor | None = None,
+    *,
+    input_bias: torch.Tensor | None = None,
+    biased: bool = False,
+) -> torch.Tensor:
+    """Normalise, apply SiLU and convolve."""
+    weight = norm.gamma.flatten()
+
+    def normed(frames: slice) -> torch.Tensor:
+        start = max(0, frames.start - PADDING["before"])
+        padding = PADDING | {"before": PADDING["before"] - (frames.start - start)}
+        some = x[:, :, start : frames.stop]
+        return pixel_norm(some, weight, input_bias=input_bias, backend=layers.backend, **padding)
+
+    return layers.convolved_by_frames(convolution.conv, x, normed, residual, biased=biased)
+
+
+def _attended(attention: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    normed = pixel_norm(x, attention.norm.gamma.flatten(), silu=False, backend=layers.backend)
+    points = (attention.to_q, attention.to_k, attention.to_v, attention.proj_out)  # convolutions of one pixel
+    linear = [partial(F.linear, weight=each.weight.flatten(1), bias=each.bias) for each in points]
+    return x + attended_by_frames(normed, *linear)
+
+
+def _upsampled(upsampler: nn.Module, x: torch.Tensor, layers: Layers) -> torch.Tensor:
+    """Twice the height and width, and twice the frames after the first if the module has that."""
+    times = 2 if upsampler.add_temporal_upsample else 1
+    y = layers.convolved(upsampler.conv.conv, pad_video(x, **PADDING))
+    batch, channels, frames, height, width = y.shape
+    out = y.new_empty(batch, 1 + times * (frames - 1), 2 * height, 2 * width, channels // (4 * times))
+    y, x = (each.permute(0, 2, 3, 4, 1) for each in (y, x))
+    _spread_into(out[:, :1], y[:, :1], x[:, :1], 1)
+    _spread_into(out[:, 1:], y[:, 1:], x[:, 1:], times)
+    return out.permute(0, 4, 1, 2, 3)
+
+
+def _spread_into(out: torch.Tensor, y: torch.Tensor, x: torch.Tensor, times: int) -> None:
+    """Add y and x, whose channels are ``[times, 2, 2, C]`` of the result; x repeats each of its C.
+
+    With fewer ``times`` than its convolution has, y has more C than the result, and the first ones count.
+    """
+    y, x = (each.unflatten(-1, (times, 2, 2, -1)) for each in (y, x))  # [B, T, H, W, times, 2, 2, C]
+    split = x.shape[-1], -1
+    y = y[..., : out.shape[-1]].unflatten(-1, split)
+    into = out.unflatten(1, (-1, times)).unflatten(3, (-1, 2)).unflatten(5, (-1, 2)).unflatten(-1, split)
+    order = (0, 1, 4, 2, 5, 3, 6, 7, 8)  # [B, T, times, H, 2, W, 2, C of x, repeats]
+    torch.add(y.permute(order), x[..., None].permute(order), out=into)
