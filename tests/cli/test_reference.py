@@ -35,7 +35,7 @@ def once(text: str) -> str:
     shared = [line for line, count in counts.items() if count >= 3]
     sections = []
     for command in commands:
-        section = "\n".join(line for line in command if line not in shared).strip()
+        section = re.sub(r"\n{3,}", "\n\n", "\n".join(line for line in command if line not in shared)).strip()
         if names := [f"`{re.search('--[a-z-]+', line)[0]}`" for line in shared if line in command]:
             section += f"\n\nAlso [options of several commands](#options-of-several-commands): {', '.join(names)}"
         sections.append(section)
