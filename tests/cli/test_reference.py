@@ -36,8 +36,9 @@ def once(text: str) -> str:
     sections = []
     for command in commands:
         section = re.sub(r"\n{3,}", "\n\n", "\n".join(line for line in command if line not in shared)).strip()
-        if names := [f"`{re.search('--[a-z-]+', line)[0]}`" for line in shared if line in command]:
-            section += f"\n\nAlso [options of several commands](#options-of-several-commands): {', '.join(names)}"
+        if here := [line for line in shared if line in command]:
+            names = "all" if here == shared else ", ".join(f"`{re.search('--[a-z-]+', line)[0]}`" for line in here)
+            section += f"\n\n[Options of several commands](#options-of-several-commands): {names}"
         sections.append(section)
     return "\n\n".join([head, *sections, "## Options of several commands", "\n".join(shared)])
 
