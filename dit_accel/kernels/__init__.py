@@ -16,10 +16,11 @@ from dit_accel.kernels.attention_backward import attention_backward, differentia
 from dit_accel.kernels.backends import backend_status
 from dit_accel.kernels.causal_norm import causal_norm
 from dit_accel.kernels.classification import classify_tiles
+from dit_accel.kernels.convolution import convolution, fold_upsampling, upsampled_convolution
 from dit_accel.kernels.forecast import weighted_sum
 from dit_accel.kernels.gemm_o import gemm_o_dispatch, gemm_o_update
 from dit_accel.kernels.gemm_q import gemm_q
-from dit_accel.kernels.group_norm import add_residual, group_norm, upsample_nearest
+from dit_accel.kernels.group_norm import add_residual, group_norm
 from dit_accel.kernels.key_selection import select_keys
 from dit_accel.kernels.linear_attention import linear_attention
 from dit_accel.kernels.linear_attention_backward import differentiable_linear_attention, linear_attention_backward
@@ -28,6 +29,7 @@ from dit_accel.kernels.lowering import lower
 from dit_accel.kernels.norm_modulate import add_gated, add_gated_norm_modulate, norm_modulate
 from dit_accel.kernels.norm_rope import norm_rope, norm_rope_pair
 from dit_accel.kernels.packing import pack_bits, unpack_bits
+from dit_accel.kernels.pixel_norm import pad_video, pixel_norm
 from dit_accel.kernels.pooling import PooledMap, pooled_map
 from dit_accel.kernels.quantized_linear import quantize_rows, quantized_linear
 from dit_accel.kernels.selection import select_rows, select_tiles
@@ -45,8 +47,10 @@ __all__ = [
     "backend_status",
     "causal_norm",
     "classify_tiles",
+    "convolution",
     "differentiable_attention",
     "differentiable_linear_attention",
+    "fold_upsampling",
     "gemm_o_dispatch",
     "gemm_o_update",
     "gemm_q",
@@ -60,6 +64,8 @@ __all__ = [
     "norm_rope",
     "norm_rope_pair",
     "pack_bits",
+    "pad_video",
+    "pixel_norm",
     "plan_from_mask",
     "pooled_map",
     "quantize_rows",
@@ -72,6 +78,6 @@ __all__ = [
     "symbols_from_mask",
     "transpose_lists",
     "unpack_bits",
-    "upsample_nearest",
+    "upsampled_convolution",
     "weighted_sum",
 ]

@@ -1,10 +1,11 @@
-"""Ops of an autoencoder in channels-last layout: group normalisation with SiLU, the sum behind a residual block, and
-nearest upsampling. In a compiled model results are contiguous instead.
+"""Group normalisation with SiLU, and the sum behind a residual block, in channels-last layout.
 
     y = SiLU((x + c - mean_g) / sqrt(var_g + eps) * weight + bias)          z = x + update + bias
 
-Mean and variance are those of the features of a group over all pixels (Wu and He 2018, arXiv 1803.08494). ``c`` is the
-bias of the convolution before, one number a channel, so that the convolution need not add it in a pass of its own.
+Mean and variance are those of the features of a group over all pixels and frames (Wu and He 2018, arXiv 1803.08494).
+``c`` is the bias of the convolution before, one number a channel, so that the convolution need not add it in a pass of
+its own. Videos may get a border of repeated pixels and frames before the first one, which a causal convolution reads.
+In a compiled model results are contiguous instead.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dit_accel.kernels import checks
 from dit_accel.kernels.backends import resolve_backend
 from dit_accel.kernels.custom_ops import custom_op, like
 
-LAST = torch.channels_last
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _empty(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=LAST)
+def _fake(x: torch.Tensor, before: int = 0, border: int = 0, frames: slice | None = None, **_) -> torch.Tensor:
+    return x.new_empty(_shape(x, before, border, frames))
 
 
-@custom_op(like("x"))
+@custom_op(_fake)
 def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -34,36 +35,54 @@ def group_norm(
     eps: float,
     silu: bool = True,
     input_bias: torch.Tensor | None = None,
+    before: int = 0,
+    border: int = 0,
+    frames: slice | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Normalise groups of channels, in float32 and rounded once. Forward only: no gradient flows.
 
     Args:
-        x: ``[B, C, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
+        x: ``[B, C, H, W]`` or ``[B, C, T, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
         weight, bias: ``[C]``, any float dtype.
         groups: number of groups, which must divide C.
         eps: added to the variance.
         silu: apply SiLU to the result.
         input_bias: ``[C]``, added to x before; None = nothing.
+        before: frames before the first one, which repeat the frames before it in x, or the first frame of x.
+        border: pixels on each side that repeat the outermost ones; videos only.
+        frames: start and stop of the frames to return; None = all. The moments are those of all frames.
         backend: "auto", "reference" or "triton".
 
     Returns:
-        Like x, in channels-last layout.
+        ``[B, C, H, W]``, or ``[B, C, before + T, H + 2 border, W + 2 border]``, like x, in channels-last layout.
     """
-    _require_image(x)
+    _require_features(x)
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ShapeError(f"groups must divide the {channels} channels of x, got {groups}")
+    if x.ndim == 4 and (before or border or frames is not None):
+        raise ShapeError("before, border and frames need x of shape [B, C, T, H, W], got an image")
     _require_channels(x, weight=weight, bias=bias, input_bias=input_bias)
     if resolve_backend(backend, x) == "triton":
         from dit_accel.kernels._triton.group_norm import group_norm_into
 
-        out = _empty(x)
-        group_norm_into(x.contiguous(memory_format=LAST), weight, bias, groups, eps, silu, input_bias, out)
+        batch, _, *sides = shape = _shape(x, before, border, frames)
+        out = x.new_empty(batch, *sides, channels).movedim(-1, 1)
+        start = 0 if frames is None else frames.start
+        padding = None if shape == tuple(x.shape) else (start - before, border)
+        group_norm_into(
+            x.contiguous(memory_format=LAST[x.ndim]), weight, bias, groups, eps, silu, input_bias, out, padding
+        )
         return out
-    values = x.float() if input_bias is None else x.float() + input_bias.float()[:, None, None]
+    values = x.float() if input_bias is None else x.float() + _by_channel(input_bias, x)
     normed = F.group_norm(values, groups, weight.float(), bias.float(), eps)
-    return (F.silu(normed) if silu else normed).to(x.dtype).contiguous(memory_format=LAST)
+    made = (F.silu(normed) if silu else normed).to(x.dtype)
+    if x.ndim == 5:
+        frames = frames or slice(0, x.shape[2])
+        place = torch.arange(frames.start - before, frames.stop, device=x.device).clamp(min=0)
+        made = F.pad(made.index_select(2, place), (border, border, border, border, 0, 0), mode="replicate")
+    return made.contiguous(memory_format=LAST[x.ndim])
 
 
 @custom_op(like("x"))
@@ -80,7 +99,8 @@ def add_residual(
     Returns:
         Like x, in channels-last layout.
     """
-    _require_image(x)
+    checks.require_shape("x", x, ("B", "C", "H", "W"))
+    checks.require_dtype("x", x, checks.FLOAT_DTYPES)
     checks.require_shape("update", update, tuple(x.shape))
     checks.require_same("update", update, "x", x)
     _require_channels(x, bias=bias)
@@ -88,42 +108,32 @@ def add_residual(
         from dit_accel.kernels._triton.group_norm import add_residual_into
 
         out = _empty(x)
-        add_residual_into(x.contiguous(memory_format=LAST), update.contiguous(memory_format=LAST), bias, out)
+        images = (each.contiguous(memory_format=LAST[4]) for each in (x, update))
+        add_residual_into(*images, bias, out)
         return out
     total = x.float() + update.float()
-    total = total if bias is None else total + bias.float()[:, None, None]
-    return total.to(x.dtype).contiguous(memory_format=LAST)
+    total = total if bias is None else total + _by_channel(bias, x)
+    return total.to(x.dtype).contiguous(memory_format=LAST[4])
 
 
-def _doubled(x: torch.Tensor, **_) -> torch.Tensor:
-    batch, channels, height, width = x.shape
-    return x.new_empty(batch, channels, 2 * height, 2 * width)
+def _shape(x: torch.Tensor, before: int, border: int, frames: slice | None) -> tuple[int, ...]:
+    if x.ndim == 4:
+        return tuple(x.shape)
+    batch, channels, time, height, width = x.shape
+    time = time if frames is None else frames.stop - frames.start
+    return batch, channels, before + time, height + 2 * border, width + 2 * border
 
 
-@custom_op(_doubled)
-def upsample_nearest(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Repeat each pixel twice in both directions. Forward only: no gradient flows.
-
-    Args:
-        x: ``[B, C, H, W]``, float16, bfloat16 or float32; read fastest in channels-last layout.
-        backend: "auto", "reference" or "triton".
-
-    Returns:
-        ``[B, C, 2H, 2W]`` like x, in channels-last layout.
-    """
-    _require_image(x)
-    if resolve_backend(backend, x) == "triton":
-        from dit_accel.kernels._triton.group_norm import upsample_into
-
-        batch, channels, height, width = x.shape
-        out = x.new_empty(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
-        upsample_into(x.contiguous(memory_format=LAST), out)
-        return out
-    return F.interpolate(x, scale_factor=2.0, mode="nearest").contiguous(memory_format=LAST)
+def _by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return vector.float().view(-1, *(1,) * (x.ndim - 2))
 
 
-def _require_image(x: torch.Tensor) -> None:
-    checks.require_shape("x", x, ("B", "C", "H", "W"))
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+def _require_features(x: torch.Tensor) -> None:
+    checks.require_shape("x", x, ("B", "C", "T", "H", "W") if x.ndim == 5 else ("B", "C", "H", "W"))
     checks.require_dtype("x", x, checks.FLOAT_DTYPES)
 
 

@@ -20,24 +20,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanImage,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from torch import nn
 
-from dit_accel.stages.decode import FUSED, FusedForward
-from dit_accel.stages.vae import page_of
+from dit_accel.stages.decode import FUSED, FusedDecode
 from dit_accel.tools.origin import describe_run
 
 BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 FLUX = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32}
 NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
 TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 4}
+TINY_FLUX2 = {**BLOCKS, **TINY, "latent_channels": 32}
 TINY_VIDEO = {"base_dim": 8}
+TILED = {"tiles": True}
+HUNYUAN_IMAGE = {
+    **{"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384},
+    **{"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32},
+}
+TINY_HUNYUAN = {"block_out_channels": (32, 32, 64, 64, 128, 128), "layers_per_block": 1}
+LTX = {  # 0.9.5 to 0.9.8
+    "decoder_block_out_channels": (256, 512, 1024),
+    "decoder_layers_per_block": (5, 5, 5, 5),
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "decoder_inject_noise": (False,) * 4,
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2,) * 3,
+    "timestep_conditioning": True,
+}
+LTX2 = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+TINY_ENCODER = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
+TINY_LTX = {**TINY_ENCODER, "decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
 CASES = (  # class, config, toy config, what is decoded, shape of the latents, dtypes
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),
     (AutoencoderKL, {**BLOCKS, **FLUX, **NO_QUANT}, TINY, "FLUX.1, 4 of 1024 x 1024", (4, 16, 128, 128), "bf16"),
+    (AutoencoderKLFlux2, {}, TINY_FLUX2, "FLUX.2, 1024 x 1024", (1, 32, 128, 128), "bf16"),
     (AutoencoderKLQwenImage, {}, TINY_VIDEO, "Qwen-Image, 1024 x 1024", (1, 16, 1, 128, 128), "bf16"),
     (AutoencoderKLWan, {}, TINY_VIDEO, "Wan 2.1, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16 fp32"),
+    (AutoencoderKLHunyuanVideo, {}, TINY, "HunyuanVideo, 81 frames of 480 x 832", (1, 16, 21, 60, 104), "bf16"),
+    (AutoencoderKLHunyuanVideo, TILED, TINY, "HunyuanVideo in tiles, the same", (1, 16, 21, 60, 104), "bf16"),
+    (AutoencoderKLHunyuanImage, HUNYUAN_IMAGE, TINY_HUNYUAN, "HunyuanImage, 2048 x 2048", (1, 64, 64, 64), "bf16"),
+    (AutoencoderKLLTXVideo, LTX, TINY_LTX, "LTX-Video, 97 frames of 512 x 704", (1, 128, 13, 16, 22), "bf16 fp32"),
+    (AutoencoderKLLTX2Video, LTX2, TINY_LTX, "LTX-2, 121 frames of 512 x 768", (1, 128, 16, 16, 24), "bf16"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RUNS = 3
@@ -46,6 +79,7 @@ RUNS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--only", default="", help="part of the name of what is decoded, e.g. Wan")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
@@ -54,7 +88,12 @@ def main() -> int:
         config = {**config, **(tiny if options.tiny else {})}
         shape = (*shape[:2], *(min(each, 3) for each in shape[2:])) if options.tiny else shape
         for name in dtypes.split():
-            rows.append({"decoded": what, "dtype": name, **measure(kind(**config), shape, DTYPES[name], device)})
+            if options.only not in what:
+                continue
+            autoencoder = kind(**{key: value for key, value in config.items() if key not in TILED})
+            if config.get("tiles"):
+                autoencoder.enable_tiling()
+            rows.append({"decoded": what, "dtype": name, **measure(autoencoder, shape, DTYPES[name], device)})
             print(json.dumps(rows[-1]), flush=True)
             if options.output:
                 document = {**describe_run(device), "rows": rows}
@@ -69,20 +108,25 @@ def measure(autoencoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, 
     autoencoder = autoencoder.to(device).eval()
     for module in autoencoder.modules():
         for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim == 1 or weight.shape[1:].numel() == 1:  # of norms, and biases
+            if weight.ndim and weight.shape[1:].numel() == 1:  # of norms, and biases
                 nn.init.normal_(weight, 1.0 if name in ("weight", "gamma") else 0.0, 0.3)
     latents = torch.randn(shape, device=device)
     exact = _exact(autoencoder.to(dtype).float(), latents.to(dtype).float())
     autoencoder, latents = autoencoder.to(dtype), latents.to(dtype)
 
     def decode() -> torch.Tensor:
-        return autoencoder.decode(latents, return_dict=False)[0]
+        return _decoded(autoencoder, latents)
 
     row: dict[str, Any] = {"diffusers": _timed(decode, exact)}
-    forward = FusedForward(autoencoder.decoder, page_of(autoencoder), "auto" if device == "cuda" else "reference")
+    fused = FusedDecode(autoencoder, "auto" if device == "cuda" else "reference")
     row["fused"] = _timed(decode, exact)
-    forward.leave()
-    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": forward.remark}
+    fused.leave()
+    return {**row, "speed_up": row["diffusers"]["ms"] / row["fused"]["ms"], "decoding": fused.remark}
+
+
+def _decoded(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+    timestep = [latents.new_full((len(latents),), 0.05)] if autoencoder.config.get("timestep_conditioning") else []
+    return autoencoder.decode(latents, *timestep, return_dict=False)[0]
 
 
 def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
@@ -90,7 +134,7 @@ def _exact(autoencoder: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return torch.cat([autoencoder.decode(each[None], return_dict=False)[0].cpu() for each in latents])
+        return torch.cat([_decoded(autoencoder, each[None]).cpu() for each in latents])
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 

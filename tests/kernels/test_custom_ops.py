@@ -29,6 +29,8 @@ def bits(*shape: int) -> torch.Tensor:
 Q, K, V, DO = (normal(BATCH, TOKENS, HEADS, HEAD_DIM) for _ in range(4))
 X, UPDATE = (normal(BATCH, TOKENS, WIDTH) for _ in range(2))
 IMAGES, VIDEO, CHANNELS = normal(2, 4, 3, 5), normal(1, 4, 2, 3, 5), normal(4)
+TAPS = normal(4, 4, 1, 3, 3)
+FOLDED = kernels.fold_upsampling(TAPS)
 GATE, SCALE, SHIFT = (normal(BATCH, 1, WIDTH) for _ in range(3))
 WEIGHT, BIAS = normal(WIDTH, WIDTH), normal(WIDTH)
 ROPE = normal(TOKENS, HEAD_DIM), normal(TOKENS, HEAD_DIM)
@@ -91,7 +93,14 @@ CALLS = {  # an op with arguments: reused parts keep zeros
     "add_residual": (kernels.add_residual, (IMAGES, IMAGES, CHANNELS), {}),
     "causal_norm": (kernels.causal_norm, (VIDEO, CHANNELS, VIDEO), {"input_bias": CHANNELS}),
     "group_norm": (kernels.group_norm, (IMAGES, CHANNELS, CHANNELS), {"groups": 2, "eps": 1e-6}),
-    "upsample_nearest": (kernels.upsample_nearest, (IMAGES,), {}),
+    "group_norm-padded": (
+        kernels.group_norm,
+        (VIDEO, CHANNELS, CHANNELS),
+        {"groups": 2, "eps": 1e-6, "before": 2, "border": 1, "frames": slice(0, 1)},
+    ),
+    "convolution": (kernels.convolution, (VIDEO, TAPS, CHANNELS), {"padding": 1}),
+    "upsampled_convolution": (kernels.upsampled_convolution, (VIDEO, FOLDED, CHANNELS), {}),
+    "pixel_norm": (kernels.pixel_norm, (VIDEO, CHANNELS[None], CHANNELS[None]), {"eps": 1e-8, "after": 1, "border": 1}),
     "swiglu": (kernels.swiglu, (X,), {}),
     "unpack_bits": (kernels.unpack_bits, (SYMBOLS.skip_bits, BLOCKS), {}),
     "weighted_sum": (kernels.weighted_sum, ((Q, K), (1.5, -0.5)), {}),

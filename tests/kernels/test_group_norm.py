@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dit_accel.errors import ShapeError
-from dit_accel.kernels import add_residual, group_norm, upsample_nearest
+from dit_accel.kernels import add_residual, group_norm
 
 LAST = torch.channels_last
 SHAPES = {"odd": (2, 24, 5, 7), "one-pixel": (1, 16, 1, 1), "chunks": (1, 64, 33, 65)}
@@ -53,13 +53,26 @@ def test_adds_a_residual(shape, has_bias, implementation, make_tensor):
     assert_close(out, expected, dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_upsampling_repeats_pixels(shape, implementation, make_tensor):
+PADDINGS = {
+    "whole": {},
+    "causal": {"before": 2, "border": 1},
+    "later-frames": {"before": 2, "border": 1, "frames": slice(3, 5)},
+    "first-frames": {"before": 1, "frames": slice(0, 2)},
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+def test_videos_get_a_border_of_repeated_pixels(padding, implementation, make_tensor):
+    """The moments are those of all frames, and frames before are the video's own where it has them."""
     backend, dtype = implementation
-    x = make_tensor(*shape, dtype=dtype)
-    out = upsample_nearest(x, backend=backend)
-    assert out.is_contiguous(memory_format=LAST)
-    assert torch.equal(out, x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+    x, weight, bias = make_tensor(2, 16, 5, 4, 7, dtype=dtype), make_tensor(16), make_tensor(16)
+    out = group_norm(x, weight, bias, groups=4, eps=1e-6, **padding, backend=backend)
+    whole = exact(x.flatten(2, 3), weight, bias, 4, 1e-6, True, None).unflatten(2, x.shape[2:4])
+    frames, before, border = padding.get("frames", slice(0, 5)), padding.get("before", 0), padding.get("border", 0)
+    places = [max(each, 0) for each in range(frames.start - before, frames.stop)]
+    expected = F.pad(whole[:, :, places], (border,) * 4 + (0, 0), mode="replicate")
+    assert out.shape == expected.shape and out.is_contiguous(memory_format=torch.channels_last_3d)
+    assert ((out.double() - expected).abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 2e-5).all()
 
 
 def test_errors_name_the_argument(make_tensor):
@@ -70,5 +83,7 @@ def test_errors_name_the_argument(make_tensor):
         group_norm(x, vector[:5], vector, groups=2, eps=1e-6)
     with pytest.raises(ShapeError, match=r"x must have shape \[B, C, H, W\], got \[6\]"):
         group_norm(vector, vector, vector, groups=2, eps=1e-6)
+    with pytest.raises(ShapeError, match=r"before, border and frames need x of shape"):
+        group_norm(x, vector, vector, groups=2, eps=1e-6, border=1)
     with pytest.raises(ShapeError, match=r"update must have shape \[1, 6, 2, 2\]"):
         add_residual(x, x[:, :3])

@@ -5,13 +5,19 @@ import pickle
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderTiny
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
 from peft import LoraConfig
 from torch import nn
 
 from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.stages.decode import BOUNDS, FUSED, Decoding, FusedForward, fused_forward
-from dit_accel.stages.vae import autoencoder_kl, causal, page_of
+from dit_accel.stages.decode import BOUNDS, FUSED, Decoding, FusedDecode, fused_decode
+from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_video
 from tests.tiny import tiny_output, tiny_pipeline
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
@@ -42,10 +48,10 @@ def latents(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def hooked():
-    """Puts the hook on an autoencoder's decoder, with kernels of a backend."""
+    """Fuses an autoencoder's decoder, with kernels of a backend."""
 
     def put(made, backend="reference"):
-        return FusedForward(made.decoder, page_of(made), backend)
+        return FusedDecode(made, backend)
 
     return put
 
@@ -103,6 +109,37 @@ def test_videos_are_the_decoders_own(kind, config, frames, hooked):
     own = made.decode(given).sample
     hook = hooked(made)
     for _ in range(2):
+        assert (made.decode(given).sample - own).abs().max() < 5e-5
+        assert hook.remark == FUSED
+    made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    tiled = made.decode(given).sample
+    hook.leave()
+    assert (made.decode(given).sample - tiled).abs().max() < 5e-5
+
+
+HUNYUAN = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
+
+
+def hunyuan_autoencoder(**config):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = AutoencoderKLHunyuanVideo(**HUNYUAN | config).eval()
+        for norm in (module for module in made.modules() if isinstance(module, nn.GroupNorm)):
+            nn.init.normal_(norm.weight, 1.0, 0.3)
+            nn.init.normal_(norm.bias, 0.0, 0.3)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [{}, {"mid_block_add_attention": False}], ids=["attention", "no-attention"])
+@pytest.mark.parametrize("frames", [1, 3, 6])
+def test_borders_that_repeat_pixels_are_the_decoders_own(config, frames, hooked, monkeypatch):
+    """Of several videos, in parts of a few frames, in tiles of frames, and in tiles of pixels."""
+    made, given = hunyuan_autoencoder(**config), latents(2, 4, frames, 3, 5)
+    own = made.decode(given).sample
+    hook = hooked(made)
+    for limit in (hunyuan_video.BYTES, 1000):
+        monkeypatch.setattr(hunyuan_video, "BYTES", limit)
         assert (made.decode(given).sample - own).abs().max() < 5e-5
         assert hook.remark == FUSED
     made.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
@@ -295,7 +332,7 @@ def test_a_forward_of_somebody_else_is_put_back():
         return sample
 
     made.decoder.forward = forward
-    stage = FusedForward(made.decoder, autoencoder_kl)
+    stage = FusedDecode(made)
     made.decoder(latents(1, 4, 2, 2))
     stage.leave()
     assert len(calls) == 1 and made.decoder.forward is forward
@@ -325,12 +362,13 @@ def test_a_pipeline_on_a_cpu_decodes_as_ever():
     pipe.vae.decode(latents(1, pipe.vae.config.latent_channels, 4, 4))
     assert "kernels need a CUDA GPU" in str(pipe.dit_accel.report())
     restore_pipeline(pipe)
-    assert fused_forward(pipe.vae.decoder) is None and "forward" not in vars(pipe.vae.decoder)
+    assert fused_decode(pipe.vae) is None and not set(vars(pipe.vae)) & {"_decode"}
+    assert "forward" not in vars(pipe.vae.decoder)
 
 
 def test_one_key_switches_it_off():
     pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **{"stages.decode": False})
-    assert fused_forward(pipe.vae.decoder) is None
+    assert fused_decode(pipe.vae) is None
     assert "stages.decode is false" in str(pipe.dit_accel.report())
 
 
@@ -340,11 +378,11 @@ def test_pipelines_may_share_an_autoencoder():
         pipes = tiny_pipeline("flux"), tiny_pipeline("flux")
         pipes[1].vae = pipes[0].vae
         accelerate_pipeline(pipes[0], "exact"), accelerate_pipeline(pipes[1], "exact")
-        hook = fused_forward(pipes[0].vae.decoder)
+        hook = fused_decode(pipes[0].vae)
         restore_pipeline(pipes[1 - last])
-        assert fused_forward(pipes[0].vae.decoder) is hook
+        assert fused_decode(pipes[0].vae) is hook
         restore_pipeline(pipes[last])
-        assert fused_forward(pipes[0].vae.decoder) is None
+        assert fused_decode(pipes[0].vae) is None
 
 
 def test_bounds_follow_the_dtype():

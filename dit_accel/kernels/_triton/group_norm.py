@@ -75,14 +75,22 @@ def _group_moments(
 
 @triton.jit
 def _normalise(
-    x, weight, bias, input_bias, moments, out, pixels, parts, channels, groups,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    x, weight, bias, input_bias, moments, out, pixels, parts, channels, groups, out_pixels, height, width, start,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PADDED: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     image = (tl.program_id(0) // parts).to(tl.int64)
-    pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    pixel = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)  # of out
     channel = tl.arange(0, CHANNELS)
     has_channel = channel < channels
-    inside = (pixel < pixels)[:, None] & has_channel[None, :]  # [rows, channels]
+    inside = (pixel < out_pixels)[:, None] & has_channel[None, :]  # [rows, channels]
+    to = (image * out_pixels + pixel.to(tl.int64))[:, None] * channels + channel[None, :]
+    if PADDED:
+        out_width, out_height = width + 2 * BORDER, height + 2 * BORDER
+        frame = tl.maximum(pixel // (out_width * out_height) + start, 0)
+        row = tl.minimum(tl.maximum(pixel // out_width % out_height - BORDER, 0), height - 1)
+        column = tl.minimum(tl.maximum(pixel % out_width - BORDER, 0), width - 1)
+        pixel = (frame * height + row) * width + column
     at = (image * pixels + pixel.to(tl.int64))[:, None] * channels + channel[None, :]
     moments += (image * groups + channel // (channels // groups)) * 2
     mean, inverse = tl.load(moments, has_channel, other=0.0), tl.load(moments + 1, has_channel, other=0.0)
@@ -93,7 +101,7 @@ def _normalise(
     y += _load(bias, channel, has_channel)[None, :]
     if SILU:
         y *= tl.sigmoid(y)
-    tl.store(out + at, y.to(out.dtype.element_ty), inside)
+    tl.store(out + to, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -109,16 +117,22 @@ def _add(x, update, bias, out, pixels, channels, HAS_BIAS: tl.constexpr, ROWS: t
     tl.store(out + at, y.to(out.dtype.element_ty), inside)
 
 
-def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out) -> None:
-    """Fills ``out``; it and ``x`` are ``[B, C, H, W]`` in channels-last layout."""
-    images, channels, height, width = x.shape
-    pixels, padded = height * width, next_power_of_2(channels)
+def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out, padding) -> None:
+    """Fill ``out``; it and ``x`` are ``[B, C, H, W]`` or ``[B, C, T, H, W]`` in channels-last layout.
+
+    Args:
+        padding: first frame of x in ``out``, which is negative where frames repeat the first one, and the border in
+            pixels; None = ``out`` has the pixels of x.
+    """
+    images, channels, *_, height, width = x.shape
+    pixels, padded = x[0, 0].numel(), next_power_of_2(channels)
+    out_pixels, (start, border) = out[0, 0].numel(), padding or (0, 0)
     rows, summed = max(1, VALUES // padded), max(1, SUMMED // padded)
     steps = max(1, triton.cdiv(pixels, summed * CHUNKS))
     chunks = triton.cdiv(pixels, summed * steps)
     sums = x.new_empty(images, chunks, 2, channels, dtype=torch.float32)
     moments = x.new_empty(images, groups, 2, dtype=torch.float32)
-    parts, has_bias = triton.cdiv(pixels, rows), input_bias is not None
+    parts, has_bias = triton.cdiv(out_pixels, rows), input_bias is not None
     with on_device(x):
         launch(
             _chunk_sums, images * chunks, (x, sums), (pixels, chunks, channels),
@@ -130,8 +144,9 @@ def group_norm_into(x, weight, bias, groups, eps, silu, input_bias, out) -> None
             WIDTH=next_power_of_2(channels // groups), PART=PARTS, STEPS=triton.cdiv(chunks, PARTS), num_warps=4,
         )  # fmt: skip
         launch(
-            _normalise, images * parts, (x, weight, bias, input_bias, moments, out), (pixels, parts, channels, groups),
-            HAS_BIAS=has_bias, SILU=silu, ROWS=rows, CHANNELS=padded, num_warps=8,
+            _normalise, images * parts, (x, weight, bias, input_bias, moments, out),
+            (pixels, parts, channels, groups, out_pixels, height, width, start), HAS_BIAS=has_bias, SILU=silu,
+            PADDED=padding is not None, BORDER=border, ROWS=rows, CHANNELS=padded, num_warps=8,
         )  # fmt: skip
 
 
@@ -144,29 +159,4 @@ def add_residual_into(x, update, bias, out) -> None:
         launch(
             _add, triton.cdiv(pixels, rows), (x, update, bias, out), (pixels, channels),
             HAS_BIAS=bias is not None, ROWS=rows, CHANNELS=padded, num_warps=8,
-        )  # fmt: skip
-
-
-@triton.jit
-def _upsample(x, out, pixels, width, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    pixel = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # of the input, over all images
-    channel = tl.arange(0, CHANNELS)
-    inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]  # [rows, channels]
-    value = tl.load(x + pixel[:, None] * channels + channel[None, :], inside)
-    first = pixel // width * 4 * width + pixel % width * 2  # of its four pixels in the output
-    at = first[:, None] * channels + channel[None, :]
-    for down in tl.static_range(2):
-        for right in tl.static_range(2):
-            tl.store(out + at + (down * 2 * width + right) * channels, value, inside)
-
-
-def upsample_into(x, out) -> None:
-    """Fills ``out`` ``[B, C, 2H, 2W]`` from ``x`` ``[B, C, H, W]``, both in channels-last layout."""
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    padded = next_power_of_2(channels)
-    rows = max(1, VALUES // padded)
-    with on_device(x):
-        launch(
-            _upsample, triton.cdiv(pixels, rows), (x, out), (pixels, x.shape[3], channels),
-            ROWS=rows, CHANNELS=padded, num_warps=8,
         )  # fmt: skip

@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dit_accel.stages.vae import autoencoder_kl, causal
+from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_image, hunyuan_video, ltx
 
 PAGES = {
     "AutoencoderKL": autoencoder_kl,
     "AutoencoderKLFlux2": autoencoder_kl,
+    "AutoencoderKLHunyuanImage": hunyuan_image,
+    "AutoencoderKLHunyuanVideo": hunyuan_video,
+    "AutoencoderKLLTX2Video": ltx,
+    "AutoencoderKLLTXVideo": ltx,
     "AutoencoderKLQwenImage": causal,
     "AutoencoderKLWan": causal,
 }

@@ -16,7 +16,8 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D, UpDecoderBlock
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from dit_accel.kernels import add_residual, group_norm, upsample_nearest
+from dit_accel.kernels import add_residual, group_norm
+from dit_accel.stages.vae.layers import Layers
 
 LAST = torch.channels_last
 
@@ -41,6 +42,8 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
             return f"a convolution pads with {module.padding_mode}"
         if isinstance(module, Upsample2D) and (module.norm is not None or not module.use_conv or module.name != "conv"):
             return "its upsampling is not nearest pixels and a convolution"
+        if isinstance(module, Upsample2D) and (module.conv.kernel_size, module.conv.padding) != ((3, 3), (1, 1)):
+            return f"it upsamples with a kernel of {module.conv.kernel_size}"
     return None
 
 
@@ -54,44 +57,41 @@ def _why_not_block(block: ResnetBlock2D) -> str | None:
     return None if type(block.norm1) is type(block.norm2) is nn.GroupNorm else "its residual blocks have other norms"
 
 
-def decode(
-    decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, backend: str = "auto"
-) -> torch.Tensor:
-    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``.
-
-    Args:
-        backend: of the kernels.
-    """
-    x, middle = _convolved(decoder.conv_in, latents), decoder.mid_block
-    x = _block(middle.resnets[0], x, backend)
+def decode(decoder: Decoder, latents: torch.Tensor, latent_embeds: None = None, *, layers: Layers) -> torch.Tensor:
+    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
+    x, middle, backend = convolved(decoder.conv_in, latents), decoder.mid_block, layers.backend
+    x = residual_block(middle.resnets[0], x, backend)
     for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
         x = x if attention is None else attention(x, temb=None)
-        x = _block(block, x, backend)
+        x = residual_block(block, x, backend)
     for stage in decoder.up_blocks:
         for block in stage.resnets:
-            x = _block(block, x, backend)
+            x = residual_block(block, x, backend)
         for upsampler in stage.upsamplers or ():
-            x = _convolved(upsampler.conv, upsample_nearest(x, backend=backend))
-    return _convolved(decoder.conv_out, _normed(decoder.conv_norm_out, x, backend))
+            x = layers.upsampled(upsampler.conv, x[:, :, None])[:, :, 0]
+    return convolved(decoder.conv_out, normed(decoder.conv_norm_out, x, backend))
 
 
-def _block(block: ResnetBlock2D, x: torch.Tensor, backend: str) -> torch.Tensor:
-    h = _convolved(block.conv1, _normed(block.norm1, x, backend), biased=False)
-    h = _normed(block.norm2, h, backend, block.conv1.bias)
-    h = _convolved(block.conv2, h, biased=False)
+def residual_block(block: nn.Module, x: torch.Tensor, backend: str) -> torch.Tensor:
+    """Features behind a block of two norms and two convolutions, with or without a convolution as shortcut."""
+    h = convolved(block.conv1, normed(block.norm1, x, backend), biased=False)
+    h = normed(block.norm2, h, backend, block.conv1.bias)
+    h = convolved(block.conv2, h, biased=False)
     bias = block.conv2.bias
     if block.conv_shortcut is not None:
-        x = _convolved(block.conv_shortcut, x, biased=False)
+        x = convolved(block.conv_shortcut, x, biased=False)
         biases = [each for each in (bias, block.conv_shortcut.bias) if each is not None]
         bias = torch.stack(biases).sum(0, dtype=torch.float32) if biases else None
     return add_residual(x, h, bias, backend=backend)
 
 
-def _normed(norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+def normed(norm: nn.GroupNorm, x: torch.Tensor, backend: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Normalised features, behind SiLU; ``bias`` is added to x before."""
     return group_norm(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, input_bias=bias, backend=backend)
 
 
-def _convolved(convolution: nn.Conv2d, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+def convolved(convolution: nn.Conv2d, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+    """A convolution in channels-last layout, with its bias or without."""
     weight = convolution.weight.contiguous(memory_format=LAST)
     bias = convolution.bias if biased else None
     x = x.contiguous(memory_format=LAST)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from dit_accel.kernels import add_residual, causal_norm, upsample_nearest
+from dit_accel.kernels import causal_norm
+from dit_accel.stages.vae.layers import Layers, dense, parts_of
 
-LAST = torch.channels_last_3d
 PREFIXES = ("Wan", "QwenImage")
 PARTS = (  # of the decoder, by their names behind the prefix
     *("Decoder3d", "MidBlock", "UpBlock", "ResidualUpBlock", "ResidualBlock", "AttentionBlock"),
@@ -54,25 +53,21 @@ def decode(
     feat_cache: list,
     feat_idx: list[int],
     first_chunk: bool = False,
-    backend: str = "auto",
+    layers: Layers,
 ) -> torch.Tensor:
-    """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``.
-
-    Args:
-        backend: of the kernels.
-    """
-    run = _Call(feat_cache, feat_idx, backend)
+    """Frames ``[B, C, T, H, W]`` from a latent frame ``[B, c, t, h, w]``; updates ``feat_cache`` and ``feat_idx``."""
+    run = _Call(feat_cache, feat_idx, layers)
     past = run.past()
-    x = run.convolved(decoder.conv_in, _dense(x) if past is None and x.shape[2] == 1 else _behind(x, past))
+    x = run.convolved(decoder.conv_in, dense(x) if past is None and x.shape[2] == 1 else _behind(x, past))
     x = run.block(decoder.mid_block.resnets[0], x)
     for attention, block in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
-        x = x if attention is None else _dense(attention(x))
+        x = x if attention is None else dense(attention(x))
         x = run.block(block, x)
     for stage in decoder.up_blocks:
         before = x
         for block in stage.resnets:
             x = run.block(block, x)
-        for resample in _resamples(stage):
+        for resample in parts_of(stage, "upsampler", "upsamplers"):
             x = run.resampled(resample, x)
         if getattr(stage, "avg_shortcut", None) is not None:
             x = x + stage.avg_shortcut(before, first_chunk=first_chunk)
@@ -82,10 +77,10 @@ def decode(
 class _Call:
     """One call of the decoder, which walks through the kept frames of its convolutions."""
 
-    def __init__(self, feat_cache: list, feat_idx: list[int], backend: str) -> None:
+    def __init__(self, feat_cache: list, feat_idx: list[int], layers: Layers) -> None:
         self._cache = feat_cache
         self._index = feat_idx
-        self._backend = backend
+        self._layers = layers
 
     def past(self) -> torch.Tensor | None:
         """Frames that were kept for the next convolution; None = there are none."""
@@ -96,30 +91,27 @@ class _Call:
         """Normalised features behind the frames that were kept."""
         weight, past = norm.gamma.flatten(), self.past()
         frames = 0 if past is None and x.shape[2] == 1 else PAST
-        return causal_norm(x, weight, past, frames=frames, input_bias=bias, backend=self._backend)
+        return causal_norm(x, weight, past, frames=frames, input_bias=bias, backend=self._layers.backend)
 
-    def convolved(self, convolution: nn.Conv3d, frames: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+    def convolved(
+        self, layer: nn.Conv3d, frames: torch.Tensor, residual: torch.Tensor | None = None, *, biased: bool = True
+    ) -> torch.Tensor:
         """A causal convolution over its past and its input; the last two frames are kept."""
-        bias, (width, _, height, *_) = convolution.bias if biased else None, convolution._padding
+        self._cache[self._index[0]] = frames[:, :, -PAST:].clone()
+        self._index[0] += 1
         is_first = frames.shape[2] == 1  # with zeros before it
-        self._keep(frames)
-        if is_first:
-            weight = convolution.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
-            return F.conv2d(frames[:, :, -1], weight, bias, padding=(height, width))[:, :, None]
-        weight = convolution.weight.contiguous(memory_format=LAST)
-        return F.conv3d(frames, weight, bias, padding=(0, height, width))
+        padding = layer._padding[0]
+        return self._layers.convolved(layer, frames, residual, padding=padding, biased=biased, last_tap=is_first)
 
     def block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A residual block."""
-        shortcut, x = block.conv_shortcut, _dense(x)
+        x = dense(x)
         h = self.convolved(block.conv1, self.normed(block.norm1, x), biased=False)
         frames = self.normed(block.norm2, h, block.conv1.bias)
         del h  # a quarter of the peak
-        h = self.convolved(block.conv2, frames, biased=False)
-        del frames
-        if not isinstance(shortcut, nn.Identity):
-            x = F.conv3d(x, shortcut.weight.contiguous(memory_format=LAST), shortcut.bias)
-        return _as_video(add_residual(_as_images(x), _as_images(h), block.conv2.bias, backend=self._backend), x)
+        if not isinstance(block.conv_shortcut, nn.Identity):
+            x = self._layers.convolved(block.conv_shortcut, x, padding=0)
+        return self.convolved(block.conv2, frames, x)
 
     def resampled(self, resample: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Features at twice the width and height, and of twice as many frames where the module has that."""
@@ -129,45 +121,17 @@ class _Call:
                 self._index[0] += 1
             else:
                 x = self._twice_the_frames(resample.time_conv, x)
-        _, convolution = resample.resample
-        images = upsample_nearest(_as_images(x), backend=self._backend)
-        weight = convolution.weight.contiguous(memory_format=torch.channels_last)
-        return _as_video(F.conv2d(images, weight, convolution.bias, padding=convolution.padding), x)
+        return self._layers.upsampled(resample.resample[1], x)
 
-    def _twice_the_frames(self, convolution: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
-        frames = _behind(x, self.past())
-        self._keep(frames)
-        y = F.conv3d(frames, convolution.weight.contiguous(memory_format=LAST), convolution.bias)
+    def _twice_the_frames(self, layer: nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
+        y = self.convolved(layer, _behind(x, self.past()))
         batch, channels, time, height, width = x.shape
         y = y.permute(0, 2, 3, 4, 1).reshape(batch, time, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
         return y.reshape(batch, 2 * time, height, width, channels).permute(0, 4, 1, 2, 3)
-
-    def _keep(self, frames: torch.Tensor) -> None:
-        self._cache[self._index[0]] = frames[:, :, -PAST:].clone()
-        self._index[0] += 1
 
 
 def _behind(x: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
     """x behind two frames of the past, in channels-last layout."""
     known = 0 if past is None else past.shape[2]
     zeros = x.new_zeros(*x.shape[:2], PAST - known, *x.shape[3:])
-    return torch.cat([zeros, *([] if past is None else [past]), x], 2).contiguous(memory_format=LAST)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous(memory_format=LAST)
-
-
-def _as_images(x: torch.Tensor) -> torch.Tensor:
-    """``[B, C, T, H, W]`` as ``[B T, C, H, W]``."""
-    return _dense(x).permute(0, 2, 1, 3, 4).flatten(0, 1)
-
-
-def _as_video(images: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``[B T, C, H, W]`` as ``[B, C, T, H, W]``, with the frames of ``like``."""
-    return images.unflatten(0, (like.shape[0], like.shape[2])).permute(0, 2, 1, 3, 4)
-
-
-def _resamples(stage: nn.Module) -> list[nn.Module]:
-    single = getattr(stage, "upsampler", None)
-    return [single] if single is not None else list(getattr(stage, "upsamplers", None) or ())
+    return dense(torch.cat([zeros, *([] if past is None else [past]), x], 2))

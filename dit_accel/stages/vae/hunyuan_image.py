@@ -1,0 +1,67 @@
+"""The decoder of ``AutoencoderKLHunyuanImage`` (HunyuanImage 2.1): blocks as in ``AutoencoderKL``, another upsampling.
+
+Its upsampling moves channels into pixels and adds the input in the same way. Here the input is added where the channels
+are, and one copy in channels-last layout moves both and adds the bias of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import (
+    HunyuanImageAttentionBlock,
+    HunyuanImageDecoder2D,
+    HunyuanImageMidBlock,
+    HunyuanImageResnetBlock,
+    HunyuanImageUpsample,
+)
+from torch import nn
+
+from dit_accel.kernels import add_residual
+from dit_accel.stages.vae.autoencoder_kl import convolved, normed, residual_block
+from dit_accel.stages.vae.layers import Layers
+
+KNOWN = (
+    *(HunyuanImageDecoder2D, HunyuanImageMidBlock, HunyuanImageResnetBlock, HunyuanImageAttentionBlock),
+    *(HunyuanImageUpsample, nn.ModuleList, nn.Conv2d, nn.GroupNorm, nn.SiLU),
+)
+
+
+def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why a call of a decoder can't run on this page, or None."""
+    if len(args) != 1 or kwargs:
+        return "the decoder gets more than latents"
+    if type(decoder) is not HunyuanImageDecoder2D:
+        return f"its decoder is a {type(decoder).__name__}"
+    for module in decoder.modules():
+        if type(module) not in KNOWN:
+            return f"its decoder has a {type(module).__name__}"
+        if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+            return f"a convolution pads with {module.padding_mode}"
+        if getattr(module, "conv_shortcut", None) is not None:
+            return "its residual blocks change the number of channels"
+    return None
+
+
+def decode(decoder: HunyuanImageDecoder2D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
+    """Images ``[B, 3, H, W]`` from latents ``[B, C, h, w]``."""
+    first, middle, backend = decoder.conv_in, decoder.mid_block, layers.backend
+    repeated = latents.repeat_interleave(decoder.repeat, dim=1)
+    x = add_residual(repeated, convolved(first, latents, biased=False), first.bias, backend=backend)
+    x = residual_block(middle.resnets[0], x, backend)
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        x = residual_block(block, attention(x), backend)
+    for block in decoder.up_blocks:
+        is_upsampling = isinstance(block, HunyuanImageUpsample)
+        x = _upsampled(block, x) if is_upsampling else residual_block(block, x, backend)
+    return convolved(decoder.conv_out, normed(decoder.norm_out, x, backend))
+
+
+def _upsampled(upsampling: HunyuanImageUpsample, x: torch.Tensor) -> torch.Tensor:
+    """Twice the height and width; channels are in the order ``[row, column, channel]`` of the result."""
+    y = convolved(upsampling.conv, x, biased=False).permute(0, 2, 3, 1)
+    y.unflatten(-1, (-1, upsampling.repeats)).add_(x.permute(0, 2, 3, 1)[..., None])
+    y = y.unflatten(-1, (2, 2, -1)).transpose(2, 3)  # [B, H, 2, W, 2, C]
+    bias = upsampling.conv.bias.unflatten(0, (2, 1, 2, -1))
+    return torch.add(y, bias, out=y.new_empty(y.shape)).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)

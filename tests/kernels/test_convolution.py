@@ -1,0 +1,83 @@
+"""Convolutions equal their formulas in float64, also behind upsampling that is never computed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_accel.errors import ShapeError, UnsupportedError
+from dit_accel.kernels import convolution, fold_upsampling, upsampled_convolution
+
+LAST = torch.channels_last_3d
+SHAPES = {  # of x, output channels, taps
+    "video": ((1, 16, 4, 9, 18), 32, (3, 3, 3)),
+    "two-products": ((2, 32, 3, 5, 7), 96, (3, 3, 3)),
+    "image": ((1, 16, 1, 3, 20), 64, (1, 3, 3)),
+    "one-tap": ((1, 48, 2, 1, 1), 192, (1, 1, 1)),
+}
+
+
+def assert_close(actual, expected, dtype, work):
+    assert actual.dtype == dtype and actual.is_contiguous(memory_format=LAST)
+    eps = max(torch.finfo(dtype).eps, 2**-10 if actual.is_cuda else 0)  # products are TF32 on a GPU
+    allowed = 1.1 * eps * (expected.abs() + work**0.5)
+    assert ((actual.double() - expected).abs() <= allowed + 2e-4).all()
+
+
+@pytest.mark.parametrize(("shape", "outputs", "taps"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("padding", [0, 1], ids=["bordered", "zeros"])
+@pytest.mark.parametrize("adds", [True, False], ids=["bias-and-residual", "alone"])
+def test_convolves(shape, outputs, taps, padding, adds, implementation, make_tensor):
+    backend, dtype = implementation
+    if padding == 0:
+        shape = (*shape[:3], *(side + tap - 1 for side, tap in zip(shape[3:], taps[1:], strict=True)))
+    x, weight = make_tensor(*shape, dtype=dtype), make_tensor(outputs, shape[1], *taps, dtype=dtype)
+    expected = F.conv3d(x.double(), weight.double(), padding=(0, padding, padding))
+    bias = residual = None
+    if adds:
+        bias, residual = make_tensor(outputs, dtype=dtype), make_tensor(*expected.shape, dtype=dtype)
+        expected = expected + bias.double()[:, None, None, None] + residual.double()
+    out = convolution(x, weight, bias, residual, padding=padding, backend=backend)
+    assert_close(out, expected, dtype, shape[1] * weight[0, 0].numel())
+
+
+@pytest.mark.parametrize("frames", [False, True], ids=["pixels", "pixels-and-frames"])
+@pytest.mark.parametrize("padding", [0, 1], ids=["bordered", "zeros"])
+@pytest.mark.parametrize("shape", [(2, 16, 3, 5, 9), (1, 16, 1, 2, 17)], ids=["frames", "one-frame"])
+def test_convolves_what_would_be_upsampled(frames, padding, shape, implementation, make_tensor):
+    """A border is repeated pixels; the first frame is not repeated, and the one before it is a copy of it."""
+    backend, dtype = implementation
+    x, bias = make_tensor(*shape, dtype=dtype), make_tensor(32, dtype=dtype)
+    weight = make_tensor(32, shape[1], 3 if frames else 1, 3, 3, dtype=dtype)
+    large = x.double().repeat_interleave(2, 3).repeat_interleave(2, 4)
+    if frames:
+        large = torch.cat([large[:, :, :1], large[:, :, 1:].repeat_interleave(2, 2)], 2)
+    mode = "constant" if padding else "replicate"
+    large = F.pad(large.float(), (1, 1, 1, 1, 0, 0), mode=mode)
+    large = F.pad(large, (0, 0, 0, 0, 2 if frames else 0, 0), mode="replicate").double()
+    expected = F.conv3d(large, weight.double(), bias.double())
+    if not padding:
+        x = F.pad(x.float(), (1, 1, 1, 1, 0, 0), mode="replicate").to(dtype)
+    x = torch.cat([x[:, :, :1], x], 2) if frames else x
+    out = upsampled_convolution(x, fold_upsampling(weight, frames=frames), bias, padding=padding, backend=backend)
+    assert_close(out, expected, dtype, shape[1] * weight[0, 0].numel())
+
+
+def test_the_kernel_names_the_channels_it_needs(make_tensor):
+    with pytest.raises(UnsupportedError, match="multiple of 16 channels, got 8"):
+        convolution(make_tensor(1, 8, 1, 3, 3), make_tensor(32, 8, 1, 3, 3), backend="triton")
+    with pytest.raises(UnsupportedError, match="multiple of 32 output channels, got 3"):
+        convolution(make_tensor(1, 16, 1, 3, 3), make_tensor(3, 16, 1, 3, 3), backend="triton")
+
+
+def test_errors_name_the_argument(make_tensor):
+    x, weight = make_tensor(1, 16, 2, 3, 3), make_tensor(32, 16, 1, 3, 3)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[O, 16, kt, kh, kw\], got \[32, 8, 1, 3, 3\]"):
+        convolution(x, weight[:, :8])
+    with pytest.raises(ShapeError, match=r"residual must have shape \[1, 32, 2, 3, 3\]"):
+        convolution(x, weight, None, x)
+    with pytest.raises(ShapeError, match=r"bias must have shape \[32\], got \[16\]"):
+        convolution(x, weight, weight[0, :, 0, 0, 0])
+    with pytest.raises(ShapeError, match=r"4 or 8 phases and padding must be 0 or 1, got 4 and 2"):
+        upsampled_convolution(x, fold_upsampling(weight), padding=2)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[O, C, 3, 3, 3\]"):
+        fold_upsampling(weight, frames=True)
