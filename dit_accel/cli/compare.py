@@ -37,7 +37,7 @@ class Options(RunOptions):
         show_default="quality, balanced and turbo, and other targets of balanced",
     )
     peers: str = option(
-        "Other methods to compare with: `all`, `none`, or names, separated by commas. docs/guide/comparing.md "
+        "Other methods to compare with: `all`, `none`, or names, separated by commas. docs/notes/comparisons.md "
         "lists the names.",
         default="all",
     )

@@ -5,6 +5,7 @@ python -m tests.cli.test_reference      # writes the page anew
 
 import html
 import re
+from collections import Counter
 from pathlib import Path
 
 import typer
@@ -22,7 +23,24 @@ def page() -> str:
             each.short_help = each.help.partition("\n\n")[0].replace("\n", " ")  # which would be cut to a few words
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="dit-accel", title="Command line")
     examples = re.sub(r"^(dit-accel .*)$", r"`\1`", html.unescape(text), flags=re.MULTILINE)
-    return f"{examples.strip()}\n"
+    return f"{once(examples).strip()}\n"
+
+
+def once(text: str) -> str:
+    """The page with options of three or more commands in a last section, and without usage that says nothing."""
+    text = re.sub(r"\*\*Usage\*\*:\n\n```console\n[^\n]* \[OPTIONS\]\n```\n\n", "", text)
+    head, *parts = re.split(r"\n+(?=##)", text)
+    commands = [re.sub(r"(\*\*Options\*\*:\n\n)?\* `--help`[^\n]*\n", "", part + "\n").split("\n") for part in parts]
+    counts = Counter(line for command in commands for line in command if line.startswith("* `-"))
+    shared = [line for line, count in counts.items() if count >= 3]
+    sections = []
+    for command in commands:
+        section = re.sub(r"\n{3,}", "\n\n", "\n".join(line for line in command if line not in shared)).strip()
+        if here := [line for line in shared if line in command]:
+            names = "all" if here == shared else ", ".join(f"`{re.search('--[a-z-]+', line)[0]}`" for line in here)
+            section += f"\n\n[Options of several commands](#options-of-several-commands): {names}"
+        sections.append(section)
+    return "\n\n".join([head, *sections, "## Options of several commands", "\n".join(shared)])
 
 
 def test_the_page_is_what_help_says():

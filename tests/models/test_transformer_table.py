@@ -5,6 +5,7 @@ python -m tests.models.test_transformer_table      # rewrites the page, and the 
 
 import inspect
 import re
+import textwrap
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -20,8 +21,7 @@ from dit_accel.loop.runs import Runs
 from dit_accel.loop.tracker import TimestepClock
 from dit_accel.models import denoisers
 from dit_accel.models.families import FAMILIES, known_family
-from dit_accel.models.hooks import parameter_names
-from dit_accel.models.transformer import TIMESTEPS, TransformerDriver
+from dit_accel.models.transformer import TransformerDriver
 from tests.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +36,22 @@ STEPS = 8
 HEAD = """# Transformers of diffusers
 
 What level `output` makes of every transformer class of diffusers {version}. *Ran* means that a tiny pipeline of it ran
-in our tests, with forecasts in some of its steps. *Accepted* means that it takes a timestep, and that no pipeline of it
-was run here; the [rules](concepts.md#branches-runs-and-what-ends-them) decide in its runs. What can't be told apart
-runs plainly, and the report says why. The last column has the name by which presets call a family whose
-[facts](adding_a_model.md) are known, and the further levels that it has; there computed steps can leave out tiles. The
-test that holds this page also writes it (`tests/models/test_transformer_table.py`).
+in our tests, with forecasts in some of its steps. The last column has the name by which presets call a family whose
+[facts](adding_a_model.md) are known, and the further levels that it has; there computed steps can also skip tiles. The
+test of this page writes it (`tests/models/test_transformer_table.py`).
 
-| class | step comes from | outcome | family, and levels inside of it |
-|---|---|---|---|
+| class | outcome | family, and levels inside of it |
+|---|---|---|
+{rows}
+**Accepted**: these classes take a timestep, but no pipeline of them was run here; the
+[rules](concepts.md#branches-runs-and-what-ends-them) decide in their runs. Steps that can't be told apart run
+plainly, and the report says why.
+
+{accepted}
+
+**Refused** by `accelerate_pipeline`, because they take no timestep:
+
+{refused}
 """
 
 
@@ -77,18 +85,21 @@ def inside(cls: type) -> str:
 
 
 def page() -> str:
-    ran, rows = outcomes_of_runs(), []
+    ran, rows = outcomes_of_runs(), ""
+    accepted, refused = [], []
     runs = Runs(lambda _: Controller(load_preset("balanced"), TimestepClock([1.0]), "any"))
     for name, cls in classes().items():
-        transformer = cls.__new__(cls)
-        told = next((f"`{each}`" for each in TIMESTEPS if each in parameter_names(transformer)), "nothing")
         try:
-            TransformerDriver(transformer, runs, "transformer", lambda: None)
-            outcome = "; ".join(ran.get(name, ["accepted"]))
+            TransformerDriver(cls.__new__(cls), runs, "transformer", lambda: None)
         except UnsupportedError:
-            outcome = "refused by `accelerate_pipeline`, which says so"
-        rows.append(f"| {name} | {told} | {outcome} | {inside(cls)} |\n")
-    return HEAD.format(version=diffusers.__version__) + "".join(rows)
+            refused.append(name)
+            continue
+        if name in ran or inside(cls) != "–":
+            rows += f"| {name} | {'; '.join(ran.get(name, ['accepted']))} | {inside(cls)} |\n"
+        else:
+            accepted.append(name)
+    lists = ["\n".join(textwrap.wrap(", ".join(names), 120)) for names in (accepted, refused)]
+    return HEAD.format(version=diffusers.__version__, rows=rows, accepted=lists[0], refused=lists[1])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
