@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare one prompt per call with several: time, steps and images.
 
-    python -m scripts.bench.calls --output docs/results/prompt_batches.json
+    python -m scripts.bench.prompt_batches --output docs/results/prompt_batches.json
 
 All calls use ``balanced`` with ``schedule.per_prompt`` and the same noise. Times are medians of several rounds; each
 round times every batch size. Images are compared as saved, in 8 bits.
