@@ -28,6 +28,19 @@ def measured(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield row | ({} if over is None else {"speed_up": over / row["seconds"], "plain_seconds": over})
 
 
+def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the faster preset's row of each call, with the seconds of the other ways by their names in ``others``.
+
+    Calls without diffusers' seconds are left out.
+    """
+    rows, found = list(measured(document)), {}
+    for row in sorted(rows, key=lambda row: row["seconds"]):
+        if row["way"] in ("exact", "balanced") and "plain_seconds" in row:
+            others = {each["way"]: each["seconds"] for each in rows if (*_call(each), each["gpus"]) == (*_call(row), 1)}
+            found.setdefault((*_call(row), row["gpus"]), row | {"others": others})
+    return sorted(found.values(), key=_order)
+
+
 def markdown(document: dict[str, Any]) -> str:
     """Table of all calls and ways, with the devices above it and failures below."""
     titles = ("call", "way", "GPUs", "computed steps", "whole call, s", *(f"{name}, s" for name in COLUMNS))
@@ -41,7 +54,7 @@ def markdown(document: dict[str, Any]) -> str:
         f"| {' | '.join(titles)} | speed-up | peak GiB | decoded |",
         "|---" * (len(titles) + 3) + "|",
     ]
-    for row in sorted(measured(document), key=lambda row: (row["case"], -row["steps"], not row["guidance"])):
+    for row in sorted(measured(document), key=_order):
         cells = [name_of(row), LABELS[row["way"]], str(row["gpus"]), f"{row['computed_steps']} of {row['steps']}"]
         cells += [f"{seconds:.2f}" for seconds in (row["seconds"], *(row["stages"][name] for name in COLUMNS))]
         cells.append(f"{row['speed_up']:.2f}×" if "speed_up" in row else "")
@@ -56,6 +69,10 @@ def name_of(row: dict[str, Any]) -> str:
     """Return a call's name, for example ``qwen-image, 1024 × 1024, 50 steps, guidance``."""
     size = " × ".join(str(side) for side in row["size"] if side)
     return f"{row['model']}, {size}, {row['steps']} steps{', guidance' if row['guidance'] else ''}"
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (row["case"], -row["steps"], not row["guidance"], row["gpus"])
 
 
 def _call(row: dict[str, Any]) -> tuple[Any, ...]:
