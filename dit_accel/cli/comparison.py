@@ -158,7 +158,7 @@ def print_summary(console: Console, summary: dict[str, Any], preset: Preset | No
         rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
     if sides.speedup is not None:
         rows["speed-up"] = [str(sides.speedup)]
-        rows["of whole call"] = [f"{summary['plain_call_seconds'] / summary['accelerated_call_seconds']:.2f}×"]
+        rows["speed-up of the call"] = [f"{summary['plain_call_seconds'] / summary['accelerated_call_seconds']:.2f}×"]
         rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
         rows["SSIM"] = [f"{summary['ssim']:.4f}"]
     for label, values in rows.items():
