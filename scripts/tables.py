@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 RENDERERS = {  # stem of the JSON: module, function, and the arguments taken from the document; none = the document
+    r"calls": ("scripts.bench.call_speed.table", "markdown", []),
     r"changes-under-way": ("scripts.research.changes_under_way", "table", ["rows"]),
     r"compiled-kernels": ("scripts.checks.compile_study.report", "table", ["kernels"]),
     r"(compiled|kernel-times|papers-speed|speed)-.+": ("scripts.bench.model_speed.table", "markdown", []),

@@ -134,6 +134,8 @@ def summary_of(medium: Pictures | Clips, sides: Sides) -> dict[str, Any]:
         "speedup_spread": sides.speedup and [sides.speedup.least, sides.speedup.most],
         "plain_call_seconds": plain and plain.output.seconds,
         "accelerated_call_seconds": fast and fast.output.seconds,
+        "plain_stages": plain and plain.output.stages,
+        "accelerated_stages": fast and fast.output.stages,
         **quality,
         "computed_fraction": report.computed_fraction if report else 1.0,
         "report": report.to_json() if report else None,
@@ -149,20 +151,22 @@ def print_summary(console: Console, summary: dict[str, Any], preset: Preset | No
     table.add_column("")
     for side in shown:
         table.add_column(titles[side], justify="right")
-    rows = {
-        "denoising": [f"{summary[f'{side}_seconds']:.2f} s" for side in shown],
-        "whole call": [f"{summary[f'{side}_call_seconds']:.2f} s" for side in shown],
-    }
+    stages = {side: summary[f"{side}_stages"] | {"denoising": summary[f"{side}_seconds"]} for side in shown}
+    rows = {name: [f"{stages[side][name]:.2f} s" for side in shown] for name in stages[shown[0]]}
+    rows["whole call"] = [f"{summary[f'{side}_call_seconds']:.2f} s" for side in shown]
     if preset:
         rows["computed fraction"] = [f"{summary['computed_fraction']:.3f}"]
     if sides.speedup is not None:
         rows["speed-up"] = [str(sides.speedup)]
+        rows["speed-up of the call"] = [f"{summary['plain_call_seconds'] / summary['accelerated_call_seconds']:.2f}×"]
         rows["PSNR"] = ["identical" if summary["identical"] else f"{summary['psnr_db']:.1f} dB"]
         rows["SSIM"] = [f"{summary['ssim']:.4f}"]
     for label, values in rows.items():
         table.add_row(label, *[""] * (len(shown) - len(values)), *values)
     console.print(table)
     report = summary["report"]
+    if report and report.get("decoding"):
+        console.out(f"decoded {report['decoding']}", highlight=False)
     notes = [*report["notes"]] if report else []
     # The run's own notes already explain this.
     if report and not notes and preset.schedule.control == "adaptive" and "dispatch" not in report["steps_by_mode"]:

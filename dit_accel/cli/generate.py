@@ -107,8 +107,9 @@ class Options(RunOptions):
     repeats: RepeatsOption = REPEATS
     plot: Path | None = option("Write a plot of the run: step modes, times, forecast errors. Needs the extra `plots`.")
     json_path: Path | None = option(
-        "Write a JSON file with times (seconds of the denoising loop: medians and all repeats), metrics and the "
-        "report. psnr_db is null if both outputs are identical; plain values are null without --compare.",
+        "Write a JSON file with times (seconds of the denoising loop: medians and all repeats; of each stage of the "
+        "call), metrics and the report. psnr_db is null if both outputs are identical; plain values are null without "
+        "--compare.",
         "--json",
     )
 

@@ -196,16 +196,21 @@ class _View:
         return due
 
     def _finish(self, end: Compared) -> None:
-        plain, fast = (self._made[side].output.denoising_seconds for side in ("plain", "accelerated"))
+        plain, fast = (self._made[side].output for side in ("plain", "accelerated"))
         quality = "identical" if math.isinf(end.psnr) else f"{end.psnr:.1f} dB"
         kept = " (cached)" if self._made["plain"].kept else ""
         target = getattr(end.preset.schedule, "target_error", None)
         settings = end.preset.name if target is None else f"{end.preset.name}, target_error {target:g}"
         computed = f"{end.report.computed_fraction:.0%}"
-        self.figures = (
-            "| plain | accelerated | speed-up | PSNR | computed |\n|---|---|---|---|---|\n"
-            f"| {plain:.2f} s{kept} | {fast:.2f} s | {end.speedup:.2f}× | {quality} | {computed} |"
-        )
+        columns = [*plain.stages, "whole call"]
+        speedups = {"denoising": end.speedup, "whole call": plain.seconds / fast.seconds}
+        rows = [["seconds", *columns], ["---"] * (1 + len(columns))]
+        for side, output in ((f"plain{kept}", plain), ("accelerated", fast)):
+            rows.append([side, *(f"{seconds:.2f}" for seconds in (*output.stages.values(), output.seconds))])
+        rows.append(["speed-up", *(f"{speedups[name]:.2f}×" if name in speedups else "" for name in columns)])
+        decoded = f", decoded {end.report.decoding}" if end.report.decoding else ""
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        self.figures = f"{table}\n\nPSNR {quality}, {computed} computed{decoded}"
         self.caption = f"{end.speedup:.2f}×, {quality} · {settings} · {self._wish.model} · {self._wish.prompt}"
         unknown, _ = unknown_words(self._wish.model, self._wish.prompt)
         notes = [*end.report.notes, *([f"{self._wish.model} does not know {', '.join(unknown)}."] if unknown else [])]

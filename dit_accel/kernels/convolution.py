@@ -171,7 +171,7 @@ def _takes_kernel(backend: str, x: torch.Tensor, outputs: int, *, is_faster: boo
         raise UnsupportedError(f"backend='triton': {reason}")
     if reason is not None or not is_free:
         return reason is None
-    # products of float32 are TF32, as cuDNN's are unless it is told otherwise
+    # products of float32 are TF32, as cuDNN's are by default
     return is_faster and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
 
 

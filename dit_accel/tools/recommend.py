@@ -1,16 +1,17 @@
 """Recommend a preset and a command for a model, GPU and number of steps.
 
-A speed-up is printed only if the same model, steps, GPUs and size were measured. ``recommend.json`` names the
-file of each figure, and tests compare it with ``docs/results``.
+A speed-up, and the seconds of a whole call, are printed only if the same model, steps, GPUs and size were measured.
+``recommend.json`` names the file of each figure, and tests compare it with ``docs/results``.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.presets import load_preset, preset_names
@@ -19,6 +20,9 @@ from dit_accel.tools.identify import Identity, identify
 LONG_CLIP = 13_312  # tokens of the longest video of a trained model that tiles were measured on
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
 FEW_STEPS = 8
+WHOLE_NOT_MEASURED = (
+    "Seconds of a whole call, with text encoding and decoding, were not measured for this case; --compare prints them."
+)
 FLOAT8_SINCE = (8, 9)  # compute capability from which matrix products of float8 run
 QUANTIZED = 0.65  # of the peak memory, at most: weights are most of it, and quantisation halves them
 
@@ -64,21 +68,80 @@ class Timed(NamedTuple):
     times: float
     source: str
 
-    def fits(self, model: str, gpus: int, gpu: str | None, steps: int | None, size: tuple[int | None, ...]) -> bool:
-        """Return True if this is the requested run; sides that are not given match."""
-        sides = all(side in (None, timed or 1) for side, timed in zip(size, self.size, strict=True))
-        return sides and (model, gpus, gpu, steps) == (self.model, self.gpus, self.card, self.steps)
-
     @property
     def sentence(self) -> str:
-        height, width, frames = self.size
-        what = f"{height} x {width}" + (f", {frames} frames" if frames else "")
         than = "diffusers" if self.gpus == 1 else f"the same run on one GPU, by {self.way}"
         calls = "twice" if "branches" in self.way else "once"
         return (
             f"With 14 of {self.steps} steps computed the transformer is {self.times:.2f} times as fast as {than}: "
-            f"{self.gpus} x {CARDS[self.card].title}, {what}, called {calls} a step, bf16, random weights "
+            f"{self.gpus} x {CARDS[self.card].title}, {_sides(self.size)}, called {calls} a step, bf16, random weights "
             f"(docs/results/{self.source}.json). A preset decides in each run how many steps it computes."
+        )
+
+
+class Whole(NamedTuple):
+    """A timed whole call of a full-size pipeline with random weights in bf16, with a fixed schedule.
+
+    Args:
+        model, size, steps, gpus, card, source: as in :class:`Timed`.
+        guidance: whether the transformer runs twice a step.
+        way: value of ``--parallel`` on several GPUs.
+        preset, computed: preset, and number of computed steps.
+        plain: seconds of diffusers on one GPU.
+        seconds: seconds of the call, and of its text encoding, denoising and decoding.
+    """
+
+    model: str
+    size: tuple[int, int, int | None]
+    steps: int
+    guidance: bool
+    gpus: int
+    card: str
+    way: str
+    preset: str
+    computed: int
+    plain: float
+    seconds: tuple[float, float, float, float]
+    source: str
+
+    @property
+    def sentence(self) -> str:
+        whole, text, denoising, decoding = self.seconds
+        guided = " with guidance" if self.guidance else ""
+        return (
+            f"A whole call{guided} takes {whole:.2f} s (text encoding {text:.2f} s, denoising {denoising:.2f} s, "
+            f"decoding {decoding:.2f} s) instead of diffusers' {self.plain:.2f} s on one GPU: {self.gpus} x "
+            f"{CARDS[self.card].title}, {_sides(self.size)}, {self.preset} with {self.computed} of {self.steps} steps "
+            f"computed, bf16, random weights (docs/results/{self.source}.json)."
+        )
+
+
+class Decoded(NamedTuple):
+    """Timed decoding of latents.
+
+    Args:
+        title: the model whose autoencoder was timed.
+        family: models with such an autoencoder.
+        size, card, source: as in :class:`Timed`.
+        dtype: of the autoencoder.
+        plain, fused: seconds of diffusers, and with fused kernels.
+    """
+
+    title: str
+    family: str
+    size: tuple[int, int, int | None]
+    card: str
+    dtype: str
+    plain: float
+    fused: float
+    source: str
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"Decoding latents of {self.title} takes {self.fused:.2f} s instead of diffusers' {self.plain:.2f} s: "
+            f"{CARDS[self.card].title}, {_sides(self.size)}, {self.dtype}, random weights "
+            f"(docs/results/{self.source}.json)."
         )
 
 
@@ -100,7 +163,10 @@ class Peak(NamedTuple):
 
 
 _MEASURED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-TIMED = tuple(Timed(**row | {"size": tuple(row["size"])}) for row in _MEASURED["timed"])
+TIMED, WHOLE, DECODED = (
+    tuple(kind(**row | {"size": tuple(row["size"])}) for row in _MEASURED[name])
+    for name, kind in (("timed", Timed), ("calls", Whole), ("decoded", Decoded))
+)
 PEAKS = tuple(Peak(**row) for row in _MEASURED["peaks"])
 
 
@@ -117,7 +183,7 @@ class Recommendation:
 
     Args:
         choices: presets; the first is the recommended one.
-        timed: the measured run that matches the request exactly; None = not measured.
+        timed: the measured run of the transformer that matches the request exactly; None = not measured.
         notes: whole sentences.
         python, shell: lines to copy.
     """
@@ -169,15 +235,22 @@ def recommend(
     card = None if gpu is None else CARDS[gpu]
     size = (height, width, frames)
     kinds = [word for word, is_so in (("LoRA", lora), ("quantised", quantized), ("distilled", few)) if is_so]
-    asked = (model.lower().rsplit("/", 1)[-1], gpus, gpu, steps)
-    timed = None if kinds else next((run for run in TIMED if run.fits(*asked, size)), None)
-    if timed:
-        height, width, frames = timed.size
-    choices = _choices(identity, size)
     way, on_sharing = _shared(identity, gpus, few=few)
+    asked = (model.lower().rsplit("/", 1)[-1], gpus, gpu, steps, way or "")
+    is_same = not lora and not quantized and (identity.is_distilled or not distilled)
+    timed, calls = (
+        [run for run in runs if is_same and asked == (run.model, run.gpus, run.card, run.steps, run.way)]
+        for runs in (_of_size(TIMED, size), _of_size(WHOLE, size))
+    )
+    if timed or calls:
+        height, width, frames = (*timed, *calls)[0].size
+    choices = _choices(identity, size)
     options, on_memory = _fitted(identity, card, quantized=quantized, is_shared=bool(way))
     notes = [
-        timed.sentence if timed else _not_measured(identity, card, steps, size, gpus, kinds),
+        *(run.sentence for run in (*timed, *calls)),
+        *([] if timed or calls else [_not_measured(identity, card, steps, size, gpus, kinds)]),
+        *([] if calls else [WHOLE_NOT_MEASURED]),
+        *[run.sentence for run in _of_size(DECODED, size) if (run.family, run.card) == (identity.family, gpu)][:1],
         *_notes_on_steps(steps, few=few),
         *on_sharing,
         *on_memory,
@@ -207,11 +280,21 @@ def recommend(
     return Recommendation(
         model=identity,
         choices=choices,
-        timed=timed,
+        timed=timed[0] if timed else None,
         notes=tuple(notes),
         python=f'from dit_accel import {names}\naccelerate_pipeline(pipe, "{choices[0].preset}"){calls}',
         shell=shlex.join([*shell, *([] if way else ["--compare"])]),
     )
+
+
+def _of_size(runs: Sequence[Any], size: tuple[int | None, ...]) -> list[Any]:
+    """Return the runs of a size; sides that are not given match."""
+    return [run for run in runs if all(side in (None, own or 1) for side, own in zip(size, run.size, strict=True))]
+
+
+def _sides(size: tuple[int, int, int | None]) -> str:
+    height, width, frames = size
+    return f"{height} x {width}" + (f", {frames} frames" if frames else "")
 
 
 def _not_measured(

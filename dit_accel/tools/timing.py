@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dit_accel.loop.timing import stopwatch_on
+from dit_accel.loop.timing import CallParts, stopwatch_on
 from dit_accel.models import denoisers
+from dit_accel.models.component_times import time_components
 from dit_accel.pipeline import makes_video
 from dit_accel.tools.video import as_clip
 
@@ -25,13 +26,23 @@ if TYPE_CHECKING:
 class Output:
     """Results of one call, seconds of the whole call and of its denoising loop, and number of transformer calls.
 
-    Results of video pipelines are uint8 ``[frames, height, width, 3]``.
+    Results of video pipelines are uint8 ``[frames, height, width, 3]``. ``parts`` has the seconds of the other
+    components, as in a report.
     """
 
     results: list[Image.Image] | list[np.ndarray]
     seconds: float
     denoising_seconds: float
     calls: int
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of the whole call by stage."""
+        text = sum(seconds for name, seconds in self.parts.items() if name.startswith("text_encoder"))
+        decoding = sum(seconds for name, seconds in self.parts.items() if name.endswith((".decoder", "vocoder")))
+        stages = {"text encoding": text, "denoising": self.denoising_seconds, "decoding": decoding}
+        return stages | {"other": max(self.seconds - sum(stages.values()), 0.0)}
 
 
 def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]) -> Output:
@@ -44,12 +55,13 @@ def timed_output(pipe: Any, arguments: dict[str, Any], seed: int | Sequence[int]
     generators = [torch.Generator("cpu").manual_seed(each) for each in seeds]
     video = makes_video(pipe)
     form = {"output_type": "np"} if video else {}
-    with transformer_clock(pipe) as clock:
+    parts = CallParts()
+    with transformer_clock(pipe) as clock, time_components(pipe, parts):
         started = time.perf_counter()
         made = pipe(**arguments, **form, generator=generators[0] if isinstance(seed, int) else generators)
         seconds = time.perf_counter() - started
     results = [as_clip(frames) for frames in made.frames] if video else made.images
-    return Output(results, seconds, clock.loop_seconds, clock.calls)
+    return Output(results, seconds, clock.loop_seconds, clock.calls, parts.seconds())
 
 
 def run_pipeline(pipe: Any, arguments: dict[str, Any], prompt: str, seed: int) -> dict[str, torch.Tensor]:

@@ -1,99 +1,142 @@
 #!/usr/bin/env python3
-"""Compare one prompt per call with several: time, steps and images.
+"""Time whole calls of full-size pipelines with random weights, text encoders and autoencoders included.
 
-    python -m scripts.bench.calls --output docs/results/prompt_batches.json
+    python -m scripts.bench.calls --models flux,wan-1.3b --output docs/results/calls.json
+    torchrun --nproc-per-node 2 -m scripts.bench.calls --models flux --output docs/results/calls.json
+    python -m scripts.bench.calls --tiny                              # the same paths on the CPU, at toy size
 
-All calls use ``balanced`` with ``schedule.per_prompt`` and the same noise. Times are medians of several rounds; each
-round times every batch size. Images are compared as saved, in 8 bits.
+The ways of a call: diffusers as it is, with compiled blocks, with cache-dit and compiled blocks, and accelerated by
+preset `exact` or `balanced`; several GPUs run only the presets. Errors of forecasts mean nothing with random weights,
+so the computed steps are fixed, and are the same for `balanced` and cache-dit. Each call is checked: its latents are
+finite, and its result has the right sides.
+
+The JSON is written after each row. Rows of earlier commands stay in the file unless they are measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import statistics
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from dit_accel import accelerate_pipeline
-from dit_accel.serving.loading import Loading, load_pipeline
-from dit_accel.serving.prompts import batches, read_jobs
-from dit_accel.tools.demo import demo_arguments, demo_path
-from dit_accel.tools.metrics import psnr
+from dit_accel.errors import UnsupportedError
+from dit_accel.models.families import known_family
+from dit_accel.models.parallel.branches import GROUP
+from dit_accel.models.parallel.context_parallel import config_of
+from dit_accel.models.parallel.parallelize import parallelize_pipeline
 from dit_accel.tools.origin import describe_run
-from dit_accel.tools.timing import timed_output
+from scripts.bench.call_speed.pipelines import CASES, Call, build, size, steps
+from scripts.bench.call_speed.table import KEY, markdown
+from scripts.bench.call_speed.ways import WAYS, measure, ways_of
+from scripts.bench.model_speed.ranks import join, on_any
 
-MODEL = "demo-flux"
-SIZES = (1, 2, 4)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--side", type=int, default=256, help="pixels")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    from rich.console import Console
-
-    pipe = load_pipeline(MODEL, Loading(), Console(quiet=True))
-    accelerate_pipeline(pipe, per_prompt=True)
-    folder = demo_path(MODEL)
-    arguments = demo_arguments(folder)
-    arguments |= {"height": options.side, "width": options.side, "num_inference_steps": options.steps}
-    jobs = read_jobs(folder / "prompts.txt", {})[: options.prompts]
-
-    def make(size: int) -> tuple[float, list[Any], list[Any]]:
-        """Return the seconds of all calls, and each prompt's image and report."""
-        seconds, images, reports = 0.0, [], []
-        for batch in batches(jobs, size):
-            prompts, seeds = [job.settings["prompt"] for job in batch], [job.index for job in batch]
-            made = timed_output(pipe, arguments | {"prompt": prompts}, seeds)
-            seconds += made.seconds
-            images += made.results
-            report = pipe.dit_accel.report()
-            reports += [report.of_prompt(place) for place in range(len(batch))]
-        return seconds, images, reports
-
-    make(max(SIZES))  # warms up
-    rounds = [{size: make(size) for size in SIZES} for _ in range(options.rounds)]
-    _, alone, own = rounds[0][1]
-    rows = []
-    for size in SIZES:
-        _, images, reports = rounds[0][size]
-        differences = [_difference(*pair) for pair in zip(alone, images, strict=True)]
-        rows.append(
-            {
-                "batch_size": size,
-                "seconds": statistics.median(each[size][0] for each in rounds),
-                "seconds_each": [each[size][0] for each in rounds],
-                "computed_fraction": [report.computed_fraction for report in reports],
-                "same_steps": [_modes(report) == _modes(first) for report, first in zip(reports, own, strict=True)],
-                "largest_difference": max(most for most, _ in differences),
-                "psnr_db": [decibels for _, decibels in differences],
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    facts = {key: getattr(options, key) for key in ("prompts", "side", "steps", "rounds")}
-    threads = {"threads": torch.get_num_threads()}
-    result = describe_run(pipe.device) | threads | {"model": MODEL, "preset": "balanced"} | facts | {"rows": rows}
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+Row = dict[str, Any]
 
 
-def _modes(report: Any) -> list[str]:
-    return [step.mode for step in report.steps]
+def main() -> int:
+    options = _options()
+    with ExitStack() as stack:
+        rank, ranks = join(options.tiny, stack) if "RANK" in os.environ else (0, 1)
+        rows: list[Row] = []
+        facts = describe_run("cpu" if options.tiny else "cuda") | {"rows": rows}
+        document = {"runs": [*_earlier(options.output), facts]}
+        for name in options.models:
+            for row in time_calls(name, options, ranks):
+                rows.append(row)
+                if rank == 0:
+                    print(json.dumps(row), flush=True)
+                    _write(document, options.output)
+        if rank == 0:
+            print(markdown({"runs": [facts]}))
+    return 1 if any("error" in row for row in rows) else 0
 
 
-def _difference(image: Any, other: Any) -> tuple[int, float | None]:
-    """Largest pixel difference (of 255 levels) and PSNR in dB, which is None for identical images."""
-    first, second = (np.asarray(each) for each in (image, other))
-    most = int(np.abs(first.astype(int) - second.astype(int)).max())
-    return most, psnr(first, second) if most else None
+def time_calls(name: str, options: argparse.Namespace, ranks: int) -> Iterator[Row]:
+    """Yield a row for each call of a model and each way."""
+    case, tiny = CASES[name], options.tiny
+    started = time.perf_counter()
+    pipe = build(case, tiny=tiny)
+    print(f"{name}: built in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    for call in case.calls:
+        ways = options.ways or ways_of(call, alone=ranks == 1)
+        facts = {"case": name, "model": case.model, "size": size(case, tiny=tiny), "steps": steps(call, tiny=tiny)}
+        facts |= {"guidance": call.branches > 1, "gpus": ranks}
+        for way in ways:
+            row: Row = {}
+            try:
+                shared = _share(pipe, call, ranks) if ranks > 1 else {}
+                row = shared | measure(pipe, case, call, way, options.runs, tiny=tiny)
+            except Exception as problem:  # of a compiler, a kernel or another package; the other rows may still run
+                row = {"error": f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"}
+            if ranks > 1 and on_any("error" in row) and "error" not in row:
+                row = {"error": "another process failed"}
+            yield {**facts, "way": way, **row}
+        if hasattr(pipe.transformer, GROUP):
+            delattr(pipe.transformer, GROUP)
+    del pipe
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _share(pipe: Any, call: Call, ranks: int) -> Row:
+    """Let all processes share a call: branches of guidance where the family has them, otherwise tokens."""
+    sharing = known_family(pipe.transformer).sharing
+    way = "branches" if call.branches == ranks and "branches" in sharing else "ulysses"
+    if way not in sharing:
+        raise UnsupportedError(f"{type(pipe.transformer).__name__} was not tested on several GPUs")
+    if config_of(pipe.transformer) is None and not hasattr(pipe.transformer, GROUP):
+        parallelize_pipeline(pipe, **{way: ranks})
+    return {"parallel": f"{way}={ranks}"}
+
+
+def _earlier(file: Path | None) -> list[Row]:
+    return json.loads(file.read_text(encoding="utf-8"))["runs"] if file is not None and file.exists() else []
+
+
+def _write(document: Row, file: Path | None) -> None:
+    """Write the document without rows that the latest run has measured again."""
+    if file is None:
+        return
+    *earlier, latest = document["runs"]
+    again = {tuple(row[key] for key in KEY) for row in latest["rows"]}
+    kept = [
+        {**run, "rows": [row for row in run["rows"] if tuple(row[key] for key in KEY) not in again]} for run in earlier
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = {"runs": [*(run for run in kept if run["rows"]), latest]}
+    file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
+    parser.add_argument("--ways", type=_names_in(WAYS), help=f"among {', '.join(WAYS)}; default: those of each call")
+    parser.add_argument("--runs", type=int, default=2, help="whole calls of exact, balanced and cache-dit; default 2")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")
+    return parser.parse_args()
+
+
+def _names_in(known: Any) -> Any:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; give names among {', '.join(known)}")
+        return names
+
+    return parse
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

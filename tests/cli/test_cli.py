@@ -1,6 +1,7 @@
 """The command line end to end, on tiny pipelines saved to disk: files, numbers, messages and exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -48,6 +49,12 @@ def test_compare_writes_pictures_and_agreeing_numbers(run, models, tmp_path):
     assert len(ratios) == 3 and facts["speedup"] == ratios[1] and facts["speedup_spread"] == [ratios[0], ratios[2]]
     assert facts["plain_seconds"] == sorted(plain_each)[1] and facts["accelerated_seconds"] == sorted(fast_each)[1]
     assert 0 < fast_each[0] < facts["accelerated_call_seconds"]
+    for side in ("plain", "accelerated"):  # seconds of the first run by stage
+        stages = facts[f"{side}_stages"]
+        assert list(stages) == ["text encoding", "denoising", "decoding", "other"] and min(stages.values()) > 0
+        assert sum(stages.values()) == pytest.approx(facts[f"{side}_call_seconds"])
+        assert stages["denoising"] == facts[f"{side}_seconds_each"][0]
+    assert re.search(r"whole call +\d.*\n(.*\n)+decoded by the autoencoder's own decoder", result.stdout)
     assert facts["report"]["steps_by_mode"]["dispatch"] > 0
     assert facts["computed_fraction"] == facts["report"]["computed_fraction"] < 1
     assert "speed-up" in result.stdout and "balanced" in result.stdout

@@ -31,20 +31,23 @@ def made(side, result, seconds, kept=False):
 
 
 def compared(psnr=30.0, notes=(), preset="balanced"):
-    report = SimpleNamespace(computed_fraction=0.25, notes=list(notes))
+    report = SimpleNamespace(computed_fraction=0.25, notes=list(notes), decoding="with fused kernels")
     return Compared(preset=load_preset(preset), report=report, psnr=psnr, speedup=3.0)
 
 
 def test_figures_are_of_both_sides():
-    """Seconds of the denoising loop; a cached plain run says so, and equal images have no PSNR."""
+    """Seconds by stage; a cached plain run says so, and equal images have no PSNR."""
     black, white = (Image.new("RGB", (4, 4), (level,) * 3) for level in (0, 255))
     view = seen(made("plain", black, 6.0, kept=True), made("accelerated", white, 2.0), compared())
-    assert "| 6.00 s (cached) | 2.00 s | 3.00× | 30.0 dB | 25% |" in view.figures
+    assert "| plain (cached) | 0.00 | 6.00 | 0.00 | 6.00 | 12.00 |" in view.figures
+    assert "| speed-up |  | 3.00× |  |  | 3.00× |" in view.figures
+    assert view.figures.endswith("PSNR 30.0 dB, 25% computed, decoded with fused kernels")
     assert [each.getpixel((0, 0))[0] for each in view.pictures()] == [0, 255] and view.clips() == [None, None]
     view = seen(
         made("plain", black, 6.0), made("accelerated", black, 2.0, kept=True), compared(math.inf, preset="exact")
     )
-    assert "| 6.00 s | 2.00 s | 3.00× | identical |" in view.figures and "Done: exact." in view.status
+    assert "| plain | 0.00 | 6.00 |" in view.figures and "PSNR identical" in view.figures
+    assert "Done: exact." in view.status
 
 
 def test_notes_are_text():

@@ -1,6 +1,6 @@
 """Recommendations print figures of docs/results alone, and docs/guide/choosing.md holds the same figures.
 
-python -m tests.tools.test_recommend      # writes the page's tables anew
+python -m tests.tools.test_recommend      # writes the page's tables, and the whole calls of recommend.json, anew
 """
 
 import itertools
@@ -18,12 +18,16 @@ from dit_accel.errors import UnsupportedError
 from dit_accel.models.families import FAMILIES, known_family
 from dit_accel.models.parallel.context_parallel import split_plan
 from dit_accel.presets import load_preset, measured
+from dit_accel.tools import recommend as module
 from dit_accel.tools.identify import identify
-from dit_accel.tools.recommend import CARDS, PEAKS, TIMED, Recommendation, recommend
+from dit_accel.tools.recommend import CARDS, DECODED, PEAKS, TIMED, Recommendation, Whole, recommend
+from scripts.bench.call_speed.table import fastest, name_of
 from tests.models import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "guide" / "choosing.md"
+CALLS = DOCS / "results" / "calls.json"  # of scripts/bench/calls.py
+DATA = Path(module.__file__).with_suffix(".json")
 IDS = {
     "black-forest-labs/FLUX.1-dev": ("flux", False),
     "black-forest-labs/FLUX.1-schnell": ("flux", True),
@@ -95,16 +99,114 @@ def tables() -> str:
     return "\n".join(lines)
 
 
+def calls() -> list[dict]:
+    """The faster preset's row of each measured whole call; empty before they are measured."""
+    return fastest(json.loads(CALLS.read_text(encoding="utf-8"))) if CALLS.exists() else []
+
+
+def call_table(found: list[dict]) -> str:
+    """Seconds of whole calls, and of the stages of ours."""
+    if not found:
+        return "Whole calls of full-size models were not measured yet."
+    stages = list(found[0]["stages"])
+    others = ("eager", "compiled", "cache-dit")
+    titles = ("call", "GPUs", "diffusers, s", "compiled blocks, s", "cache-dit, s", "dit-accel, s", "computed")
+    lines = [
+        f"| {' | '.join((*titles, *(f'{name}, s' for name in stages)))} |",
+        f"|{'---|' * (len(titles) + len(stages))}",
+    ]
+    for row in found:
+        cells = [name_of(row), f"{row['gpus']} × {CARDS[card_of(row['device'])].title}"]
+        cells += [f"{row['others'][way]:.2f}" if way in row["others"] else "" for way in others]
+        cells += [f"{row['seconds']:.2f}", f"{row['computed_steps']} of {row['steps']}"]
+        cells += [f"{seconds:.2f}" for seconds in row["stages"].values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "Source: [calls](../results/calls.json)."])
+
+
+def card_of(device: str) -> str:
+    return next(card for card in CARDS if card in re.split(r"\W", device.lower()))
+
+
+def recommended(found: list[dict]) -> list[dict]:
+    """Rows of whole calls as recommend.json has them."""
+    return [
+        {
+            "model": row["model"],
+            "size": row["size"],
+            "steps": row["steps"],
+            "guidance": row["guidance"],
+            "gpus": row["gpus"],
+            "card": card_of(row["device"]),
+            "way": row.get("parallel", ""),
+            "preset": row["setting"],
+            "computed": row["computed_steps"],
+            "plain": round(row["plain_seconds"], 2),
+            "seconds": [round(row["seconds"], 2), *(round(each, 2) for each in list(row["stages"].values())[:3])],
+            "source": CALLS.stem,
+        }
+        for row in found
+    ]
+
+
 def written(text: str) -> str:
     """The page with the tables of today between its marks."""
-    begin, end = "<!-- figures -->\n\n", "\n\n<!-- end of figures -->"
-    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}{tables()}{end}", text, flags=re.DOTALL)
+    for name, table in (("figures", tables()), ("calls", call_table(calls()))):
+        begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
+        text = re.sub(f"{begin}.*{end}", lambda _, whole=f"{begin}{table}{end}": whole, text, flags=re.DOTALL)
+    return text
 
 
 def test_the_page_holds_what_is_recommended():
     """docs/guide/choosing.md shows the figures of presets' headers and of timed runs."""
     text = PAGE.read_text(encoding="utf-8")
-    assert tables() in text and written(text) == text
+    assert tables() in text and call_table(calls()) in text and written(text) == text
+
+
+def test_whole_calls_are_rows_of_their_file():
+    """recommend.json has the faster preset's row of each call in docs/results/calls.json."""
+    assert json.loads(DATA.read_text(encoding="utf-8"))["calls"] == recommended(calls())
+
+
+CALL = {
+    **{"case": "wan-1.3b", "model": "wan2.1-t2v-1.3b-diffusers", "size": [480, 832, 81], "steps": 50},
+    **{"guidance": True, "gpus": 1, "computed_steps": 50, "setting": "", "peak_gib": 9.0},
+    "stages": {"text encoding": 1.0, "denoising": 20.0, "decoding": 2.0, "other": 1.0},
+}
+
+
+def test_whole_calls_are_told(monkeypatch):
+    """The faster preset's seconds by stage, diffusers' on one GPU, and nothing for another card or way."""
+    faster = CALL | {"way": "balanced", "seconds": 24.0, "computed_steps": 14, "setting": "video-balanced"}
+    run = [CALL | {"way": "eager", "seconds": 90.0}, CALL | {"way": "exact", "seconds": 70.0}, faster]
+    run += [faster | {"gpus": 2, "parallel": "branches=2", "seconds": 15.0}, CALL | {"way": "compiled", "error": "no"}]
+    found = fastest({"runs": [{"device": "NVIDIA H100 80GB HBM3", "rows": run}]})
+    expected = "480 × 832 × 81, 50 steps, guidance | 1 × H100 | 90.00 |  |  | 24.00 | 14 of 50 | 1.00 | 20.00 | 2.00 |"
+    assert expected in call_table(found)
+    data = json.loads(json.dumps(recommended(found)))
+    monkeypatch.setattr(module, "WHOLE", tuple(Whole(**row) for row in data))
+    model = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    one, two = (recommend(model, gpu="h100", steps=50, gpus=gpus) for gpus in (1, 2))
+    said = "A whole call with guidance takes 24.00 s (text encoding 1.00 s, denoising 20.00 s, decoding 2.00 s) instead"
+    assert said in told(one) and "480 x 832, 81 frames, video-balanced with 14 of 50 steps" in told(one)
+    assert "15.00 s" in told(two) and "2 x H100" in told(two) and "not measured" not in one.notes[0]
+    assert parse(one.shell)["num_frames"] == 81
+    for other in ({"gpu": "h200"}, {"gpu": "h100", "lora": True}, {"gpu": "h100", "gpus": 2, "distilled": True}):
+        assert "a whole call, with text encoding and decoding, were not measured" in told(
+            recommend(model, steps=50, **other)
+        )
+
+
+@pytest.mark.parametrize("run", DECODED, ids=lambda run: f"{run.title}-{run.size}")
+def test_decodings_are_rows_of_their_file(run):
+    """Seconds equal a row of the file, and are told on the same card and size."""
+    height, width, frames = run.size
+    size = f"{height} x {width}" if frames is None else f"{frames} frames of {height} x {width}"
+    (row,) = (row for row in rows(run.source) if (row["decoded"], row["dtype"]) == (f"{run.title}, {size}", run.dtype))
+    assert (run.plain, run.fused) == pytest.approx((row["diffusers"]["ms"] / 1000, row["fused"]["ms"] / 1000), rel=0.03)
+    sizes = {"height": height, "width": width, "frames": frames}
+    assert run.sentence in recommend(run.family, gpu=run.card, **sizes).notes
+    assert "Decoding latents" not in told(recommend(run.family, gpu="a100", **sizes))
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -294,4 +396,12 @@ def test_several_gpus_are_in_both_lines():
 
 
 if __name__ == "__main__":
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in recommended(calls()))
+    text = re.sub(
+        r'("calls": \[\n).*?(  \])',
+        lambda found: f"{found[1]}{lines}{lines and chr(10)}{found[2]}",
+        DATA.read_text(),
+        flags=re.S,
+    )
+    DATA.write_text(text, encoding="utf-8")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -87,7 +87,7 @@ class Bench:
 
     def plain(self) -> dict[str, Any]:
         """Time plain diffusers."""
-        with _peak_memory(self.device) as memory:
+        with peak_memory(self.device) as memory:
             run = self.loop(STEPS)
             self.velocity = next(run)
             self.plain_ms = statistics.median(self.timed(run, self.timed_steps))
@@ -101,8 +101,12 @@ class Bench:
         with _noting_failure(row["failed"], CUDNN), attention_backend(CUDNN):
             row["eager_ms"][CUDNN] = self.timed(self.loop(STEPS), 2)[1]
         for name in sorted(row["eager_ms"], key=row["eager_ms"].get):
-            with _noting_failure(row["failed"], f"{name}, compiled"), attention_backend(name), self._compiled():
-                with _peak_memory(self.device) as memory:
+            with (
+                _noting_failure(row["failed"], f"{name}, compiled"),
+                attention_backend(name),
+                compiled_blocks(self.transformer, self.device),
+            ):
+                with peak_memory(self.device) as memory:
                     run = self.loop(STEPS)
                     (first,) = self.timed(run, 1)
                     row["ms"] = statistics.median(self.timed(run, self.timed_steps))
@@ -131,7 +135,7 @@ class Bench:
             warm = steps if warm is None else warm
             if warm:
                 self.timed(self.loop(steps), warm)
-            with _peak_memory(self.device) as memory:
+            with peak_memory(self.device) as memory:
                 times = self.timed(self.loop(steps), steps)
             report = acceleration.report()
         by_mode = _medians((step.mode, ms) for step, ms in zip(report.steps, times, strict=True))
@@ -215,29 +219,11 @@ class Bench:
     @contextmanager
     def compiled_whole(self) -> Iterator[None]:
         """Compile the transformer as a whole, and undo it afterwards."""
-        self.transformer.compile(fullgraph=True, backend=self._compiler)
+        self.transformer.compile(fullgraph=True, backend=_compiler(self.device))
         try:
             yield
         finally:
-            self._forget_compiled()
-
-    @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """Compile the transformer's blocks one by one, and undo it afterwards."""
-        self.transformer.compile_repeated_blocks(fullgraph=True, backend=self._compiler)
-        try:
-            yield
-        finally:
-            self._forget_compiled()
-
-    @property
-    def _compiler(self) -> str:
-        return "inductor" if self.device.type == "cuda" else "eager"
-
-    def _forget_compiled(self) -> None:
-        for module in self.transformer.modules():
-            module._compiled_call_impl = None  # torch has no public API to undo compilation
-        torch._dynamo.reset()
+            _forget_compiled(self.transformer)
 
     def _seeded(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(0)
@@ -262,6 +248,26 @@ def _medians(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 @contextmanager
+def compiled_blocks(transformer: torch.nn.Module, device: torch.device, *, fullgraph: bool = True) -> Iterator[None]:
+    """Compile a transformer's blocks one by one, and undo it afterwards."""
+    transformer.compile_repeated_blocks(fullgraph=fullgraph, backend=_compiler(device))
+    try:
+        yield
+    finally:
+        _forget_compiled(transformer)
+
+
+def _compiler(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "eager"
+
+
+def _forget_compiled(transformer: torch.nn.Module) -> None:
+    for module in transformer.modules():
+        module._compiled_call_impl = None  # torch has no public API to undo compilation
+    torch._dynamo.reset()
+
+
+@contextmanager
 def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
     """Note any exception of a kernel or compiler that does not support this model, and go on without it."""
     try:
@@ -271,7 +277,7 @@ def _noting_failure(failed: dict[str, str], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
+def peak_memory(device: torch.device) -> Iterator[dict[str, float | None]]:
     """Record the peak of allocated memory within the block, in GiB; None on a CPU."""
     figures: dict[str, float | None] = {"peak_gib": None}
     if device.type == "cuda":

@@ -225,7 +225,7 @@ _TINY_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
 _TINY_ROPE = {"axes_dims_rope": (4, 6, 6)}
 _TINY_CLIP = (1, 16, 3, 16, 18)
 _TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
-_TINY_FLUX = {
+TINY_FLUX = {
     **_TINY_ATTENTION,
     "num_layers": 2,
     "num_single_layers": 2,
@@ -241,8 +241,8 @@ _TINY_FLUX2 = {
     "axes_dims_rope": (4, 4, 4, 4),
 }
 TINY = {
-    "flux": _flux(_TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
-    "flux-2048": replace(_flux(_TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
+    "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
+    "flux-2048": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}),
     "flux2": _flux2(_TINY_FLUX2, 12, 32),
     "flux2-klein-4b": _flux2({**_TINY_FLUX2, "guidance_embeds": False}, 12, 32),
     "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),

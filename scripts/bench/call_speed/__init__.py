@@ -1,0 +1,1 @@
+"""Whole calls of full-size pipelines with random weights."""

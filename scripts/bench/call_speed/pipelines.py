@@ -1,0 +1,330 @@
+"""Pipelines to time, at published and at toy size, with text encoders and autoencoders; all weights are random."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from torch import nn
+
+from scripts.bench.model_speed.models import MODELS, TINY, TINY_FLUX
+
+Sizes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Text encoder or autoencoder: its class, and its configuration at published and at toy size."""
+
+    kind: str
+    config: Sizes
+    tiny: Sizes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a pipeline.
+
+    Args:
+        steps: number of denoising steps.
+        schedule: warm-up and interval of the computed steps; the last step is computed too. None = compute all.
+        branches: transformer calls per step; 2 with classifier-free guidance.
+        arguments: further arguments of the call.
+    """
+
+    steps: int
+    schedule: tuple[int, int] | None
+    branches: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pipeline at the size of a published image or video.
+
+    Args:
+        model: last part of its id on the Hub, in lower case.
+        pipeline: its class.
+        transformer: builds the transformer at published and at toy size.
+        texts: a text encoder's number, its name in ``ENCODERS``, and the number of tokens of every prompt.
+        autoencoder: name in ``AUTOENCODERS``.
+        scheduler: builds it.
+        calls: calls to time.
+        size: height, width and frames; None = an image.
+        tiny_arguments: arguments of a call at toy size that differ.
+        components: further arguments of the pipeline's constructor.
+        decodes_in: dtype of the autoencoder on a GPU.
+    """
+
+    model: str
+    pipeline: str
+    transformer: tuple[Callable[[], nn.Module], Callable[[], nn.Module]]
+    texts: Mapping[str, tuple[str, int]]
+    autoencoder: str
+    scheduler: Callable[[], Any]
+    calls: tuple[Call, ...]
+    size: tuple[int, int, int | None] = (1024, 1024, None)
+    tiny_arguments: Mapping[str, Any] = field(default_factory=dict)
+    components: Mapping[str, Any] = field(default_factory=dict)
+    decodes_in: torch.dtype = torch.bfloat16
+
+
+_NARROW = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+_NARROW_LLAMA = {**_NARROW, "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 8}
+_T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+_TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+_QWEN3 = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+_QWEN25 = {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+}
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_320,
+}
+
+
+def _qwen_vl(text: Sizes, sections: list[int]) -> Sizes:
+    """Add the rotary embedding, and a small vision tower, which sees no image."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    vision = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "fullatt_block_indexes": [0]}
+    return {
+        "text_config": {**text, "rope_parameters": rope},
+        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
+    }
+
+
+ENCODERS = {
+    "clip-l": Part(
+        "CLIPTextModel",
+        {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12},
+        {**_NARROW, "vocab_size": 64},
+    ),
+    "t5-xxl": Part("T5EncoderModel", {**_T5, "vocab_size": 32_128}, _TINY_T5),
+    "umt5-xxl": Part("UMT5EncoderModel", {**_T5, "vocab_size": 256_384}, _TINY_T5),
+    "qwen2.5-vl-7b": Part(
+        "Qwen2_5_VLForConditionalGeneration",
+        _qwen_vl(_QWEN25, [16, 24, 24]),
+        _qwen_vl({**_NARROW_LLAMA, "hidden_size": 32, "head_dim": 16}, [2, 3, 3]),
+    ),
+    "qwen3-4b": Part("Qwen3ForCausalLM", _QWEN3, _NARROW_LLAMA),
+    "qwen3-4b-states": Part("Qwen3Model", _QWEN3, _NARROW_LLAMA),
+    "llama-8b": Part("LlamaModel", _LLAMA, {**_NARROW_LLAMA, "hidden_size": 32, "num_hidden_layers": 3}),
+}
+_BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+_IMAGES = {**_BLOCKS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+_IMAGES |= {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+_NARROW_BLOCKS = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
+AUTOENCODERS = {
+    "flux": Part(
+        "AutoencoderKL",
+        {**_IMAGES, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
+        {**_IMAGES, **_NARROW_BLOCKS},
+    ),
+    "flux2": Part("AutoencoderKLFlux2", {}, _NARROW_BLOCKS),
+    "qwen-image": Part("AutoencoderKLQwenImage", {}, {"base_dim": 8}),
+    "wan": Part("AutoencoderKLWan", {}, {"base_dim": 8}),
+    "hunyuan": Part("AutoencoderKLHunyuanVideo", {}, _NARROW_BLOCKS),
+}
+
+
+def _both(name: str) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    return MODELS[name].build, TINY[name].build
+
+
+def _shifting(**config: Any) -> Callable[[], Any]:
+    return lambda: FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **config)
+
+
+_TINY_Z_IMAGE = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16}
+_TINY_Z_IMAGE |= {"axes_dims": [4, 6, 6], "axes_lens": [1024, 64, 64]}
+_CLIP_480P = (480, 832, 81)
+_FLUX_TEXTS = {"": ("clip-l", 60), "_2": ("t5-xxl", 60)}
+FEW_STEPS = 8  # at most; presets compute nearly all of so few
+EVERY_FIFTH = (4, 5)  # 14 of 50 steps, 10 of 28
+CASES = {
+    "flux": Case(
+        "flux.1-dev",
+        "FluxPipeline",
+        _both("flux"),
+        _FLUX_TEXTS,
+        "flux",
+        _shifting(shift=3.0),
+        (Call(50, EVERY_FIFTH), Call(28, EVERY_FIFTH)),
+    ),
+    "flux-schnell": Case(
+        "flux.1-schnell",
+        "FluxPipeline",
+        (diffusers.FluxTransformer2DModel, lambda: diffusers.FluxTransformer2DModel(**TINY_FLUX)),
+        _FLUX_TEXTS,
+        "flux",
+        lambda: FlowMatchEulerDiscreteScheduler(shift=1.0),
+        (Call(4, None, arguments={"guidance_scale": 0.0, "max_sequence_length": 256}),),
+    ),
+    "flux2-klein-4b": Case(
+        "flux.2-klein-4b",
+        "Flux2KleinPipeline",
+        _both("flux2-klein-4b"),
+        {"": ("qwen3-4b", 60)},
+        "flux2",
+        _shifting(shift=3.0),
+        (Call(4, None, arguments={"guidance_scale": 1.0}),),
+        tiny_arguments={"text_encoder_out_layers": (1, 2)},
+        components={"is_distilled": True},
+    ),
+    "qwen-image": Case(
+        "qwen-image",
+        "QwenImagePipeline",
+        _both("qwen-image"),
+        {"": ("qwen2.5-vl-7b", 34 + 128)},  # the pipeline drops 34 tokens of its template
+        "qwen-image",
+        _shifting(base_shift=0.5, max_shift=0.9, shift_terminal=0.02),
+        (Call(50, EVERY_FIFTH, 2, {"true_cfg_scale": 4.0, "negative_prompt": " "}),),
+    ),
+    "z-image-turbo": Case(
+        "z-image-turbo",
+        "ZImagePipeline",
+        (diffusers.ZImageTransformer2DModel, lambda: diffusers.ZImageTransformer2DModel(**_TINY_Z_IMAGE)),
+        {"": ("qwen3-4b-states", 60)},
+        "flux",
+        lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+        (Call(8, (4, 3), arguments={"guidance_scale": 0.0}),),
+    ),
+    "wan-1.3b": Case(
+        "wan2.1-t2v-1.3b-diffusers",
+        "WanPipeline",
+        _both("wan-1.3b"),
+        {"": ("umt5-xxl", 60)},
+        "wan",
+        lambda: UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        (
+            Call(50, EVERY_FIFTH, 2, {"guidance_scale": 5.0, "negative_prompt": "blurred"}),
+            Call(50, EVERY_FIFTH, arguments={"guidance_scale": 1.0}),
+        ),
+        size=_CLIP_480P,
+        decodes_in=torch.float32,  # as its page on the Hub advises
+    ),
+    "hunyuan": Case(
+        "hunyuanvideo",
+        "HunyuanVideoPipeline",
+        _both("hunyuan"),
+        {"": ("llama-8b", 95 + 60), "_2": ("clip-l", 60)},  # the pipeline drops 95 tokens of its template
+        "hunyuan",
+        lambda: FlowMatchEulerDiscreteScheduler(shift=7.0),
+        (Call(50, EVERY_FIFTH),),
+        size=_CLIP_480P,
+        decodes_in=torch.float16,  # as its page on the Hub advises, which also tiles
+    ),
+}
+
+
+class Tokenizer:
+    """Replacement of a tokenizer: a fixed number of random ids, which depend on the text."""
+
+    def __init__(self, count: int, vocabulary: int, longest: int) -> None:
+        self.model_max_length = longest
+        self._count, self._vocabulary = count, vocabulary
+
+    def __call__(
+        self, text: str | list[str], padding: bool | str = False, max_length: int | None = None, **_: Any
+    ) -> transformers.BatchEncoding:
+        """Return ``input_ids`` and ``attention_mask``, int64 ``[texts, tokens]``, padded with zeros on the right."""
+        texts = [text] if isinstance(text, str) else text
+        longest = max_length or self.model_max_length
+        count = min(self._count, longest)
+        ids = torch.zeros(len(texts), longest if padding == "max_length" else count, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(texts):
+            seeded = torch.Generator().manual_seed(zlib.crc32(each.encode()))
+            ids[row, :count] = torch.randint(1, self._vocabulary, (count,), generator=seeded)
+            mask[row, :count] = 1
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return no tokens: diffusers looks for those of textual inversion."""
+        return []
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return messages[-1]["content"]
+
+
+def build(case: Case, *, tiny: bool) -> Any:
+    """Build a pipeline on the GPU in bf16, or at toy size on the CPU in float32."""
+    parts: dict[str, Any] = {}
+    with _creating("cpu" if tiny else "cuda", torch.float32 if tiny else torch.bfloat16):
+        parts["transformer"] = case.transformer[tiny]()
+        for number, (name, _) in case.texts.items():
+            part = ENCODERS[name]
+            kind = getattr(transformers, part.kind)
+            parts[f"text_encoder{number}"] = kind(kind.config_class(**(part.tiny if tiny else part.config)))
+        part = AUTOENCODERS[case.autoencoder]
+        parts["vae"] = getattr(diffusers, part.kind)(**(part.tiny if tiny else part.config))
+    for part in parts.values():
+        part.eval().requires_grad_(False)
+    if not tiny:
+        parts["vae"].to(case.decodes_in)
+    if case.autoencoder == "hunyuan":
+        parts["vae"].enable_tiling()
+    for number, (name, count) in case.texts.items():
+        vocabulary = parts[f"text_encoder{number}"].get_input_embeddings().num_embeddings
+        parts[f"tokenizer{number}"] = Tokenizer(count, vocabulary, 77 if name == "clip-l" else 512)
+    pipe = getattr(diffusers, case.pipeline)(**parts, scheduler=case.scheduler(), **case.components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def arguments(case: Case, call: Call, *, tiny: bool) -> dict[str, Any]:
+    """Return the arguments of a pipeline's call."""
+    height, width, frames = size(case, tiny=tiny)
+    given = {"prompt": "a fox in the snow", "height": height, "width": width}
+    given |= {"num_inference_steps": steps(call, tiny=tiny), **call.arguments}
+    return given | ({} if frames is None else {"num_frames": frames}) | (dict(case.tiny_arguments) if tiny else {})
+
+
+def size(case: Case, *, tiny: bool) -> tuple[int, int, int | None]:
+    """Return height, width and frames; None = an image."""
+    if not tiny:
+        return case.size
+    return 32, 64, None if case.size[2] is None else 5
+
+
+def steps(call: Call, *, tiny: bool) -> int:
+    """Return the number of denoising steps."""
+    return call.steps // 4 if tiny and call.steps > FEW_STEPS else call.steps
+
+
+@contextmanager
+def _creating(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Create modules on a device in a dtype, with the same random weights in every process."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,144 @@
+"""Ways to run a pipeline's call: diffusers, with compiled blocks, with cache-dit, and accelerated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from dit_accel import accelerated
+from dit_accel.errors import UnsupportedError
+from dit_accel.pipeline import preset_for
+from dit_accel.tools.compare.dbcache import DBCACHES
+from dit_accel.tools.compare.methods import Subject
+from dit_accel.tools.compare.snapshot import Snapshot
+from dit_accel.tools.timing import Output, timed_output
+from scripts.bench.model_speed.bench import OF_REPORT, compiled_blocks, peak_memory
+
+from .pipelines import FEW_STEPS, Call, Case, arguments, size, steps
+
+Row = dict[str, Any]
+Describe = Callable[[], Row]  # facts of the latest call
+WHOLE = ("cache-dit", "exact", "balanced")  # ways whose kernels only a whole call compiles
+
+
+@contextmanager
+def _eager(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    yield dict
+
+
+@contextmanager
+def _compiled(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    with compiled_blocks(pipe.transformer, pipe.device, fullgraph=False):
+        yield dict
+
+
+@contextmanager
+def _cache_dit(pipe: Any, call: Call, count: int) -> Iterator[Describe]:
+    """DBCache with TaylorSeer and compiled blocks; a mask fixes its computed steps, as the interval fixes ours."""
+    peer = DBCACHES["scm"]
+    reason = "all steps are computed" if call.schedule is None else peer.why_not(pipe)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    warmup, interval = call.schedule
+    method = peer.of(warmup, interval)
+
+    def describe() -> Row:
+        import cache_dit
+
+        cached = len(cache_dit.summary(pipe, logging=False)[0].cached_steps)
+        return {"setting": method.name, "computed_steps": count - cached}
+
+    before = Snapshot(pipe)
+    try:
+        with _compiled(pipe, call, count), method.put_on(Subject(pipe, count, call.branches, lambda: None)):
+            yield describe
+    finally:
+        before.restore()
+
+
+@contextmanager
+def _accelerated(pipe: Any, call: Call, count: int, name: str) -> Iterator[Describe]:
+    schedule = {}
+    if name != "exact" and call.schedule is not None:
+        warmup, interval = call.schedule
+        schedule = {"schedule": {"control": "interval", "warmup": warmup, "interval": interval, "cooldown": 1}}
+    preset = preset_for(pipe, name, **schedule)
+
+    def describe() -> Row:
+        report = pipe.dit_accel.report()
+        return {
+            "setting": preset.name,
+            "computed_steps": len(report.steps) - report.steps_by_mode.get("dispatch", 0),
+            "computed_fraction": report.computed_fraction,
+            "decoded": report.decoding,
+            "parts": report.parts,
+            **{key: getattr(report, key) for key in OF_REPORT},
+        }
+
+    with accelerated(pipe, preset):
+        yield describe
+
+
+WAYS: dict[str, Callable[[Any, Call, int], AbstractContextManager[Describe]]] = {
+    "eager": _eager,
+    "compiled": _compiled,
+    "exact": partial(_accelerated, name="exact"),
+    "balanced": partial(_accelerated, name="balanced"),
+    "cache-dit": _cache_dit,  # last, because it leaves attributes behind
+}
+
+
+def ways_of(call: Call, *, alone: bool) -> list[str]:
+    """Return the ways that are timed by default: ``exact`` where steps are few; only ours on several GPUs."""
+    ours = (["exact"] if call.steps <= FEW_STEPS else []) + (["balanced"] if call.schedule else [])
+    return [*["eager", "compiled"] * alone, *ours, *["cache-dit"] * (alone and call.schedule is not None)]
+
+
+def measure(pipe: Any, case: Case, call: Call, way: str, runs: int, *, tiny: bool) -> Row:
+    """Time a call: a warm-up, of two steps where these compile all kernels, then whole calls.
+
+    Args:
+        runs: number of whole calls of the ways in ``WHOLE``; other ways get one.
+
+    Raises:
+        RuntimeError: the result has other sides than asked for, or values that are not finite.
+    """
+    given, count = arguments(case, call, tiny=tiny), steps(call, tiny=tiny)
+    with WAYS[way](pipe, call, count) as describe:
+        _checked(pipe, case, given | ({} if way in WHOLE else {"num_inference_steps": 2}), tiny=tiny)
+        with peak_memory(pipe.device) as memory:
+            made = [_checked(pipe, case, given, tiny=tiny) for _ in range(runs if way in WHOLE else 1)]
+        facts = describe()
+    seconds = [each.seconds for each in made]
+    return {
+        "seconds": statistics.median(seconds),
+        "seconds_each": seconds,
+        "stages": {name: statistics.median(each.stages[name] for each in made) for name in made[0].stages},
+        **memory,
+        "computed_steps": count,
+        **facts,
+    }
+
+
+def _checked(pipe: Any, case: Case, given: dict[str, Any], *, tiny: bool) -> Output:
+    """Call the pipeline once, and check its latents and the size of its result."""
+    latents: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        latents[:] = [tensors["latents"]]
+        return tensors
+
+    made = timed_output(pipe, given | {"callback_on_step_end": keep}, seed=0)
+    height, width, frames = size(case, tiny=tiny)
+    (result,) = made.results
+    shape = (result.height, result.width) if frames is None else result.shape[:3]
+    if shape != ((height, width) if frames is None else (frames, height, width)):
+        raise RuntimeError(f"the result's sides must be {height} x {width}, {frames} frames, got {shape}")
+    if not latents[0].isfinite().all():
+        raise RuntimeError("the latents have values that are no numbers")
+    return made
