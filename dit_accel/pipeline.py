@@ -131,8 +131,10 @@ class Acceleration:
             return
         self._restored = True
         self._timing.close()
-        for stage in (*self._decoding, *self._prompts):
+        for stage in self._decoding:
             stage.close()
+        for kept in self._prompts:
+            kept.close()
         for driver in self._drivers:
             driver.detach()
         if self._net is not None:

@@ -1,8 +1,8 @@
-"""Kept prompt embeddings: a text encoder that gets the inputs of an earlier call returns a copy of its earlier output.
+"""Keep prompt embeddings: a text encoder that gets the inputs of an earlier call returns a copy of its earlier output.
 
-The entry of a call is replaced (``_compiled_call_impl``, where ``module.compile()`` puts compiled code), because it lies
-above all hooks: an encoder that accelerate offloads stays in host memory if its output is known. The encoder still runs
-where its output could differ or is needed with gradients, and on everything that is not known.
+The entry of the encoder's calls is replaced (``_compiled_call_impl``, where ``module.compile()`` puts compiled code).
+It lies above all hooks, so an encoder that accelerate offloads stays in host memory if its output is kept. The encoder
+runs where its output could differ, under gradients, and where its code, hooks or inputs are not known.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class KeptPrompts:
     @property
     def remark(self) -> str | None:
         """Say how many calls of text encoders the latest run saved; None = there was none."""
-        for name, encoder in text_encoders(self._pipe()):
+        pipe = self._pipe()
+        for name, encoder in text_encoders(pipe) if pipe is not None else ():
             if name in self._entries and vars(encoder).get(ENTRY) is not self._entries[name]:
                 return (
                     f"by the text encoders: pipe.{name} was replaced or compiled; call accelerate_pipeline(pipe) again"
@@ -232,12 +233,11 @@ class KeptPrompts:
 
 def text_encoders(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the text encoders of a pipeline, each once, with their names."""
-    seen: list[nn.Module] = []
-    for name, component in vars(pipe).items() if pipe is not None else ():
-        if name.startswith("text_encoder") and isinstance(component, nn.Module):
-            if not any(component is each for each in seen):
-                seen.append(component)
-                yield name, component
+    seen: set[int] = set()
+    for name, component in vars(pipe).items():
+        if name.startswith("text_encoder") and isinstance(component, nn.Module) and id(component) not in seen:
+            seen.add(id(component))
+            yield name, component
 
 
 class _Inputs:

@@ -2,7 +2,8 @@
 
 A stamp has the identity, version counter and shape of each weight, and plain attributes such as LoRA scales. Writes
 through ``weight.data``, with which peft merges a LoRA, change no version counter, so a stamp also has 16 values of each
-weight. Weights that are offloaded between calls get new memory, so their addresses don't count.
+weight. Weights that are offloaded between calls get new memory, and buffers become new tensors: then addresses don't
+count, and buffers are compared by their shape and by up to 4096 values.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PACKAGES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimu
 OFFLOAD_HOOKS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")  # move weights, no more
 PLAIN = frozenset([type(None), bool, int, float, str])  # types of settings
 SAMPLES = 16  # values of each weight
+BUFFER_SAMPLES = 4096  # values of each buffer: whole tables of positions
 
 
 class Stamp(NamedTuple):
@@ -52,6 +54,7 @@ class Stamps:
         structure: list[Any] = []
         configs: dict[int, Any] = {}
         weights: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         forwards: dict[type, Any] = {}
         is_offloaded, pending = False, [module]
         while pending:
@@ -64,7 +67,7 @@ class Stamps:
             children = held["_modules"]
             structure.append(kind)
             structure += children
-            structure += [item for item in held.items() if type(item[1]) in PLAIN]
+            structure += [item for item in held.items() if type(item[1]) in PLAIN and item[0][0] != "_"]
             if hooks:
                 is_offloaded = True
                 structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
@@ -72,13 +75,13 @@ class Stamps:
                 structure += [repr(held.get(setting)) for setting in ADAPTER_SETTINGS]
             if "config" in held:
                 configs[id(held["config"])] = held["config"]
-            for group in (held["_parameters"], held["_buffers"]):
-                for name, weight in group.items():
+            for group, tensors in ((weights, held["_parameters"]), (buffers, held["_buffers"])):
+                for name, weight in tensors.items():
                     found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
                     if type(found) in PLAIN_TENSORS:
-                        weights.append(found)
+                        group.append(found)
                     elif found is not None:
-                        weights.extend(_inner(found))
+                        group.extend(_inner(found))
                     elif weight is not None:
                         return f"{kind.__name__} has its {name} on device 'meta'"
             pending += [child for child in children.values() if child is not None]
@@ -89,14 +92,17 @@ class Stamps:
         for config in configs.values():
             structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
         with self._lock:
-            key = (*structure, *self._versions(weights, is_offloaded), _sampled(weights))
+            counted = weights if is_offloaded else [*weights, *buffers]
+            addresses = () if is_offloaded else [(each.data_ptr(), each.device) for each in counted]
+            shapes = [(each.shape, each.dtype) for each in (*weights, *buffers)]
+            key = (*structure, *shapes, *self._versions(counted), *addresses, _sampled(weights, buffers))
             if key == self._latest:
                 key = self._latest  # so that keys share memory
             self._latest = key
         return Stamp(key, is_offloaded)
 
-    def _versions(self, weights: list[torch.Tensor], is_offloaded: bool) -> list[Any]:
-        """Return the identities, versions and shapes of weights, and where they are if this stays."""
+    def _versions(self, weights: list[torch.Tensor]) -> list[int]:
+        """Return the identities of weights, as numbers that are used once, and their versions."""
         serials, found = {}, []
         for weight in weights:
             place = id(weight)
@@ -104,9 +110,7 @@ class Stamps:
             if known is None or known[0]() is not weight:
                 known = (weakref.ref(weight), next(self._next))
             serials[place] = known
-            found += (known[1], weight._version, weight.shape, weight.dtype)
-            if not is_offloaded:
-                found += (weight.data_ptr(), weight.device)
+            found += (known[1], weight._version)
         self._serials = serials
         return found
 
@@ -153,28 +157,28 @@ def _inner(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def _sampled(weights: list[torch.Tensor]) -> bytes:
-    """Return some values of each weight; waits once for each device and dtype."""
+def _sampled(weights: list[torch.Tensor], buffers: list[torch.Tensor]) -> bytes:
+    """Return some values of each weight and buffer; waits once for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     places = []
     with torch._C.DisableTorchFunctionSubclass():
-        for weight in weights:
+        for place, weight in enumerate((*weights, *buffers)):
             group = groups.setdefault((weight.device, weight.dtype), [])
             places.append((group, len(group)))
-            group.append(_few(weight))
+            group.append(_few(weight, SAMPLES if place < len(weights) else BUFFER_SAMPLES))
         read = {}
         for group in groups.values():
             values = torch.cat(group).view(torch.uint8).cpu().numpy().tobytes()
-            size, ends = group[0].element_size(), itertools.accumulate(map(len, group), initial=0)
+            size, ends = group[0].element_size(), itertools.accumulate((each.numel() for each in group), initial=0)
             read[id(group)] = [values[size * start : size * end] for start, end in itertools.pairwise(ends)]
     return b"".join([read[id(group)][place] for group, place in places])  # in an order that no offload changes
 
 
-def _few(weight: torch.Tensor) -> torch.Tensor:
-    """Return up to 16 values of a weight, a view of shape [values]."""
+def _few(weight: torch.Tensor, most: int) -> torch.Tensor:
+    """Return up to ``most`` values of a weight, a view of shape [values]."""
     size = weight.numel()
     if not weight.is_contiguous():
-        few = weight[(0,) * (weight.ndim - 1)][:SAMPLES]
+        few = weight[(0,) * (weight.ndim - 1)][:most]
     else:  # an odd stride visits all columns
-        few = weight.as_strided((min(size, SAMPLES),), (max(size // SAMPLES - 1, 0) | 1,))
+        few = weight.as_strided((min(size, most),), (max(size // most - 1, 0) | 1,))
     return few.view(torch.uint8) if weight.element_size() == 1 else few
