@@ -21,7 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
-from dit_accel.loop.timing import CallParts
+from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
 from dit_accel.stages.stamps import PLAIN, Stamps
 
 ENTRY = "_compiled_call_impl"  # torch leaves it out of copies and pickles of a module
@@ -126,18 +126,21 @@ class KeepingEntry:
         run = encoder._call_impl if self._replaced is None else self._replaced
         if torch.compiler.is_compiling() or not self.stages:
             return run(*args, **kwargs)
+        elapsed = {stage: stopwatch_on(stage.parts.device) for stage in self.stages}
         inputs = _Inputs(args, kwargs)
         found = self._find(encoder, inputs)
         if not isinstance(found, str) and (kept := found[1]) is not None:
-            self._note(is_kept=True)
             _offload_previous(encoder)
+            for stage, stopwatch in elapsed.items():
+                stage.note(self, elapsed=stopwatch)
             return kept
         output = run(*args, **kwargs)
         reason = found if isinstance(found, str) else self._keep(found[0], output, found[2])
         if reason is None and not inputs.is_same(_Inputs(args, kwargs)):
             self.store.forget(self)
             reason = "it writes to its inputs"
-        self._note(reason)
+        for stage in elapsed:
+            stage.note(self, reason)
         return output
 
     def _find(self, encoder: nn.Module, inputs: _Inputs) -> tuple[tuple, Any, bool] | str:
@@ -172,10 +175,6 @@ class KeepingEntry:
             return f"copying its output raised {type(error).__name__}"
         return None
 
-    def _note(self, reason: str | None = None, *, is_kept: bool = False) -> None:
-        for stage in self.stages:
-            stage.note(self, reason, is_kept=is_kept)
-
 
 class KeptPrompts:
     """Stage of one pipeline: keeps the outputs of its text encoders until it is closed.
@@ -197,12 +196,20 @@ class KeptPrompts:
             self._entries[name] = entry if isinstance(entry, KeepingEntry) else KeepingEntry(encoder, self._store)
             self._entries[name].stages.add(self)
 
-    def note(self, entry: KeepingEntry, reason: str | None, *, is_kept: bool) -> None:
-        """Record a call of an encoder."""
+    def note(self, entry: KeepingEntry, reason: str | None = None, *, elapsed: Stopwatch | None = None) -> None:
+        """Record a call of an encoder.
+
+        Args:
+            reason: why its output is not kept, or None.
+            elapsed: of a call that returned a kept output.
+        """
         name = next((name for name, each in self._entries.items() if each is entry), "")
         if self._begun != self.parts.begun:
             self._begun, self._calls = self.parts.begun, []
-        self._calls.append((name, reason, is_kept))
+        self._calls.append((name, reason, elapsed is not None))
+        if elapsed is not None:  # otherwise the encoder's own hooks measure
+            self.parts.enter(name, elapsed)
+            self.parts.leave()
 
     @property
     def remark(self) -> str | None:
@@ -218,6 +225,11 @@ class KeptPrompts:
             return None
         reasons = dict.fromkeys(f"{name}: {reason}" for name, reason, _ in calls if reason is not None)
         return "; ".join([f"{sum(kept for *_, kept in calls)} of {len(calls)} kept from earlier calls", *reasons])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the kept outputs."""
+        return self._store.size
 
     def forget(self) -> None:
         """Drop all kept outputs."""

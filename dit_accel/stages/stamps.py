@@ -24,6 +24,7 @@ from dit_accel.models.hooks import KNOWN, is_known, is_known_class
 PACKAGES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
 OFFLOAD_HOOKS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")  # move weights, no more
 PLAIN = frozenset([type(None), bool, int, float, str])  # types of settings
+TORCHS_OWN = len(vars(nn.Module()))  # first attributes of every module
 SAMPLES = 16  # values of each weight
 BUFFER_SAMPLES = 4096  # values of each buffer: whole tables of positions
 
@@ -67,7 +68,8 @@ class Stamps:
             children = held["_modules"]
             structure.append(kind)
             structure += children
-            structure += [item for item in held.items() if type(item[1]) in PLAIN and item[0][0] != "_"]
+            own = itertools.islice(held.items(), TORCHS_OWN, None)
+            structure += [item for item in own if type(item[1]) in PLAIN and item[0][0] != "_"]
             if hooks:
                 is_offloaded = True
                 structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
@@ -130,12 +132,11 @@ def _why_not(held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
         where = type(hook).__module__
         if where not in OFFLOAD_HOOKS and not where.startswith("accelerate."):
             return f"has a hook {type(hook).__name__}"
-    called = [held[name] for name in ("forward", "_old_forward") if name in held]
-    for each in ("_forward_hooks", "_forward_pre_hooks"):
-        called += held[each].values()
-    if called and not all(is_known(each, PACKAGES) for each in called):
-        return "has hooks or a forward of its own"
-    return None
+    if not ("forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]):
+        return None
+    called = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
+    called += [held[name] for name in ("forward", "_old_forward") if name in held]
+    return None if all(is_known(each, PACKAGES) for each in called) else "has hooks or a forward of its own"
 
 
 def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:
