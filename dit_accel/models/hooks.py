@@ -187,11 +187,16 @@ def is_known_class(cls: type, packages: Collection[str] = KNOWN) -> bool:
 
 
 def is_known(function: Callable, packages: Collection[str] = KNOWN) -> bool:
-    """Return True if a function is code of a known package, by its globals; its name may be that of a wrapped one."""
+    """Return True if a function is code of a known package."""
+    return module_of(function).partition(".")[0] in packages
+
+
+def module_of(function: Callable) -> str:
+    """Return the name of a function's module, by its globals; its own name may be that of a wrapped function."""
     while isinstance(function, partial):
         function = function.func
     scope = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return scope.get("__name__", "").partition(".")[0] in packages
+    return scope.get("__name__", "")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

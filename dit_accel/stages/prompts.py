@@ -162,16 +162,16 @@ class KeepingEntry:
 
     def _keep(self, key: tuple, output: Any, on_host: bool) -> str | None:
         """Keep an output; return why not, or None."""
-        tensors = _tensors_in(output)
-        if isinstance(tensors, str):
-            return tensors
         try:
+            tensors = _tensors_in(output)
+            if isinstance(tensors, str):
+                return tensors
             size = distinct_bytes(tensors)
             if size > self.store.most:
                 most = self.store.most / 2**20
                 return f"its output has {size / 2**20:.3g} MiB, more than stages.prompts_mib allows ({most:.3g})"
             self.store.put(key, KeptOutput(output, tensors, on_host=on_host), size)
-        except Exception as error:  # of memory
+        except Exception as error:  # of memory or an unknown output
             return f"copying its output raised {type(error).__name__}"
         return None
 

@@ -12,18 +12,23 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from dit_accel.loop.conditioning import PLAIN_TENSORS
+from dit_accel.models import component_times
 from dit_accel.models.conditions import ADAPTER_SETTINGS
-from dit_accel.models.hooks import KNOWN, is_known, is_known_class
+from dit_accel.models.hooks import KNOWN, is_known, is_known_class, module_of
 
 PACKAGES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
+QUIET_HOOKS = (component_times.__name__, "transformers.utils.output_capturing")  # torch's hooks that change no output
+WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "torch._dynamo.eval_frame")  # of hooks and compiled code
 OFFLOAD_HOOKS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")  # move weights, no more
 PLAIN = frozenset([type(None), bool, int, float, str])  # types of settings
+SETTINGS = PLAIN | {FunctionType, BuiltinFunctionType}  # of modules, which may have other code than their classes
 TORCHS_OWN = len(vars(nn.Module()))  # first attributes of every module
 SAMPLES = 16  # values of each weight
 BUFFER_SAMPLES = 4096  # values of each buffer: whole tables of positions
@@ -63,13 +68,13 @@ class Stamps:
             held, kind = vars(part), type(part)
             forwards[kind] = kind.forward
             hooks = _hooks(held) if "_hf_hook" in held or "_diffusers_hook" in held else ()
-            if (reason := _why_not(held, hooks)) is not None:
+            if (reason := _why_not(kind, held, hooks)) is not None:
                 return f"{kind.__name__} {reason}"
             children = held["_modules"]
             structure.append(kind)
             structure += children
             own = itertools.islice(held.items(), TORCHS_OWN, None)
-            structure += [item for item in own if type(item[1]) in PLAIN and item[0][0] != "_"]
+            structure += [item for item in own if type(item[1]) in SETTINGS and item[0][0] != "_"]
             if hooks:
                 is_offloaded = True
                 structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
@@ -124,8 +129,8 @@ def _hooks(held: dict[str, Any]) -> list[Any]:
     return found if registry is None else [*found, *registry.hooks.values()]
 
 
-def _why_not(held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
-    """Return why a module with these attributes may give other outputs for equal inputs, or None."""
+def _why_not(kind: type[nn.Module], held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
+    """Return why a module of a class with these attributes may give other outputs for equal inputs, or None."""
     if held["training"]:
         return "is in training mode"
     for hook in hooks:
@@ -134,9 +139,14 @@ def _why_not(held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
             return f"has a hook {type(hook).__name__}"
     if not ("forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]):
         return None
-    called = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
-    called += [held[name] for name in ("forward", "_old_forward") if name in held]
-    return None if all(is_known(each, PACKAGES) for each in called) else "has hooks or a forward of its own"
+    for hook in (*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()):
+        if module_of(hook) not in QUIET_HOOKS:  # also if a pipeline adds it for a call, to read or change a layer
+            return "has a forward hook"
+    for forward in (held.get("forward"), held.get("_old_forward")):
+        is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
+        if not is_own and module_of(forward) not in WRAPPERS:
+            return "has a forward of its own"
+    return None
 
 
 def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:

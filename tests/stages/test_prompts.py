@@ -181,13 +181,18 @@ def _set_a_number(encoder):
             module.eps = 0.1
 
 
+def _replace_a_method(encoder):
+    attention = encoder.encoder.layers[0].self_attn
+    attention.project = lambda x: x
+
+
 def _attend_otherwise(encoder):
     encoder.set_attn_implementation("eager")
 
 
 CHANGES = [
     *(_write, _write_behind, _merge, _round, _load, _assign, _grow),
-    *(_replace_a_layer, _replace_an_activation, _set_a_number, _attend_otherwise),
+    *(_replace_a_layer, _replace_an_activation, _replace_a_method, _set_a_number, _attend_otherwise),
 ]
 
 
@@ -298,6 +303,11 @@ def _replace_the_forward(encoder):
     encoder.forward = lambda *args, **kwargs: own(*args, **kwargs)
 
 
+def _replace_an_offloaded_forward(encoder):
+    _replace_the_forward(encoder)
+    cpu_offload_with_hook(encoder, execution_device="cpu")
+
+
 def _wrap_a_layer(encoder):
     for module in list(encoder.modules()):
         if hasattr(module, "fc1"):
@@ -311,9 +321,10 @@ def _lose_a_weight(encoder):
 REASONS = {
     _train: "is in training mode",
     _train_a_part: "is in training mode",
-    _hook: "has hooks or a forward of its own",
-    _hook_a_part: "has hooks or a forward of its own",
-    _replace_the_forward: "has hooks or a forward of its own",
+    _hook: "has a forward hook",
+    _hook_a_part: "has a forward hook",
+    _replace_the_forward: "has a forward of its own",
+    _replace_an_offloaded_forward: "has a forward of its own",
     _wrap_a_layer: "Doubled is not code of a known package",
     _lose_a_weight: "Linear has its weight on device 'meta'",
 }
