@@ -22,7 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from dit_accel.loop.accounts import distinct_bytes
 from dit_accel.loop.conditioning import PLAIN_TENSORS, version_of
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_on
-from dit_accel.stages.stamps import PLAIN, Stamps
+from dit_accel.stages.stamps import PLAIN, read_stamp
 
 ENTRY = "_compiled_call_impl"  # torch leaves it out of copies and pickles of a module
 OFF = "by the text encoders: stages.prompts is false"
@@ -104,7 +104,6 @@ class KeepingEntry:
         self.store = store
         self._encoder = weakref.ref(encoder)
         self._replaced = vars(encoder).get(ENTRY)  # of compiled code
-        self._stamps = Stamps()
         self._latest: tuple = ()
         vars(encoder)[ENTRY] = self
 
@@ -148,13 +147,14 @@ class KeepingEntry:
         if (reason := _why_not_now() or inputs.reason) is not None:
             return reason
         try:
-            stamp = self._stamps.read(encoder)
+            stamp = read_stamp(encoder)
             if isinstance(stamp, str):
                 return stamp
-            if stamp.key is not self._latest:
+            latest = self._latest
+            if stamp.key != latest:
                 self.store.forget(self)
-                self._latest = stamp.key
-            key = (self, stamp.key, inputs.form, inputs.digest(), _modes(inputs.tensors))
+                self._latest = latest = stamp.key
+            key = (self, latest, inputs.form, inputs.digest(), _modes(inputs.tensors))
             kept = self.store.get(key)
             return key, None if kept is None else kept.copy(), stamp.is_offloaded
         except Exception as error:  # of weights or inputs of an unknown kind, or of memory: the encoder may still run

@@ -2,15 +2,14 @@
 
 A stamp has the identity, version counter and shape of each weight, and plain attributes such as LoRA scales. Writes
 through ``weight.data``, with which peft merges a LoRA, change no version counter, so a stamp also has 16 values of each
-weight. Weights that are offloaded between calls get new memory, and buffers become new tensors: then addresses don't
-count, and buffers are compared by their shape and by up to 4096 values.
+weight, and the last row of embeddings, where textual inversion adds tokens. Weights that are offloaded between calls get
+new memory, and buffers and quantised data become new tensors: then addresses don't count, and buffers and quantised data
+are compared by their shapes and by up to 4096 values.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ PLAIN = frozenset([type(None), bool, int, float, str])  # types of settings
 SETTINGS = PLAIN | {FunctionType, BuiltinFunctionType}  # of modules, which may have other code than their classes
 TORCHS_OWN = len(vars(nn.Module()))  # first attributes of every module
 SAMPLES = 16  # values of each weight
-BUFFER_SAMPLES = 4096  # values of each buffer: whole tables of positions
+BUFFER_SAMPLES = 4096  # values of each buffer, of quantised data and of the last row of embeddings
 
 
 class Stamp(NamedTuple):
@@ -46,80 +45,63 @@ class Stamp(NamedTuple):
     is_offloaded: bool
 
 
-class Stamps:
-    """Reads the stamps of one module; it keeps no weight alive."""
+def read_stamp(module: nn.Module) -> Stamp | str:
+    """Return a module's stamp, or why it has none; about 2 ms for T5-XXL, which has 220 weights in 460 modules.
 
-    def __init__(self) -> None:
-        self._serials: dict[int, tuple[weakref.ref, int]] = {}  # by id of the weight
-        self._next = itertools.count()
-        self._latest: tuple = ()
-        self._lock = threading.Lock()
-
-    def read(self, module: nn.Module) -> Stamp | str:
-        """Return the module's stamp, or why it has none; about 2 ms for 700 modules with 500 weights."""
-        structure: list[Any] = []
-        configs: dict[int, Any] = {}
-        weights: list[torch.Tensor] = []
-        buffers: list[torch.Tensor] = []
-        forwards: dict[type, Any] = {}
-        is_offloaded, pending = False, [module]
-        while pending:
-            part = pending.pop()
-            held, kind = vars(part), type(part)
-            forwards[kind] = kind.forward
-            hooks = _hooks(held) if "_hf_hook" in held or "_diffusers_hook" in held else ()
-            if (reason := _why_not(kind, held, hooks)) is not None:
-                return f"{kind.__name__} {reason}"
-            children = held["_modules"]
-            structure.append(kind)
-            structure += children
-            own = itertools.islice(held.items(), TORCHS_OWN, None)
-            structure += [item for item in own if type(item[1]) in SETTINGS and item[0][0] != "_"]
-            if hooks:
-                is_offloaded = True
-                structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
-            if "merged_adapters" in held:
-                structure += [repr(held.get(setting)) for setting in ADAPTER_SETTINGS]
-            if "config" in held:
-                configs[id(held["config"])] = held["config"]
-            for group, tensors in ((weights, held["_parameters"]), (buffers, held["_buffers"])):
-                for name, weight in tensors.items():
-                    found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
-                    if type(found) in PLAIN_TENSORS:
-                        group.append(found)
-                    elif found is not None:
-                        group.extend(_inner(found))
-                    elif weight is not None:
-                        return f"{kind.__name__} has its {name} on device 'meta'"
-            pending += [child for child in children.values() if child is not None]
-        for kind, forward in forwards.items():
-            if not (is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
-                return f"{kind.__name__} is not code of a known package"
-            structure.append(forward)
-        for config in configs.values():
-            structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
-        with self._lock:
-            counted = weights if is_offloaded else [*weights, *buffers]
-            addresses = () if is_offloaded else [(each.data_ptr(), each.device) for each in counted]
-            shapes = [(each.shape, each.dtype) for each in (*weights, *buffers)]
-            key = (*structure, *shapes, *self._versions(counted), *addresses, _sampled(weights, buffers))
-            if key == self._latest:
-                key = self._latest  # so that keys share memory
-            self._latest = key
-        return Stamp(key, is_offloaded)
-
-    def _versions(self, weights: list[torch.Tensor]) -> list[int]:
-        """Return the identities of weights, as numbers that are used once, and their versions."""
-        serials, found = {}, []
-        for weight in weights:
-            place = id(weight)
-            known = serials.get(place) or self._serials.get(place)
-            if known is None or known[0]() is not weight:
-                known = (weakref.ref(weight), next(self._next))
-            serials[place] = known
-            found += (known[1], weight._version)
-        self._serials = serials
-        return found
+    A stamp keeps no weight alive, and holds no weak references, with which torch can't convert some weights.
+    """
+    structure: list[Any] = []
+    configs: dict[int, Any] = {}
+    weights: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []  # of weights, made anew
+    quantised: list[torch.Tensor] = []
+    forwards: dict[type, Any] = {}
+    is_offloaded, pending = False, [module]
+    while pending:
+        part = pending.pop()
+        held, kind = vars(part), type(part)
+        forwards[kind] = kind.forward
+        hooks = _hooks(held) if "_hf_hook" in held or "_diffusers_hook" in held else ()
+        if (reason := _why_not(kind, held, hooks)) is not None:
+            return f"{kind.__name__} {reason}"
+        children = held["_modules"]
+        structure.append(kind)
+        structure += children
+        own = itertools.islice(held.items(), TORCHS_OWN, None)
+        structure += [item for item in own if type(item[1]) in SETTINGS and item[0][0] != "_"]
+        if hooks:
+            is_offloaded = True
+            structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
+        if "merged_adapters" in held:
+            structure += [repr(held.get(setting)) for setting in ADAPTER_SETTINGS]
+        if "config" in held:
+            configs[id(held["config"])] = held["config"]
+        for group, tensors in ((weights, held["_parameters"]), (buffers, held["_buffers"])):
+            for name, weight in tensors.items():
+                found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
+                if type(found) in PLAIN_TENSORS:
+                    group.append(found)
+                elif found is not None:
+                    quantised.append(found)
+                    parts.extend(_inner(found))
+                elif weight is not None:
+                    return f"{kind.__name__} has its {name} on device 'meta'"
+        if kind is nn.Embedding and type(weights[-1]) in PLAIN_TENSORS and len(weights[-1]):
+            parts.append(weights[-1][-1])
+        pending += [child for child in children.values() if child is not None]
+    for kind, forward in forwards.items():
+        if not (is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
+            return f"{kind.__name__} is not code of a known package"
+        structure.append(forward)
+    for config in configs.values():
+        structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
+    for weight in (*weights, *quantised) if is_offloaded else (*weights, *quantised, *buffers):
+        structure += (id(weight), weight._version)
+    if not is_offloaded:
+        structure += [(each.data_ptr(), each.device) for each in (*weights, *buffers)]
+    structure += [(each.shape, each.dtype) for each in (*weights, *buffers, *parts)]
+    return Stamp((*structure, _sampled(weights, [*buffers, *parts])), is_offloaded)
 
 
 def _hooks(held: dict[str, Any]) -> list[Any]:

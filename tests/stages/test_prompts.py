@@ -343,6 +343,17 @@ def test_an_encoder_that_is_not_known_runs(change):
 
 
 @torch.no_grad()
+def test_a_hook_for_one_call_sees_it():
+    """As pipelines add one to read or change a layer; the calls without it are kept."""
+    kept, seen = Kept(encoder_of()), []
+    own = kept(ids())
+    hook = kept.encoder.final_layer_norm.register_forward_hook(lambda _, args, output: seen.append(0) or args[0])
+    assert not same(kept(ids()), own) and seen == [0]
+    hook.remove()
+    assert same(kept(ids()), own) and kept.runs == 2
+
+
+@torch.no_grad()
 def test_calls_that_are_watched_run():
     kept = Kept(encoder_of())
     kept(ids())
