@@ -2,9 +2,10 @@
 
 A stamp has the identity, version counter and shape of each weight, and plain attributes such as LoRA scales. Writes
 through ``weight.data``, with which peft merges a LoRA, change no version counter, so a stamp also has 16 values of each
-weight, and the last row of embeddings, where textual inversion adds tokens. Weights that are offloaded between calls get
-new memory, and buffers and quantised data become new tensors: then addresses don't count, and buffers and quantised data
-are compared by their shapes and by up to 4096 values.
+weight, and the last row of embeddings, where textual inversion adds tokens.
+
+Weights that are offloaded between calls get new memory, and buffers and quantised data become new tensors. Then
+addresses don't count, and buffers and quantised data are compared by their shapes and by up to 4096 values.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ def read_stamp(module: nn.Module) -> Stamp | str:
                 found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
                 if type(found) in PLAIN_TENSORS:
                     group.append(found)
+                    if group is weights and issubclass(kind, nn.Embedding) and len(found):
+                        parts.append(found[-1])
                 elif found is not None:
                     quantised.append(found)
                     parts.extend(_inner(found))
                 elif weight is not None:
                     return f"{kind.__name__} has its {name} on device 'meta'"
-        if kind is nn.Embedding and type(weights[-1]) in PLAIN_TENSORS and len(weights[-1]):
-            parts.append(weights[-1][-1])
         pending += [child for child in children.values() if child is not None]
     for kind, forward in forwards.items():
         if not (is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
