@@ -85,6 +85,8 @@ def read_stamp(module: nn.Module) -> Stamp | str:
                     group.append(found)
                     if group is weights and issubclass(kind, nn.Embedding) and len(found):
                         parts.append(found[-1])
+                elif hasattr(found, "device_mesh"):  # all processes must call the encoder together
+                    return f"{kind.__name__} has its {name} on several devices"
                 elif found is not None:
                     quantised.append(found)
                     parts.extend(_inner(found))
@@ -92,7 +94,8 @@ def read_stamp(module: nn.Module) -> Stamp | str:
                     return f"{kind.__name__} has its {name} on device 'meta'"
         pending += [child for child in children.values() if child is not None]
     for kind, forward in forwards.items():
-        if not (is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
+        is_alone = not kind.__module__.startswith("torch.distributed.")
+        if not (is_alone and is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
             return f"{kind.__name__} is not code of a known package"
         structure.append(forward)
     for config in configs.values():

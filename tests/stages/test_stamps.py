@@ -153,3 +153,16 @@ def test_weights_are_not_kept():
     del encoder
     gc.collect()
     assert reference() is None
+
+
+def test_sharded_weights_have_no_stamp():
+    """Processes that share an encoder must call it together."""
+    module = Held("weight", torch.randn(4))
+    module._parameters["weight"] = Sharded()
+    assert read_stamp(module) == "Held has its weight on several devices"
+
+
+class Sharded:
+    """As much of a DTensor as is read."""
+
+    is_meta, device_mesh = False, None
