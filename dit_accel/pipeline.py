@@ -29,6 +29,7 @@ from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset, default_preset
+from dit_accel.stages import prompts
 from dit_accel.stages.decode import FUSED, OFF, Decoding
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
@@ -61,7 +62,13 @@ class Acceleration:
         self._timing = ExitStack()
         for owner in owners:
             self._timing.enter_context(time_components(owner, runs.of(owner).parts))
-        self._decoding = [Decoding(owner) for owner in owners if self.preset.stages.decode]
+        stages = self.preset.stages
+        self._decoding = [Decoding(owner) for owner in owners if stages.decode]
+        self._prompts = [
+            prompts.KeptPrompts(owner, runs.of(owner).parts, int(stages.prompts_mib * 2**20))
+            for owner in owners
+            if stages.prompts
+        ]
         self._restored = False
 
     @property
@@ -96,6 +103,8 @@ class Acceleration:
         report, parts = controller.read_report(), controller.parts
         remarks = (stage.remark for stage in self._decoding if stage.remark is not None)
         report.decoding = next(remarks, None) if self.preset.stages.decode else OFF
+        encodings = (stage.remark for stage in self._prompts if stage.parts is parts)
+        report.encoding = next(encodings, None) if self.preset.stages.prompts else prompts.OFF
         is_fused = report.decoding == FUSED
         if parts.device.type == "cuda" and not is_fused and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
@@ -106,8 +115,10 @@ class Acceleration:
         return dict(self._runs.latest.last_symbols)
 
     def reset(self) -> None:
-        """Drop caches and reports; the next call starts a new run."""
+        """Drop caches, kept embeddings of prompts and reports; the next call starts a new run."""
         self._runs.reset()
+        for stage in self._prompts:
+            stage.forget()
 
     @property
     def owners(self) -> list[Any]:
@@ -122,6 +133,8 @@ class Acceleration:
         self._timing.close()
         for stage in self._decoding:
             stage.close()
+        for kept in self._prompts:
+            kept.close()
         for driver in self._drivers:
             driver.detach()
         if self._net is not None:

@@ -79,8 +79,8 @@ class Accounts:
             prompt.computed_fraction = own / self._plain if self._plain else 1.0
         if call.mode is not StepMode.DISPATCH:
             branches = list(branches)
-            device = _distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
-            host = _distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
+            device = distinct_bytes(tensor for branch in branches for tensor in branch.tensors())
+            host = distinct_bytes(tensor for branch in branches for tensor in branch.host_tensors())
             report.cache_bytes, report.host_bytes = max(report.cache_bytes, device), max(report.host_bytes, host)
             if self._budget_gib is not None and device > self._budget_gib * GIB:
                 report.note("caches took more memory than estimated, and more than memory.budget_gib")
@@ -112,6 +112,6 @@ def _most(mode: str, other: StepMode) -> str:
     return max(StepMode(mode), other, key=MODES_BY_WORK.index).value
 
 
-def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of all storages behind the tensors, each counted once."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())

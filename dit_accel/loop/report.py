@@ -92,6 +92,7 @@ class RunReport:
         memory_measures: measures that make the caches smaller, from the preset or to meet its budget.
         prompts: one record a prompt, if the steps of a batch are decided for each prompt; otherwise empty.
         replayed: transformer calls that ran as CUDA graphs.
+        encoding: how many calls of text encoders were saved by kept outputs; None = there was none.
         decoding: how the latest decode of latents ran; None = there was none.
         not_captured: why some calls were not captured, with ``kernels.graphs: auto`` on a GPU; None = only first calls
             were not, or graphs are not asked for.
@@ -114,6 +115,7 @@ class RunReport:
     memory_measures: list[str] = field(default_factory=list)
     prompts: list[PromptRecord] = field(default_factory=list)
     replayed: int = 0
+    encoding: str | None = None
     decoding: str | None = None
     not_captured: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -191,6 +193,8 @@ class RunReport:
             + (f", and {_mebibytes(self.host_bytes)} of the host's" if self.host_bytes else ""),
         ]
         lines += [f"  to save memory     {measure}" for measure in self.memory_measures]
+        if self.encoding is not None:
+            lines.append(f"  encoding           {self.encoding}")
         if self.decoding is not None:
             lines.append(f"  decoding           {self.decoding}")
         if self.replayed:

@@ -62,6 +62,7 @@ class CallParts:
         self._open: list[tuple[str, Stopwatch]] = []
         self._times: list[tuple[str, Callable[[], float]]] = []
         self.device = torch.device("cpu")
+        self.begun = 0  # calls so far
 
     def __reduce__(self) -> tuple[type[CallParts], tuple[()]]:
         """Copy or pickle as an empty object, together with a component that it times."""
@@ -70,6 +71,7 @@ class CallParts:
     def begin(self, device: torch.device) -> None:
         """Begin a call, and drop the times of the previous one, even if that did not end."""
         self.device, self._whole = device, None
+        self.begun += 1
         self._open.clear()
         self._times.clear()
         self._stop = stopwatch_on(device)

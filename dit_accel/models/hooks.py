@@ -12,7 +12,7 @@ class: replacing the forward of the class takes effect at the next call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
@@ -181,17 +181,22 @@ def runs_known_code(module: torch.nn.Module) -> bool:
     return _is_of_class(module, _bottom(module)) and is_known(own) and is_known(vars(module).get("forward", own))
 
 
-def is_known_class(cls: type) -> bool:
+def is_known_class(cls: type, packages: Collection[str] = KNOWN) -> bool:
     """Return True if a class is defined in a known package."""
-    return cls.__module__.partition(".")[0] in KNOWN
+    return cls.__module__.partition(".")[0] in packages
 
 
-def is_known(function: Callable) -> bool:
-    """Return True if a function is code of a known package, by its globals; its name may be that of a wrapped one."""
+def is_known(function: Callable, packages: Collection[str] = KNOWN) -> bool:
+    """Return True if a function is code of a known package."""
+    return module_of(function).partition(".")[0] in packages
+
+
+def module_of(function: Callable) -> str:
+    """Return the name of a function's module, by its globals; its own name may be that of a wrapped function."""
     while isinstance(function, partial):
         function = function.func
     scope = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return scope.get("__name__", "").partition(".")[0] in KNOWN
+    return scope.get("__name__", "")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -68,6 +68,8 @@ class Preset(Section):
             del values["memory"][key]
         if self.linear.dtype is None:
             del values["linear"]
+        if not self.stages.prompts:
+            del values["stages"]["prompts_mib"]
         if "blocks" in values and self.blocks.token_order == "raster":
             del values["blocks"]["token_order"]
         return values

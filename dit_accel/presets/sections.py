@@ -213,3 +213,14 @@ class Stages(Section):
     decode: bool = True
     """On a GPU, decode latents with fused kernels, within the rounding of the autoencoder's dtype. The decoder's own
     code runs where its class is not known or its output differs by more; the report says which one ran."""
+    prompts: bool = True
+    """Keep the outputs of text encoders, bit for bit. An encoder that gets the same inputs again does not run, and is
+    not moved to the GPU if it is offloaded."""
+    prompts_mib: float = Field(default=512.0, gt=0.0, allow_inf_nan=False)
+    """Most MiB of kept outputs, for each pipeline. The least recently used are dropped first."""
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Stages:
+        if not self.prompts and "prompts_mib" in self.model_fields_set:
+            raise ValueError("prompts_mib has no effect without prompts: remove it, or set prompts to true")
+        return self

@@ -1,6 +1,7 @@
-"""Stages of a pipeline's call other than its steps: today the decoding of latents.
+"""Stages of a pipeline's call other than its steps: the encoding of prompts and the decoding of latents.
 
 A stage gives the output of the module's own code within the rounding of its dtype, and stands aside with a reason on
 anything that it does not know. Read `decode.py` first: a hook on an autoencoder's decoder, which compares its first
-output of each shape with the decoder's own. `vae/` has a page for each class of autoencoder.
+output of each shape with the decoder's own. `vae/` has a page for each class of autoencoder. `prompts.py` keeps outputs
+of text encoders while `stamps.py` finds no change of an encoder.
 """

@@ -1,0 +1,181 @@
+"""Stamps of a module: values that change when its weights, adapters, settings or hooks change.
+
+A stamp has the identity, version counter and shape of each weight, and plain attributes such as LoRA scales. Writes
+through ``weight.data``, with which peft merges a LoRA, change no version counter, so a stamp also has 16 values of each
+weight, and the last row of embeddings, where textual inversion adds tokens.
+
+Weights that are offloaded between calls get new memory, and buffers and quantised data become new tensors. Then
+addresses don't count, and buffers and quantised data are compared by their shapes and by up to 4096 values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dit_accel.loop.conditioning import PLAIN_TENSORS
+from dit_accel.models import component_times
+from dit_accel.models.conditions import ADAPTER_SETTINGS
+from dit_accel.models.hooks import KNOWN, is_known, is_known_class, module_of
+
+PACKAGES = frozenset([*KNOWN, "transformers", "torchao", "bitsandbytes", "optimum"])  # their code repeats its results
+QUIET_HOOKS = (component_times.__name__, "transformers.utils.output_capturing")  # torch's hooks that change no output
+WRAPPERS = ("accelerate.hooks", "diffusers.hooks.hooks", "torch._dynamo.eval_frame")  # of hooks and compiled code
+OFFLOAD_HOOKS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")  # move weights, no more
+PLAIN = frozenset([type(None), bool, int, float, str])  # types of settings
+SETTINGS = PLAIN | {FunctionType, BuiltinFunctionType}  # of modules, which may have other code than their classes
+TORCHS_OWN = len(vars(nn.Module()))  # first attributes of every module
+SAMPLES = 16  # values of each weight
+BUFFER_SAMPLES = 4096  # values of each buffer, of quantised data and of the last row of embeddings
+
+
+class Stamp(NamedTuple):
+    """The state of a module.
+
+    Attributes:
+        key: equal for equal states.
+        is_offloaded: True if hooks move weights to the device for each call.
+    """
+
+    key: tuple
+    is_offloaded: bool
+
+
+def read_stamp(module: nn.Module) -> Stamp | str:
+    """Return a module's stamp, or why it has none; about 2 ms for T5-XXL, which has 220 weights in 460 modules.
+
+    A stamp keeps no weight alive, and holds no weak references, with which torch can't convert some weights.
+    """
+    structure: list[Any] = []
+    configs: dict[int, Any] = {}
+    weights: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []  # of weights, made anew
+    quantised: list[torch.Tensor] = []
+    forwards: dict[type, Any] = {}
+    is_offloaded, pending = False, [module]
+    while pending:
+        part = pending.pop()
+        held, kind = vars(part), type(part)
+        forwards[kind] = kind.forward
+        hooks = _hooks(held) if "_hf_hook" in held or "_diffusers_hook" in held else ()
+        if (reason := _why_not(kind, held, hooks)) is not None:
+            return f"{kind.__name__} {reason}"
+        children = held["_modules"]
+        structure.append(kind)
+        structure += children
+        own = itertools.islice(held.items(), TORCHS_OWN, None)
+        structure += [item for item in own if type(item[1]) in SETTINGS and item[0][0] != "_"]
+        if hooks:
+            is_offloaded = True
+            structure += [(type(hook), str(getattr(hook, "execution_device", None))) for hook in hooks]
+        if "merged_adapters" in held:
+            structure += [repr(held.get(setting)) for setting in ADAPTER_SETTINGS]
+        if "config" in held:
+            configs[id(held["config"])] = held["config"]
+        for group, tensors in ((weights, held["_parameters"]), (buffers, held["_buffers"])):
+            for name, weight in tensors.items():
+                found = _offloaded(hooks, name) if weight is not None and weight.is_meta else weight
+                if type(found) in PLAIN_TENSORS:
+                    group.append(found)
+                    if group is weights and issubclass(kind, nn.Embedding) and len(found):
+                        parts.append(found[-1])
+                elif hasattr(found, "device_mesh"):  # all processes must call the encoder together
+                    return f"{kind.__name__} has its {name} on several devices"
+                elif found is not None:
+                    quantised.append(found)
+                    parts.extend(_inner(found))
+                elif weight is not None:
+                    return f"{kind.__name__} has its {name} on device 'meta'"
+        pending += [child for child in children.values() if child is not None]
+    for kind, forward in forwards.items():
+        is_alone = not kind.__module__.startswith("torch.distributed.")
+        if not (is_alone and is_known_class(kind, PACKAGES) and is_known(forward, PACKAGES)):
+            return f"{kind.__name__} is not code of a known package"
+        structure.append(forward)
+    for config in configs.values():
+        structure += [item for item in vars(config).items() if type(item[1]) in PLAIN]
+    for weight in (*weights, *quantised) if is_offloaded else (*weights, *quantised, *buffers):
+        structure += (id(weight), weight._version)
+    if not is_offloaded:
+        structure += [(each.data_ptr(), each.device) for each in (*weights, *buffers)]
+    structure += [(each.shape, each.dtype) for each in (*weights, *buffers, *parts)]
+    return Stamp((*structure, _sampled(weights, [*buffers, *parts])), is_offloaded)
+
+
+def _hooks(held: dict[str, Any]) -> list[Any]:
+    """Return the hooks of accelerate and diffusers on a module."""
+    hook, registry = held.get("_hf_hook"), held.get("_diffusers_hook")
+    found = [] if hook is None else [*getattr(hook, "hooks", (hook,))]
+    return found if registry is None else [*found, *registry.hooks.values()]
+
+
+def _why_not(kind: type[nn.Module], held: dict[str, Any], hooks: Sequence[Any]) -> str | None:
+    """Return why a module of a class with these attributes may give other outputs for equal inputs, or None."""
+    if held["training"]:
+        return "is in training mode"
+    for hook in hooks:
+        where = type(hook).__module__
+        if where not in OFFLOAD_HOOKS and not where.startswith("accelerate."):
+            return f"has a hook {type(hook).__name__}"
+    if not ("forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]):
+        return None
+    for hook in (*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()):
+        if module_of(hook) not in QUIET_HOOKS:  # also if a pipeline adds it for a call, to read or change a layer
+            return "has a forward hook"
+    for forward in (held.get("forward"), held.get("_old_forward")):
+        is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
+        if not is_own and module_of(forward) not in WRAPPERS:
+            return "has a forward of its own"
+    return None
+
+
+def _offloaded(hooks: Sequence[Any], name: str) -> torch.Tensor | None:
+    """Return a weight that accelerate keeps in host memory between calls; None = it does not, or keeps it on disk."""
+    for hook in hooks:
+        weights = getattr(hook, "weights_map", None)
+        if weights is not None and isinstance(getattr(weights, "dataset", weights), dict):
+            return weights[name]
+    return None
+
+
+def _inner(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with the data of a weight, which may be quantised."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        yield weight
+        return
+    for name in weight.__tensor_flatten__()[0]:
+        yield from _inner(getattr(weight, name))
+
+
+@torch.no_grad()
+def _sampled(weights: list[torch.Tensor], buffers: list[torch.Tensor]) -> bytes:
+    """Return some values of each weight and buffer; waits once for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    places = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for place, weight in enumerate((*weights, *buffers)):
+            group = groups.setdefault((weight.device, weight.dtype), [])
+            places.append((group, len(group)))
+            group.append(_few(weight, SAMPLES if place < len(weights) else BUFFER_SAMPLES))
+        read = {}
+        for group in groups.values():
+            values = torch.cat(group).view(torch.uint8).cpu().numpy().tobytes()
+            size, ends = group[0].element_size(), itertools.accumulate((each.numel() for each in group), initial=0)
+            read[id(group)] = [values[size * start : size * end] for start, end in itertools.pairwise(ends)]
+    return b"".join([read[id(group)][place] for group, place in places])  # in an order that no offload changes
+
+
+def _few(weight: torch.Tensor, most: int) -> torch.Tensor:
+    """Return up to ``most`` values of a weight, a view of shape [values]."""
+    size = weight.numel()
+    if not weight.is_contiguous():
+        few = weight[(0,) * (weight.ndim - 1)][:most]
+    else:  # an odd stride visits all columns
+        few = weight.as_strided((min(size, most),), (max(size // most - 1, 0) | 1,))
+    return few.view(torch.uint8) if weight.element_size() == 1 else few
