@@ -29,7 +29,7 @@ from dit_accel.models.hooks import find_hook
 from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset, default_preset
-from dit_accel.stages.decode import FUSED, OFF, Decoding
+from dit_accel.stages.decode import FUSED, Decoding
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -58,10 +58,15 @@ class Acceleration:
         self._drivers = drivers
         self._owners = [weakref.ref(owner) for owner in owners]
         self._net = net
-        self._timing = ExitStack()
+        undo = ExitStack()
+        self._decoding: list[Decoding] = []
         for owner in owners:
-            self._timing.enter_context(time_components(owner, runs.of(owner).parts))
-        self._decoding = [Decoding(owner) for owner in owners if self.preset.stages.decode]
+            parts = runs.of(owner).parts
+            undo.enter_context(time_components(owner, parts))
+            self._decoding.append(Decoding(owner, parts, wanted=self.preset.stages.decode))
+            undo.callback(self._decoding[-1].close)
+        self._undo = weakref.finalize(self, undo.close)  # other pipelines may keep the components
+        self._undo.atexit = False
         self._restored = False
 
     @property
@@ -94,8 +99,7 @@ class Acceleration:
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
-        remarks = (stage.remark for stage in self._decoding if stage.remark is not None)
-        report.decoding = next(remarks, None) if self.preset.stages.decode else OFF
+        report.decoding = next((stage.remark for stage in self._decoding if stage.parts is parts), None)
         is_fused = report.decoding == FUSED
         if parts.device.type == "cuda" and not is_fused and (remark := autoencoder_remark(report.parts)) is not None:
             report.note(remark)
@@ -119,9 +123,7 @@ class Acceleration:
         if self._restored:
             return
         self._restored = True
-        self._timing.close()
-        for stage in self._decoding:
-            stage.close()
+        self._undo()
         for driver in self._drivers:
             driver.detach()
         if self._net is not None:
