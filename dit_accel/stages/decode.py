@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.kept import is_capturing
 from dit_accel.loop.timing import CallParts
 from dit_accel.models.hooks import is_compiled, runs_known_code
 from dit_accel.stages.vae import page_of
@@ -214,6 +215,8 @@ class FusedDecode:
             return "gradients are on, or the decoder is in training mode"
         if torch.is_autocast_enabled(latents.device.type):
             return "autocast"
+        if is_capturing() or torch.jit.is_tracing():  # a first call is compared, which waits for the GPU
+            return "a graph is being captured or traced"
         for name, part in module.named_modules():
             if (reason := _why_not_part(part, is_root=part is module, latents=latents)) is not None:
                 return f"{name or 'the decoder'} {reason}"

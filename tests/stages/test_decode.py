@@ -16,6 +16,7 @@ from diffusers import (
 from peft import LoraConfig
 from torch import nn
 
+from dit_accel.kernels.kept import capturing
 from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, hunyuan_video
 
@@ -405,13 +406,14 @@ def test_threads_may_decode_with_one_autoencoder(hooked):
 MODES = {
     "inference": (torch.inference_mode, FUSED),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+    "capture": (capturing, "a graph is being captured"),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("mode", "remark"), MODES.values(), ids=MODES)
 def test_modes_of_torch(mode, remark, hooked):
-    """Nothing that is made in inference mode is kept for a later decode."""
+    """Nothing that one decode makes is kept for a later one in another mode."""
     made, given = autoencoder(), latents(1, 4, 8, 8)
     with mode():
         own = made.decode(given).sample
@@ -422,6 +424,16 @@ def test_modes_of_torch(mode, remark, hooked):
             assert remark in hook.remark
     made.decode(given)
     assert hook.remark == FUSED
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_is_of_the_decoders_own_code(hooked):
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    hook = hooked(made)
+    traced = torch.jit.trace(made.decoder, given, check_trace=False)
+    assert "captured or traced" in hook.remark
+    assert (traced(given) - made.decoder(given)).abs().max() < 2e-5
 
 
 @torch.no_grad()
