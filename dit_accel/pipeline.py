@@ -30,7 +30,7 @@ from dit_accel.models.presets import fitting_presets, load_preset
 from dit_accel.models.transformer import TransformerDriver
 from dit_accel.presets import Preset, default_preset
 from dit_accel.stages import prompts
-from dit_accel.stages.decode import FUSED, OFF, Decoding
+from dit_accel.stages.decode import FUSED, Decoding
 
 ONLY_KNOWN = f"only {', '.join(TRANSFORMER_NAMES)} are known to be called once a step and branch"
 
@@ -59,16 +59,19 @@ class Acceleration:
         self._drivers = drivers
         self._owners = [weakref.ref(owner) for owner in owners]
         self._net = net
-        self._timing = ExitStack()
+        undo = ExitStack()
+        self._decoding: list[Decoding] = []
+        self._prompts: list[prompts.KeptPrompts] = []
         for owner in owners:
-            self._timing.enter_context(time_components(owner, runs.of(owner).parts))
-        stages = self.preset.stages
-        self._decoding = [Decoding(owner) for owner in owners if stages.decode]
-        self._prompts = [
-            prompts.KeptPrompts(owner, runs.of(owner).parts, int(stages.prompts_mib * 2**20))
-            for owner in owners
-            if stages.prompts
-        ]
+            parts, stages = runs.of(owner).parts, self.preset.stages
+            undo.enter_context(time_components(owner, parts))
+            self._decoding.append(Decoding(owner, parts, wanted=stages.decode))
+            undo.callback(self._decoding[-1].close)
+            if stages.prompts:
+                self._prompts.append(prompts.KeptPrompts(owner, parts, int(stages.prompts_mib * 2**20)))
+                undo.callback(self._prompts[-1].close)
+        self._undo = weakref.finalize(self, undo.close)  # other pipelines may keep the components
+        self._undo.atexit = False
         self._restored = False
 
     @property
@@ -101,8 +104,7 @@ class Acceleration:
         if reason is not None:
             controller.report.warn(f"not in effect: {reason}")
         report, parts = controller.read_report(), controller.parts
-        remarks = (stage.remark for stage in self._decoding if stage.remark is not None)
-        report.decoding = next(remarks, None) if self.preset.stages.decode else OFF
+        report.decoding = next((stage.remark for stage in self._decoding if stage.parts is parts), None)
         encodings = (stage.remark for stage in self._prompts if stage.parts is parts)
         report.encoding = next(encodings, None) if self.preset.stages.prompts else prompts.OFF
         is_fused = report.decoding == FUSED
@@ -130,11 +132,7 @@ class Acceleration:
         if self._restored:
             return
         self._restored = True
-        self._timing.close()
-        for stage in self._decoding:
-            stage.close()
-        for kept in self._prompts:
-            kept.close()
+        self._undo()
         for driver in self._drivers:
             driver.detach()
         if self._net is not None:

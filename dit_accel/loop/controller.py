@@ -78,6 +78,7 @@ class Controller:
 
     def reset(self) -> None:
         """Drop all caches and the report; the next call starts a new run."""
+        self.parts.remarks.clear()
         self._tick: Tick | None = None
         self._why_plain: str | None = None  # why no step may be forecast
         self.last_layout: TokenLayout | None = None

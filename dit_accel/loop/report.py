@@ -93,7 +93,7 @@ class RunReport:
         prompts: one record a prompt, if the steps of a batch are decided for each prompt; otherwise empty.
         replayed: transformer calls that ran as CUDA graphs.
         encoding: how many calls of text encoders were saved by kept outputs; None = there was none.
-        decoding: how the latest decode of latents ran; None = there was none.
+        decoding: how the call's latents were decoded; None = they were not.
         not_captured: why some calls were not captured, with ``kernels.graphs: auto`` on a GPU; None = only first calls
             were not, or graphs are not asked for.
         notes: remarks on the run as a whole.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -53,7 +54,11 @@ class CallParts:
     """Seconds of the last call by part, read at the end, so that timing adds no wait.
 
     A part that runs inside another part, such as a ControlNet whose call was deferred, counts as the outer part. Parts
-    outside of a call are not recorded. ``device`` is the device whose clock is read.
+    outside of a call, or in another thread, are not recorded. ``device`` is the device whose clock is read.
+
+    Attributes:
+        remark_of: functions that say how a part has just run, by its name.
+        remarks: what they said about the parts of the latest run.
     """
 
     def __init__(self) -> None:
@@ -61,6 +66,9 @@ class CallParts:
         self._whole: Callable[[], float] | None = None  # seconds of the finished call
         self._open: list[tuple[str, Stopwatch]] = []
         self._times: list[tuple[str, Callable[[], float]]] = []
+        self._thread: int | None = None  # of the call; None = a pipeline whose calls have no known beginning
+        self.remark_of: dict[str, Callable[[], str]] = {}
+        self.remarks: dict[str, str] = {}
         self.device = torch.device("cpu")
         self.begun = 0  # calls so far
 
@@ -74,6 +82,7 @@ class CallParts:
         self.begun += 1
         self._open.clear()
         self._times.clear()
+        self._thread = threading.get_ident()
         self._stop = stopwatch_on(device)
 
     def enter(self, name: str, elapsed: Stopwatch | None = None) -> None:
@@ -82,15 +91,23 @@ class CallParts:
         Args:
             elapsed: a stopwatch that is already running; None = start a new one.
         """
-        self._open.append((name, elapsed or stopwatch_on(self.device)))
+        if not self._is_elsewhere():
+            self._open.append((name, elapsed or stopwatch_on(self.device)))
 
     def leave(self) -> None:
         """End the part that began last."""
-        if not self._open:  # it began before the call did
+        if not self._open or self._is_elsewhere():  # it began before the call did
             return
         name, elapsed = self._open.pop()
-        if self._stop is not None and not self._open:
+        if self._open:
+            return
+        if self._stop is not None:
             self._times.append((name, elapsed()))
+        if name in self.remark_of and (self._stop is not None or self._thread is None):
+            self.remarks[name] = self.remark_of[name]()
+
+    def _is_elsewhere(self) -> bool:
+        return self._thread not in (None, threading.get_ident())
 
     def end(self) -> None:
         """End the call."""

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dit_accel.kernels.backends import resolve_backend
+from dit_accel.kernels.kept import is_capturing
+from dit_accel.loop.timing import CallParts
 from dit_accel.models.hooks import is_compiled, runs_known_code
 from dit_accel.stages.vae import page_of
 from dit_accel.stages.vae.layers import Layers
@@ -26,6 +28,7 @@ from dit_accel.stages.vae.layers import Layers
 BOUNDS = {torch.float32: 3e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # float32 convolves in TF32 by default
 FUSED = "with fused kernels"
 OWN = "by the autoencoder's own decoder"
+PART = "vae.decoder"  # of a pipeline's call
 OFF = f"{OWN}: stages.decode is false"
 
 
@@ -76,16 +79,16 @@ class _Decode:
 
     Args:
         backend: of the kernels.
+        given_up: why all calls are the decoder's own; None = they need not be.
 
     Attributes:
         reasons: why a call must be the decoder's own, by its form; None = it need not.
-        given_up: why all calls are the decoder's own from now on; None = they need not be.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, given_up: str | None = None) -> None:
         self.layers = Layers(backend)
+        self.given_up = given_up
         self.reasons: dict[tuple, str | None] = {}
-        self.given_up: str | None = None
 
 
 class _GivenUp(Exception):
@@ -127,14 +130,16 @@ class FusedDecode:
         """A decode of the autoencoder, which may call its decoder several times."""
         if not self.holders or getattr(self._current, "decode", None) is not None:
             return original(*args, **kwargs)
-        self._current.decode = decode = _Decode(self._backend)
         try:
-            return original(*args, **kwargs)
+            return self._attempt(original, args, kwargs)
         except _GivenUp as error:
-            decode.given_up = str(error)
-        finally:
-            self._current.decode = None
-        self._current.decode = decode
+            given_up = str(error)
+        return self._attempt(original, args, kwargs, given_up)
+
+    def _attempt(
+        self, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any], given_up: str | None = None
+    ) -> Any:
+        self._current.decode = _Decode(self._backend, given_up)
         try:
             return original(*args, **kwargs)
         finally:
@@ -149,8 +154,7 @@ class FusedDecode:
         decode = getattr(self._current, "decode", None)
         form = _form(args, kwargs)
         if decode is None:
-            decode = _Decode(self._backend)
-            decode.given_up = "the decoder is called by itself" if _lists(kwargs) else None
+            decode = _Decode(self._backend, "the decoder is called by itself" if _lists(kwargs) else None)
         if form not in decode.reasons:
             decode.reasons[form] = self._why_not(module, args, kwargs)
         reason = decode.given_up or decode.reasons[form]
@@ -211,6 +215,8 @@ class FusedDecode:
             return "gradients are on, or the decoder is in training mode"
         if torch.is_autocast_enabled(latents.device.type):
             return "autocast"
+        if is_capturing() or torch.jit.is_tracing():  # a first call is compared, which waits for the GPU
+            return "a graph is being captured or traced"
         for name, part in module.named_modules():
             if (reason := _why_not_part(part, is_root=part is module, latents=latents)) is not None:
                 return f"{name or 'the decoder'} {reason}"
@@ -268,8 +274,8 @@ def why_other(made: torch.Tensor, own: torch.Tensor) -> str | None:
 
 def fused_decode(autoencoder: Any) -> FusedDecode | None:
     """Return the fused decode of an autoencoder, whoever put it there; None = there is none."""
-    method = vars(autoencoder).get("_decode")
-    return method.owner if isinstance(method, StandIn) else None
+    method = getattr(autoencoder, "__dict__", {}).get("_decode")
+    return method.owner if isinstance(method, StandIn) and method.owner.holders else None
 
 
 def _lists(kwargs: dict[str, Any]) -> dict[str, list]:
@@ -290,16 +296,22 @@ class Decoding:
 
     Args:
         pipe: with an autoencoder at ``vae``, or without.
+        parts: parts of the pipeline's call in progress, which also keep how the decoder ran.
+        wanted: fuse the decoder; False = only keep how it ran, for another pipeline may fuse it.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        autoencoder = getattr(pipe, "vae", None)
+    def __init__(self, pipe: Any, parts: CallParts, *, wanted: bool = True) -> None:
+        self.parts = parts
+        self._pipe = weakref.ref(pipe)
+        self._watched = [weakref.ref(module) for module in _modules(pipe)]
         self._fused: FusedDecode | None = None
-        self._why_not: str | None = None
-        if autoencoder is None:
+        self._otherwise = OFF
+        parts.remark_of[PART] = self._latest
+        if not wanted or not self._watched:
             return
-        if page_of(autoencoder) is None or not isinstance(getattr(autoencoder, "decoder", None), nn.Module):
-            self._why_not = f"{OWN}: {type(autoencoder).__name__} is not known"
+        autoencoder = _modules(pipe)[0]
+        if page_of(autoencoder) is None:
+            self._otherwise = f"{OWN}: {type(autoencoder).__name__} is not known"
             return
         self._fused = fused_decode(autoencoder)  # of another pipeline with the same autoencoder
         if self._fused is None:
@@ -309,11 +321,31 @@ class Decoding:
 
     @property
     def remark(self) -> str | None:
-        """How the latest decode ran; None = there was none, or the pipeline has no autoencoder."""
-        return self._why_not if self._fused is None else self._fused.remark
+        """How the pipeline's latest call decoded; None = it did not, or the pipeline has no autoencoder."""
+        remark, modules = self.parts.remarks.get(PART), _modules(self._pipe())
+        if remark is not None or not modules:
+            return remark
+        if [weakref.ref(module) for module in modules] != self._watched:
+            return f"{OWN}: it was replaced; call accelerate_pipeline(pipe) again"
+        is_bypassed = "decode" in vars(modules[0]) or is_compiled(modules[1])
+        return f"{OWN}: its decode is replaced or compiled" if is_bypassed else None
+
+    def _latest(self) -> str:
+        """How the latest call of the decoder ran."""
+        fused = self._fused or fused_decode(self._watched[0]())
+        return self._otherwise if fused is None or fused.remark is None else fused.remark
 
     def close(self) -> None:
         """Give the autoencoder its own methods back, unless another pipeline wants the fused ones."""
+        self.parts.remark_of.pop(PART, None)
         fused, self._fused = self._fused, None
         if fused is not None:
             fused.leave()
+
+
+def _modules(pipe: Any) -> list[nn.Module]:
+    """Return a pipeline's autoencoder, beneath torch.compile (its ``decode`` runs as it is), and its decoder."""
+    autoencoder = getattr(pipe, "vae", None)
+    autoencoder = getattr(autoencoder, "_orig_mod", autoencoder)
+    decoder = getattr(autoencoder, "decoder", None)
+    return [autoencoder, decoder] if isinstance(decoder, nn.Module) else []

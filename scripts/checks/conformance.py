@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Run diffusers' own pipeline tests plainly and accelerated, and list the tests that pass only plainly.
+"""Run diffusers' own tests plainly and accelerated, and list the tests that pass only plainly.
 
 Needs a checkout of diffusers for its ``tests`` folder; the installed diffusers is tested. Every pipeline that a test
 calls is accelerated before its first call, in each of five kinds: the preset `exact`, the same with blocks `fused` as
 on a GPU, `balanced` (a pipeline's default preset), `forecast` (every second step, at level `output`) and `flashomni`
-(inside the blocks of every second step, if a preset exists). Models from the Hub are replaced with small ones, unless
+(inside the blocks of every second step, if a preset exists). Kind `autoencoders` runs diffusers' tests of autoencoders
+instead, and decodes with the reference code of fused kernels. Models from the Hub are replaced with small ones, unless
 `--hub` asks for the Hub's own.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
     python -m scripts.checks.conformance diffusers --output conformance
     python -m scripts.checks.conformance diffusers --output conformance --families flux wan --kinds exact forecast
+    python -m scripts.checks.conformance diffusers --output conformance-autoencoders --kinds autoencoders
 
 Writes STEM.json and STEM.md after each process; families that are already in the file are replaced, the others stay.
 ``conformance_study/kinds.py`` describes the classes of failures.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,36 +30,45 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dit_accel.stages.vae import PAGES
 from dit_accel.tools.origin import describe_run
 from scripts.checks.conformance_study import stand_ins
-from scripts.checks.conformance_study.kinds import FAILURES, KINDS
+from scripts.checks.conformance_study.kinds import AUTOENCODERS, FAILURES, KINDS
 from scripts.checks.conformance_study.report import Test, markdown, read, summary
 from scripts.tables import write_table
 
 ROOT = Path(__file__).parents[2]
-PIPELINES = "tests/pipelines"
+PIPELINES, MODELS = "tests/pipelines", "tests/models/autoencoders"
 PLAIN = "plain"
 
 
-def families_of(checkout: Path) -> list[str]:
-    """Names of the folders of a checkout's pipeline tests."""
-    folder = checkout / PIPELINES
-    if not folder.is_dir():
-        raise SystemExit(f"checkout must hold {PIPELINES}, as one of diffusers does; {checkout} does not")
-    return sorted(path.name for path in folder.iterdir() if any(path.glob("test_*.py")))
+def families_of(checkout: Path, kinds: list[str]) -> dict[str, str]:
+    """Paths of a checkout's tests by family: a folder of pipelines, or an autoencoder's class."""
+    place = MODELS if AUTOENCODERS in kinds else PIPELINES
+    if not (checkout / place).is_dir():
+        raise SystemExit(f"checkout must hold {place}, as one of diffusers does; {checkout} does not")
+    if place == PIPELINES:
+        return {path.parent.name: str(path.parent.relative_to(checkout)) for path in _tests(checkout / place, "*/")}
+    texts = {str(path.relative_to(checkout)): path.read_text() for path in _tests(checkout / place)}
+    return {name: file for name in PAGES for file, text in texts.items() if re.search(rf"\b{name}\b", text)}
 
 
-def tests_of(families: list[str], kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Test]:
+def _tests(folder: Path, below: str = "") -> list[Path]:
+    return sorted(folder.glob(f"{below}test_*.py"))
+
+
+def tests_of(families: dict[str, str], kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Test]:
     """Run the tests of some families in their own process.
 
     Args:
+        families: paths of the tests by family.
         folder: working directory, which holds the replacement models.
 
     Returns:
         The plugin's record of each test, by test id.
     """
-    record = folder / f"{families[0]}-{kind}.jsonl"
-    command = [sys.executable, "-m", "pytest", *(str(options.checkout / PIPELINES / family) for family in families)]
+    record = folder / f"{next(iter(families))}-{kind}.jsonl"
+    command = [sys.executable, "-m", "pytest", *(str(options.checkout / path) for path in families.values())]
     command += [f"--rootdir={options.checkout}", "-q", "--continue-on-collection-errors"]
     command += ["-p", "no:cacheprovider", "-p", "scripts.checks.conformance_study.plugin"]
     command += [f"--conformance-kind={kind}", f"--conformance-record={record}"]
@@ -77,16 +89,16 @@ def tests_of(families: list[str], kind: str, options: argparse.Namespace, folder
     return read(record)
 
 
-def _of_family(family: str, tests: dict[str, Test]) -> dict[str, Test]:
-    return {test: told for test, told in tests.items() if test.startswith(f"{PIPELINES}/{family}/")}
+def _below(path: str, tests: dict[str, Test]) -> dict[str, Test]:
+    return {test: told for test, told in tests.items() if test.startswith((f"{path}/", f"{path}::"))}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a checkout of diffusers")
     parser.add_argument("--output", type=Path, required=True, help="stem of the JSON and Markdown files")
-    parser.add_argument("--families", nargs="+", help="folders of tests/pipelines; all by default")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--families", nargs="+", help="folders of tests/pipelines, or classes; all by default")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, AUTOENCODERS], default=list(KINDS))
     parser.add_argument("--only", help="expression of pytest's -k, which chooses among the tests")
     parser.add_argument("--tests", default="the checkout", help="origin of the tests, for the table")
     parser.add_argument("--hub", action="store_true", help="load the tests' models from the Hub")
@@ -101,7 +113,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    known = families_of(options.checkout)
+    if AUTOENCODERS in options.kinds and len(options.kinds) > 1:
+        raise SystemExit(f"--kinds {AUTOENCODERS} runs other tests than the other kinds, so it must be the only one")
+    known = families_of(options.checkout, options.kinds)
     unknown = sorted(set(options.families or ()) - set(known))
     if unknown:
         raise SystemExit(f"--families names {', '.join(unknown)}, and the checkout has {', '.join(known)}")
@@ -110,14 +124,14 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         if not options.hub:
             stand_ins.write(Path(folder))
-        wanted = options.families or known
+        wanted = options.families or list(known)
         for start in range(0, len(wanted), options.together):
-            named = wanted[start : start + options.together]
+            named = {family: known[family] for family in wanted[start : start + options.together]}
             kinds = [PLAIN, *options.kinds]
             found = pool.map(lambda kind, named=named: tests_of(named, kind, options, Path(folder)), kinds)
             tests = dict(zip(kinds, found, strict=True))
-            for family in named:
-                own = {kind: _of_family(family, each) for kind, each in tests.items()}
+            for family, path in named.items():
+                own = {kind: _below(path, each) for kind, each in tests.items()}
                 chosen = {"chosen": options.only} if options.only else {}
                 families[family] = chosen | summary(own.pop(PLAIN), own)
             told = {"run": describe_run("cpu"), "tests": options.tests}

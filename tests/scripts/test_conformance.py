@@ -34,12 +34,30 @@ def test_never_passes():
 """
 
 
+AUTOENCODERS = """
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_decode(grad):
+    made = AutoencoderKL(norm_num_groups=8, block_out_channels=(8,))
+    with torch.set_grad_enabled(grad):
+        assert made.decode(torch.randn(1, 4, 4, 4)).sample.requires_grad is grad
+
+def test_methods_are_its_own():
+    assert "forward" not in vars(AutoencoderKL().decoder)
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A folder like diffusers' own, whose tests run in this process."""
-    folder = tmp_path / "checkout" / "tests" / "pipelines" / "toy"
-    folder.mkdir(parents=True)
-    (folder / "test_toy_pipeline.py").write_text(TESTS)
+    folder = tmp_path / "checkout" / "tests"
+    (folder / "pipelines" / "toy").mkdir(parents=True)
+    (folder / "pipelines" / "toy" / "test_toy_pipeline.py").write_text(TESTS)
+    (folder / "models" / "autoencoders").mkdir(parents=True)
+    (folder / "models" / "autoencoders" / "test_toy_autoencoder.py").write_text(AUTOENCODERS)
 
     def run(command, cwd, **_):
         monkeypatch.chdir(cwd)
@@ -53,7 +71,9 @@ def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
     """One passes, one looks for hooks, and one fails plainly too; the pipeline's class is left as it was."""
     call = diffusers.LTXPipeline.__call__
     options = conformance.parse([str(checkout), "--output", str(tmp_path / "found")])
-    plain, *kinds = (conformance.tests_of(["toy"], kind, options, tmp_path) for kind in ("plain", "exact", "flashomni"))
+    toy = conformance.families_of(checkout, ["exact"])
+    assert toy == {"toy": "tests/pipelines/toy"}
+    plain, *kinds = (conformance.tests_of(toy, kind, options, tmp_path) for kind in ("plain", "exact", "flashomni"))
     told = summary(plain, dict(zip(("exact", "flashomni"), kinds, strict=True)))
     (counts,) = told["files"].values()
     assert counts == {"ran": 3, "passed": 2, "exact": 1, "flashomni": 2}
@@ -68,11 +88,28 @@ def test_tests_that_fail_only_when_accelerated_are_told(checkout, tmp_path):
     assert diffusers.LTXPipeline.__call__ is call
 
 
+def test_decoders_are_fused_in_tests_of_autoencoders(checkout, tmp_path):
+    """A test decodes fused without gradients and plainly with them, and one looks for the decoder's own method."""
+    families = conformance.families_of(checkout, ["autoencoders"])
+    assert families == {"AutoencoderKL": "tests/models/autoencoders/test_toy_autoencoder.py"}
+    init = diffusers.AutoencoderKL.__init__
+    options = conformance.parse([str(checkout), "--output", str(tmp_path / "found")])
+    plain, fused = (conformance.tests_of(families, kind, options, tmp_path) for kind in ("plain", "autoencoders"))
+    told = summary(plain, {"autoencoders": fused})
+    assert list(told["files"].values()) == [{"ran": 3, "passed": 3, "autoencoders": 2}]
+    assert [each["class"] for each in told["only"]] == ["assertion"]
+    assert told["accelerated"]["autoencoders"]["tests"] == 1
+    assert "gradients are on" in told["accelerated"]["autoencoders"]["left_plain"]["AutoencoderKL"]
+    assert diffusers.AutoencoderKL.__init__ is init
+
+
 def test_families_must_be_there(checkout, tmp_path):
     with pytest.raises(SystemExit, match="--families names other, and the checkout has toy"):
         conformance.main([str(checkout), "--output", str(tmp_path / "found"), "--families", "other"])
     with pytest.raises(SystemExit, match="checkout must hold tests/pipelines"):
         conformance.main([str(tmp_path), "--output", str(tmp_path / "found")])
+    with pytest.raises(SystemExit, match="must be the only one"):
+        conformance.main([str(checkout), "--output", str(tmp_path / "found"), "--kinds", "autoencoders", "exact"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,15 +12,13 @@ from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
-    AutoencoderTiny,
 )
 from peft import LoraConfig
 from torch import nn
 
-from dit_accel import accelerate_pipeline, restore_pipeline
-from dit_accel.stages.decode import BOUNDS, FUSED, Decoding, FusedDecode, fused_decode
+from dit_accel.kernels.kept import capturing
+from dit_accel.stages.decode import BOUNDS, FUSED, FusedDecode
 from dit_accel.stages.vae import autoencoder_kl, causal, layers
-from tests.tiny import tiny_output, tiny_pipeline
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
 DOWN, UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
@@ -44,6 +44,11 @@ def autoencoder(dtype=torch.float32, **config):
 
 def latents(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@torch.no_grad()
+def images(made, given):
+    return made.decode(given).sample
 
 
 @pytest.fixture
@@ -345,44 +350,112 @@ def test_gradients_flow_through_the_decoders_own_code(hooked):
     assert given.grad.abs().sum() > 0
 
 
-def test_classes_without_a_page_are_named():
-    pipe = tiny_pipeline("flux")
-    pipe.vae = AutoencoderTiny()
-    stage = Decoding(pipe)
-    assert stage.remark == "by the autoencoder's own decoder: AutoencoderTiny is not known"
-    stage.close()
+@torch.no_grad()
+@pytest.mark.parametrize("place", [1, 3], ids=["compared", "known"])
+def test_an_interrupted_decode_leaves_no_state(place, hooked, monkeypatch):
+    """Neither of the decode nor of its frames, in a call that is compared or not; the next decode is fused."""
+    made, given, fused, calls = video_autoencoder(AutoencoderKLWan), latents(1, 4, 4, 5, 6), causal.decode, []
+    own = made.decode(given).sample
+    hook = hooked(made)
+
+    def interrupted(*arguments, **more):
+        calls.append(None)
+        if len(calls) == place:
+            raise KeyboardInterrupt
+        return fused(*arguments, **more)
+
+    monkeypatch.setattr(causal, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.decode(given)
+    assert hook._current.decode is None
+    assert (made.decode(given).sample - own).abs().max() < 5e-5
+    assert hook.remark == FUSED
 
 
-def test_a_pipeline_on_a_cpu_decodes_as_ever():
-    """To the bit, and the report says why; nothing is left once it is restored."""
-    pipe = tiny_pipeline("flux")
-    plain = tiny_output(pipe, "flux", steps=3)
-    accelerate_pipeline(pipe, "exact")
-    assert torch.equal(tiny_output(pipe, "flux", steps=3), plain)
-    pipe.vae.decode(latents(1, pipe.vae.config.latent_channels, 4, 4))
-    assert "kernels need a CUDA GPU" in str(pipe.dit_accel.report())
-    restore_pipeline(pipe)
-    assert fused_decode(pipe.vae) is None and not set(vars(pipe.vae)) & {"_decode"}
-    assert "forward" not in vars(pipe.vae.decoder)
+@torch.no_grad()
+def test_a_decode_that_begins_anew_has_freed_its_weights(hooked, monkeypatch):
+    """Converted weights are a copy of all weights, and memory is short where a kernel failed for want of it."""
+    made, given, fused, decodes = autoencoder(), latents(1, 4, 8, 8), autoencoder_kl.decode, []
+    hook = hooked(made)
+    made.decode(given)
+
+    def fails(*arguments, layers, **more):
+        decodes.append(weakref.ref(layers))
+        fused(*arguments, layers=layers, **more)
+        raise torch.OutOfMemoryError("no memory")
+
+    freed = []
+    made.decoder.register_forward_pre_hook(lambda *_: freed.extend(layers() is None for layers in decodes))
+    monkeypatch.setattr(autoencoder_kl, "decode", fails)
+    made.decode(given)
+    assert freed == [True] and "no memory" in hook.remark
 
 
-def test_one_key_switches_it_off():
-    pipe = accelerate_pipeline(tiny_pipeline("flux"), "exact", **{"stages.decode": False})
-    assert fused_decode(pipe.vae) is None
-    assert "stages.decode is false" in str(pipe.dit_accel.report())
+@torch.no_grad()
+def test_threads_may_decode_with_one_autoencoder(hooked):
+    """Each decode converts its own weights and knows its own frames."""
+    made, given = autoencoder(), [latents(1, 4, side, 8) for side in (4, 6, 8, 10)]
+    own = [made.decode(each).sample for each in given]
+    hook = hooked(made)
+    with torch.inference_mode(), ThreadPoolExecutor(4) as pool:
+        decoded = [each for _ in range(3) for each in pool.map(lambda z: images(made, z), given)]
+    assert max((a - b).abs().max() for a, b in zip(decoded, 3 * own, strict=True)) < 2e-5
+    assert hook.remark == FUSED
 
 
-def test_pipelines_may_share_an_autoencoder():
-    """They share the hook, which goes with the last of them, in either order."""
-    for last in (0, 1):
-        pipes = tiny_pipeline("flux"), tiny_pipeline("flux")
-        pipes[1].vae = pipes[0].vae
-        accelerate_pipeline(pipes[0], "exact"), accelerate_pipeline(pipes[1], "exact")
-        hook = fused_decode(pipes[0].vae)
-        restore_pipeline(pipes[1 - last])
-        assert fused_decode(pipes[0].vae) is hook
-        restore_pipeline(pipes[last])
-        assert fused_decode(pipes[0].vae) is None
+MODES = {
+    "inference": (torch.inference_mode, FUSED),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+    "capture": (capturing, "a graph is being captured"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mode", "remark"), MODES.values(), ids=MODES)
+def test_modes_of_torch(mode, remark, hooked):
+    """Nothing that one decode makes is kept for a later one in another mode."""
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    with mode():
+        own = made.decode(given).sample
+    hook = hooked(made)
+    for _ in range(2):
+        with mode():
+            assert (made.decode(given).sample - own).abs().max() < 2e-5
+            assert remark in hook.remark
+    made.decode(given)
+    assert hook.remark == FUSED
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_is_of_the_decoders_own_code(hooked):
+    made, given = autoencoder(), latents(1, 4, 8, 8)
+    hook = hooked(made)
+    traced = torch.jit.trace(made.decoder, given, check_trace=False)
+    assert "captured or traced" in hook.remark
+    assert (traced(given) - made.decoder(given)).abs().max() < 2e-5
+
+
+@torch.no_grad()
+def test_changes_between_decodes_take_effect(hooked):
+    """Tiling, another dtype, new weights, and arguments by name."""
+    made, given = autoencoder(sample_size=16), latents(1, 4, 24, 24)
+    hook = hooked(made)
+
+    def check(change, remark, z):
+        change()
+        own = images(copy.deepcopy(made), z)  # by its own code
+        for _ in range(2):
+            error = (made.decode(z).sample - own).norm() / own.norm()
+            assert error < BOUNDS[z.dtype] and remark in hook.remark
+
+    check(lambda: None, FUSED, given)
+    check(made.enable_tiling, FUSED, given)
+    check(made.disable_tiling, FUSED, given)
+    check(made.half, FUSED, given.half())
+    check(made.float, FUSED, given)
+    check(lambda: made.load_state_dict({k: v + 0.01 for k, v in made.state_dict().items()}), FUSED, given)
+    assert made._decode(z=given, return_dict=False)[0].shape == (1, 3, 48, 48) and hook.remark == FUSED
 
 
 def test_bounds_follow_the_dtype():

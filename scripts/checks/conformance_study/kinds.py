@@ -6,7 +6,7 @@ A *failure* of a kind is a test that passes plainly and fails with it in one of 
 |---|---|
 | crash | any exception except an assertion's, from torch, diffusers or (by accident) this plugin |
 | shape | an assertion on a shape, a type, a dtype, a length or NaN |
-| assertion | another assertion, with a kind that must give the plain outputs (`exact`, `fused`) |
+| assertion | another assertion, with a kind that must give the plain outputs (`exact`, `fused`, `autoencoders`) |
 | timeout | the test takes longer than `--seconds` |
 | lost | the process ended without a result |
 
@@ -36,7 +36,8 @@ EVERY_SECOND = {"control": "interval", "warmup": 0, "interval": 2, "cooldown": 0
 FORECAST = {"level": "output", "method": "newton", "order": 1}
 FLASHOMNI = {"flux": "flux-flashomni-paper", "hunyuan_video": "hunyuan-flashomni-paper", "wan": "wan21-flashomni"}
 KINDS = ("exact", "fused", "balanced", "forecast", "flashomni")
-PLAIN_OUTPUTS = ("exact", "fused")
+AUTOENCODERS = "autoencoders"  # of diffusers' tests of autoencoders; the others are of pipelines
+PLAIN_OUTPUTS = ("exact", "fused", AUTOENCODERS)
 FAILURES = ("crash", "shape", "assertion", "timeout", "lost")
 APART = ("values", "inspects", "refused")
 _SHAPE = re.compile(r"shape|dtype|isinstance|\btype\b|\blen\(|length|nan\b", re.IGNORECASE)

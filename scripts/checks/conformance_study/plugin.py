@@ -1,10 +1,12 @@
-"""Pytest plugin that accelerates every pipeline that a test calls, and records the outcome of each test.
+"""Pytest plugin that accelerates every pipeline or autoencoder of a test, and records the outcome of each test.
 
     python -m pytest -p scripts.checks.conformance_study.plugin --conformance-kind exact \
         --conformance-record found.jsonl tests/…
 
 A pipeline is accelerated before its first call and stays accelerated, as in users' code. Pipelines that
-``accelerate_pipeline`` refuses run plainly, and the record says why. The kind ``plain`` only records.
+``accelerate_pipeline`` refuses run plainly, and the record says why. With the kind ``autoencoders`` every autoencoder
+decodes with the reference code of fused kernels, and the record says why if none of a test did. The kind ``plain`` only
+records.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 from diffusers import DiffusionPipeline
 
 from dit_accel.errors import DitAccelError, shortened
 from dit_accel.models.call_facts import CallReader
-from scripts.checks.conformance_study.kinds import KINDS, accelerate, cuts_padding, found, fuses_kernels
+from dit_accel.stages.decode import FUSED, FusedDecode
+from dit_accel.stages.vae import PAGES
+from scripts.checks.conformance_study.kinds import AUTOENCODERS, KINDS, accelerate, cuts_padding, found, fuses_kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
-    group.addoption("--conformance-kind", choices=["plain", *KINDS], default="plain")
+    group.addoption("--conformance-kind", choices=["plain", *KINDS, AUTOENCODERS], default="plain")
     group.addoption("--conformance-record", type=Path, help="file with one JSON object per test")
     group.addoption("--conformance-seconds", type=float, default=120.0, help="time limit of a test")
 
@@ -52,8 +57,11 @@ class Study:
         self._kind, self._record, self._seconds = kind, record, seconds
         self._test: dict[str, Any] = {}
         self._changed: list[tuple[type, str, Any]] = []  # classes, attribute names and original values
-        if kind != "plain":
+        if kind in KINDS:
             self._watch()
+        if kind == AUTOENCODERS:
+            for name in PAGES:
+                self._fuse_decoders(getattr(diffusers, name))
         if kind == "fused":
             self._replace(CallReader, "fuses_kernels", fuses_kernels)
             self._replace(CallReader, "cuts_padding", cuts_padding)
@@ -105,6 +113,28 @@ class Study:
             register(pipe, **modules)
 
         self._replace(DiffusionPipeline, "register_modules", register_modules)
+
+    def _fuse_decoders(self, kind: type) -> None:
+        """Fuse the decoder of each autoencoder of a class, and record how it decodes."""
+        init, study = kind.__init__, self
+
+        class Recording(FusedDecode):
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, value)
+                if name == "remark" and value is not None:
+                    classes = study._test["pipelines"]
+                    if classes.get(kind.__name__, "") is not None:  # None = it has decoded with them
+                        classes[kind.__name__] = None if value == FUSED else value
+
+        @functools.wraps(init)
+        def fusing(autoencoder: Any, *args: Any, **kwargs: Any) -> None:
+            init(autoencoder, *args, **kwargs)
+            # As from_pretrained does. In training mode fewer decodes would be fused, and tests that compare such an
+            # autoencoder with a loaded one in half precision would see that the two round differently.
+            autoencoder.decoder.eval()
+            Recording(autoencoder, "reference")
+
+        self._replace(kind, "__init__", fusing)
 
     def _replace(self, changed: type, name: str, value: Any) -> None:
         self._changed.append((changed, name, getattr(changed, name)))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.checks.conformance_study.kinds import APART, FAILURES, KINDS
+from scripts.checks.conformance_study.kinds import APART, AUTOENCODERS, FAILURES, KINDS
 
 Test = dict[str, Any]
 
@@ -61,8 +61,8 @@ def markdown(document: dict[str, Any]) -> str:
         _table(_by_file(document, kinds), ["file", "ran", "passed plainly", *kinds]),
         "## Tests that fail only when accelerated",
         _table(_only(document), ["test", "kinds", "class", "reason"]),
-        "## Pipelines that ran plainly in a test",
-        _table(_plain(document), ["kinds", "pipelines", "reason"]),
+        "## Pipelines and autoencoders that ran plainly in a test",
+        _table(_plain(document), ["kinds", "classes", "reason"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -70,7 +70,7 @@ def markdown(document: dict[str, Any]) -> str:
 def _kinds(document: dict[str, Any]) -> list[str]:
     """Kinds with which some family's tests ran."""
     ran = {kind for found in document["families"].values() for kind in found["accelerated"]}
-    return [kind for kind in KINDS if kind in ran]
+    return [kind for kind in (*KINDS, AUTOENCODERS) if kind in ran]
 
 
 def _chosen(document: dict[str, Any]) -> list[str]:

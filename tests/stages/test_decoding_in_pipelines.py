@@ -1,0 +1,306 @@
+"""The decode stage of accelerated pipelines: what the report says, and what stays on an autoencoder."""
+
+import copy
+import gc
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from diffusers import AutoencoderTiny, FluxImg2ImgPipeline, ModelMixin
+from torch import nn
+
+from dit_accel import accelerate_pipeline, restore_pipeline
+from dit_accel.stages.decode import FUSED, FusedDecode, fused_decode
+from tests.tiny import tiny_inputs, tiny_pipeline
+
+
+def call(pipe, output_type="pt"):
+    return pipe(**tiny_inputs("flux", steps=2) | {"output_type": output_type})[0]
+
+
+def fused(pipe, **changes):
+    """The pipeline, accelerated, with kernels' reference code on the CPU."""
+    accelerate_pipeline(pipe, "exact", **changes)
+    if (stage := fused_decode(getattr(pipe.vae, "_orig_mod", pipe.vae))) is not None:
+        stage._backend = "reference"
+    return pipe
+
+
+def decoding(pipe):
+    return pipe.dit_accel.report().decoding
+
+
+def traces(vae):
+    """Methods and hooks on an autoencoder that its class does not have."""
+    methods = [name for part in vae.modules() for name in ("forward", "_decode", "decode") if name in vars(part)]
+    return methods + [hook for part in vae.modules() for hook in (*part._forward_hooks, *part._forward_pre_hooks)]
+
+
+@pytest.fixture
+def flux():
+    return tiny_pipeline("flux")
+
+
+def test_a_pipeline_on_a_cpu_decodes_as_ever(flux):
+    """To the bit, and the report says why; nothing is left once it is restored."""
+    plain = call(flux)
+    accelerate_pipeline(flux, "exact")
+    assert torch.equal(call(flux), plain)
+    assert "kernels need a CUDA GPU" in str(flux.dit_accel.report())
+    restore_pipeline(flux)
+    assert fused_decode(flux.vae) is None and traces(flux.vae) == []
+
+
+def test_the_report_is_of_the_runs_own_decode(flux):
+    """A run that returns latents has none, and what is decoded outside of a run is not the run's."""
+    fused(flux)
+    assert decoding(flux) is None
+    call(flux)
+    assert decoding(flux) == FUSED
+    call(flux, "latent")
+    flux.vae.decode(torch.zeros(1, flux.vae.config.latent_channels, 4, 4))
+    assert decoding(flux) is None
+    call(flux)
+    flux.dit_accel.reset()
+    assert decoding(flux) is None
+
+
+def test_classes_without_a_page_are_named(flux):
+    flux.vae = AutoencoderTiny(latent_channels=flux.vae.config.latent_channels)
+    flux.vae.config.shift_factor, flux.vae.config.scaling_factor = 0.0, 1.0
+    call(fused(flux))
+    assert decoding(flux) == "by the autoencoder's own decoder: AutoencoderTiny is not known"
+    call(flux, "latent")
+    assert decoding(flux) is None
+
+
+def test_one_key_switches_it_off(flux):
+    call(fused(flux, **{"stages.decode": False}))
+    assert fused_decode(flux.vae) is None
+    assert "stages.decode is false" in str(flux.dit_accel.report())
+
+
+def test_pipelines_may_share_an_autoencoder(flux):
+    """They share the hook, which goes with the last of them, in either order."""
+    other = tiny_pipeline("flux")
+    other.vae = flux.vae
+    for first, last in ((flux, other), (other, flux)):
+        hook = fused_decode(fused(fused(flux) and other).vae)
+        restore_pipeline(first)
+        assert fused_decode(flux.vae) is hook
+        restore_pipeline(last)
+        assert fused_decode(flux.vae) is None and traces(flux.vae) == []
+
+
+def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux):
+    """It decodes fused where another pipeline wants that, and says so; each report keeps its own."""
+    other = tiny_pipeline("flux")
+    other.vae = flux.vae
+    fused(other, **{"stages.decode": False})
+    fused(flux)
+    call(other), call(flux)
+    assert decoding(other) == decoding(flux) == FUSED
+    flux.vae.train()
+    call(flux)
+    assert "training mode" in decoding(flux) and decoding(other) == FUSED
+    restore_pipeline(flux)
+    call(other)
+    assert "stages.decode is false" in decoding(other)
+
+
+def test_a_pipeline_that_is_deleted_counts_no_more(flux):
+    """Without restoring it: the autoencoder is given back with the last pipeline that is left."""
+    other = tiny_pipeline("flux")
+    other.vae = flux.vae
+    fused(flux), fused(other)
+    call(other)
+    del other
+    gc.collect()
+    assert fused_decode(flux.vae) is not None
+    call(flux)
+    assert decoding(flux) == FUSED
+    restore_pipeline(flux)
+    assert traces(flux.vae) == []
+
+
+def test_another_preset_keeps_one_hook(flux):
+    call(fused(fused(flux)))
+    fused(accelerate_pipeline(flux, "balanced"))
+    assert fused_decode(flux.vae).holders == 1 and fused_decode(flux.vae)._stand_ins[0]._replaced is None
+    call(flux)
+    assert decoding(flux) == FUSED
+    fused(flux, **{"stages.decode": False})
+    assert fused_decode(flux.vae) is None
+    restore_pipeline(flux)
+    assert traces(flux.vae) == []
+
+
+def _replace_autoencoder(pipe):
+    pipe.vae = copy.deepcopy(pipe.vae)
+
+
+def _replace_decoder(pipe):
+    pipe.vae.decoder = copy.deepcopy(pipe.vae.decoder)
+
+
+def _compile_decoder(pipe):
+    pipe.vae.decoder = torch.compile(pipe.vae.decoder, backend="eager")
+
+
+def _compile_decode(pipe):
+    pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
+
+
+def _compile_autoencoder(pipe):
+    pipe.vae = torch.compile(pipe.vae, backend="eager")
+
+
+def _compile_in_place(pipe):
+    pipe.vae.decoder.compile(backend="eager")
+
+
+def _wrap_decoder(pipe):
+    pipe.vae.decoder = nn.DataParallel(pipe.vae.decoder).eval()
+
+
+def _offload_groups(pipe):
+    pipe.vae.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type="leaf_level")
+
+
+def _cast_layers(pipe):
+    pipe.vae.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+
+
+CHANGES = {
+    "autoencoder": (_replace_autoencoder, "was replaced", FUSED),
+    "decoder": (_replace_decoder, "was replaced", FUSED),
+    "compiled-decoder": (_compile_decoder, "was replaced", "the decoder is compiled"),
+    "compiled-decode": (_compile_decode, "replaced or compiled", "replaced or compiled"),
+    "compiled-autoencoder": (_compile_autoencoder, FUSED, FUSED),
+    "compiled-in-place": (_compile_in_place, "replaced or compiled", "replaced or compiled"),
+    "wrapped-decoder": (_wrap_decoder, FUSED, "DataParallel"),
+    "group-offload": (_offload_groups, "has hooks", "has hooks"),
+    "layerwise-casting": (_cast_layers, "has hooks", "has hooks"),
+}
+
+
+@pytest.mark.parametrize(("change", "before", "after"), CHANGES.values(), ids=CHANGES)
+def test_changes_of_an_accelerated_pipeline(change, before, after, flux):
+    """Images stay, the report says the truth, and accelerating again brings the stage back where it can."""
+    plain = call(flux)
+    call(fused(flux))
+    change(flux)
+    tolerance = 1e-2 if change is _cast_layers else 1e-5
+    for remark in (before, after):
+        assert (call(flux) - plain).abs().max() < tolerance
+        assert remark in str(decoding(flux))
+        fused(flux)
+    restore_pipeline(flux)
+    assert (call(flux) - plain).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("name", ["_decode", "forward"])
+def test_a_patch_over_ours_outlives_it(name, flux):
+    """It is left alone by restoring, and once it is gone the stage can come back."""
+    owner = flux.vae if name == "_decode" else flux.vae.decoder
+    plain, calls = call(fused(flux)), []
+    beneath = getattr(owner, name)
+
+    def patch(*args, **kwargs):
+        calls.append(None)
+        return beneath(*args, **kwargs)
+
+    setattr(owner, name, patch)
+    assert torch.equal(call(flux), plain) and decoding(flux) == FUSED and calls
+    restore_pipeline(flux)
+    assert vars(owner)[name] is patch
+    assert (call(flux) - plain).abs().max() < 1e-5
+    setattr(owner, name, beneath)
+    assert torch.equal(call(fused(flux)), plain) and decoding(flux) == FUSED
+    restore_pipeline(flux)
+    assert (call(flux) - plain).abs().max() < 1e-5
+
+
+def test_a_decoder_may_outlive_its_autoencoder(flux):
+    """Another object calls it, and the report still has the preset's key."""
+
+    class Other(ModelMixin):
+        def __init__(self, vae):
+            super().__init__()
+            self.config, self.decoder = vae.config, vae.decoder
+
+        def decode(self, z, return_dict):
+            return (self.decoder(z),)
+
+    plain = call(fused(flux, **{"stages.decode": False}))
+    flux.vae = Other(flux.vae)
+    gc.collect()
+    assert torch.equal(call(flux), plain)
+    assert "stages.decode is false" in decoding(flux)
+
+
+def test_threads_keep_their_own_reports(flux):
+    """A decode in another thread, of another pipeline with the same autoencoder, is none of this run's."""
+    other = tiny_pipeline("flux")
+    other.vae = flux.vae
+    fused(flux), fused(other)
+
+    def call_other(*_):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call, other).result()
+        return {}
+
+    flux(**tiny_inputs("flux", steps=2) | {"output_type": "latent", "callback_on_step_end": call_other})
+    assert decoding(flux) is None and "vae.decoder" not in flux.dit_accel.report().parts
+    assert fused_decode(flux.vae).remark == FUSED
+
+
+def test_a_subclass_is_not_known(flux):
+    class Own(type(flux.vae)):
+        def _decode(self, z, return_dict=True):
+            return super()._decode(2 * z, return_dict)
+
+    flux.vae.__class__ = Own
+    plain = call(flux)
+    assert torch.equal(call(fused(flux)), plain)
+    assert "Own is not known" in decoding(flux)
+
+
+def test_copies_of_an_autoencoder_are_plain(flux, tmp_path):
+    """Saved, loaded, copied and pickled ones, and the pipeline that from_pipe makes uses the stage."""
+    plain = call(flux)
+    call(fused(flux))
+    other = FluxImg2ImgPipeline.from_pipe(flux)
+    assert fused_decode(other.vae) is fused_decode(flux.vae) is not None
+    flux.vae.save_pretrained(tmp_path)
+    copies = copy.deepcopy(flux.vae), pickle.loads(pickle.dumps(flux.vae)), type(flux.vae).from_pretrained(tmp_path)
+    restore_pipeline(flux)
+    for each in copies:
+        flux.vae = each
+        assert isinstance(fused_decode(each), FusedDecode) is False
+        assert torch.equal(call(flux), plain)
+
+
+def test_an_offloaded_decoder_decodes_itself(flux):
+    """accelerate's hooks on each layer, put on before or after ours."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    def offload():
+        for layer in flux.vae.modules():
+            if not list(layer.children()):
+                add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+
+    plain = call(flux)
+    offload()
+    call(fused(flux))
+    assert "has hooks" in decoding(flux)
+    remove_hook_from_module(flux.vae, recurse=True)
+    assert (call(flux) - plain).abs().max() < 1e-5
+    assert decoding(flux) == FUSED
+    offload()
+    assert torch.equal(call(flux), plain)
+    assert "has hooks" in decoding(flux)
+    restore_pipeline(flux)
+    remove_hook_from_module(flux.vae, recurse=True)
+    assert torch.equal(call(flux), plain)
