@@ -101,6 +101,8 @@ def _cuda_problem(device: torch.device, dtype: torch.dtype | None) -> str | None
 
 
 def _capability_problem(device: torch.device) -> str | None:
+    if torch.version.hip is not None:  # its capabilities are other numbers: gfx90a is (9, 0), as an H100 is
+        return "the GPU is AMD's, and the kernels are for NVIDIA's"
     capability = _capability(device)
     if capability < MINIMUM_CAPABILITY:
         return f"the GPU's compute capability is {capability}, and at least {MINIMUM_CAPABILITY} is required"

@@ -189,12 +189,15 @@ class FusedDecode:
         if not 0 < size < float("inf"):  # nothing to compare with
             self.remark = f"{OWN}: its output is no image"
             return own
+        is_final = True
         try:
             made = _contiguous(self._page.decode(module, *copied, **named, layers=decode.layers))
             reason = why_other(_images(made), _images(own))
         except Exception as error:
             reason = _raised(error)
-        self._known[form] = reason
+            is_final = not isinstance(error, torch.OutOfMemoryError)  # another call may have the memory
+        if is_final:
+            self._known[form] = reason
         self.remark = FUSED if reason is None else f"{OWN}: {reason}"
         if reason is not None:
             return own

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit_accel.errors import BackendError
-from dit_accel.kernels import backend_status, pack_bits
+from dit_accel.kernels import backend_status, backends, pack_bits
 from dit_accel.kernels.backends import resolve_backend
 
 
@@ -30,6 +30,13 @@ def test_the_interpreter_refuses_bfloat16(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(BackendError, match="wrong results for bfloat16"):
         resolve_backend("triton", torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_a_gpu_of_amd_runs_the_reference(monkeypatch):
+    """ROCm's devices are of type cuda too, and gfx90a has the compute capability of an H100."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "the GPU is AMD's" in backends._triton_problem(torch.device("cuda:0"), torch.float16)
 
 
 def test_status_survives_a_broken_triton(monkeypatch):
