@@ -7,6 +7,7 @@ frame by frame, each to the frames up to it, instead of masking half of all scor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,26 +48,32 @@ def why_not(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str | No
 def decode(decoder: HunyuanVideoDecoder3D, latents: torch.Tensor, *, layers: Layers) -> torch.Tensor:
     """Frames ``[B, 3, T, H, W]`` from latents ``[B, C, t, h, w]``."""
     x = layers.convolved(decoder.conv_in.conv, pad_video(latents, before=2, border=1))
-    middle = decoder.mid_block
-    x = _block(middle.resnets[0], x, layers)
-    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-        x = x if attention is None else _attended(attention, x, layers)
-        x = _block(block, x, layers)
-    for stage in decoder.up_blocks:
-        for block in stage.resnets:
-            x = _block(block, x, layers)
-        for upsampler in stage.upsamplers or ():
-            frames = upsampler.upsample_factor[0] == 2
-            padded = pad_video(x, before=1 if frames else 2, border=1)
-            x = layers.upsampled(upsampler.conv.conv, padded, frames=frames)
+    for part in _in_order(decoder):
+        if isinstance(part, Attention):
+            x = _attended(part, x, layers)
+        elif isinstance(part, HunyuanVideoUpsampleCausal3D):
+            frames = part.upsample_factor[0] == 2
+            x = layers.upsampled(part.conv.conv, pad_video(x, before=1 if frames else 2, border=1), frames=frames)
+        else:
+            h = _behind_norm(part.norm1, part.conv1, x, layers)
+            if part.conv_shortcut is not None:  # here, so that nothing holds the block's input, a third of the peak
+                x = layers.convolved(part.conv_shortcut.conv, x)
+            x = _behind_norm(part.norm2, part.conv2, h, layers, x, input_bias=part.conv1.conv.bias, biased=True)
+            del h
     return _behind_norm(decoder.conv_norm_out, decoder.conv_out, x, layers, biased=True)
 
 
-def _block(block: HunyuanVideoResnetBlockCausal3D, x: torch.Tensor, layers: Layers) -> torch.Tensor:
-    h = _behind_norm(block.norm1, block.conv1, x, layers)
-    if block.conv_shortcut is not None:
-        x = layers.convolved(block.conv_shortcut.conv, x)
-    return _behind_norm(block.norm2, block.conv2, h, layers, x, input_bias=block.conv1.conv.bias, biased=True)
+def _in_order(decoder: HunyuanVideoDecoder3D) -> Iterator[nn.Module]:
+    """Yield residual blocks, attentions and upsamplers."""
+    middle = decoder.mid_block
+    yield middle.resnets[0]
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        if attention is not None:
+            yield attention
+        yield block
+    for stage in decoder.up_blocks:
+        yield from stage.resnets
+        yield from stage.upsamplers or ()
 
 
 def _behind_norm(
